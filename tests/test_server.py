@@ -25,8 +25,8 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
-from pearl.server.http import Answer
-from pearl.server.metrics import Figures
+from pearl.server.http import AnswerWriter
+from pearl.server.metrics import ServerMetrics
 from pearl.server.timeline import Timeline
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import eventually
@@ -212,15 +212,15 @@ def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: En
 
 def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checking a schema, or writing many texts with 20 log probabilities a token: no stream went on for 20 s."""
-    ended, whole = threading.Event(), Answer.whole
+    ended, whole = threading.Event(), AnswerWriter.whole
 
-    def slowly(answer: Answer, *given: Any) -> Any:
+    def slowly(answer: AnswerWriter, *given: Any) -> Any:
         assert ended.wait(BOUND)
         return whole(answer, *given)
 
     for place, work in (
         ("pearl.server.app.read_request", lambda *_: ended.wait(BOUND)),
-        (Answer, slowly),
+        (AnswerWriter, slowly),
     ):
         ended.clear()
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
@@ -265,12 +265,12 @@ def test_figures(served: Served) -> None:
     assert served.figure("pearl:draft_restarts") == 0
 
 
-def page(figures: Figures) -> str:
+def page(figures: ServerMetrics) -> str:
     return figures.page().decode()
 
 
 def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
-    figures = Figures("m", restarts=lambda: 3)
+    figures = ServerMetrics("m", restarts=lambda: 3)
     for runs in ({0: 2, 1: 1, 3: 2}, {40: 1}):
         result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
         figures.ended(result, Stopwatch(), 0.0)

@@ -1,4 +1,4 @@
-"""Access control: keys, hosts and origins, checked before anything else of a request."""
+"""Access control: checks of the API key, the host and the origin, before anything else of a request is read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Access:
     """Which requests are answered.
 
     Attributes:
-        key: the API key of /v1; None: none is needed.
-        hosts: names that the Host header may have, without a port; None: any. They keep out web pages that reach the
-            user's loopback under a name of their own (DNS rebinding).
-        origins: of web pages that may ask, besides the server's own.
+        key: the API key of /v1; None if requests need no key.
+        hosts: names that the Host header may have, without a port; None for any name. They keep out web pages that
+            reach the user's loopback under a name of their own (DNS rebinding).
+        origins: origins of web pages that may use the server, besides its own.
     """
 
     key: str | None = None
@@ -37,53 +37,49 @@ class Access:
     origins: frozenset[str] = frozenset()
 
     def check_key(self, request: Request) -> None:
-        """Without the API key: 401."""
+        """Raise 401 if the request lacks the API key."""
         if self.key is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digests = [
-            hashlib.sha256(each.encode()).digest() for each in (self.key, given.strip())
-        ]  # of equal length
-        if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
-            raise ApiError(
-                401,
-                "send the API key with the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        expected_digest = hashlib.sha256(self.key.encode()).digest()  # digests have equal lengths
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        if not hmac.compare_digest(expected_digest, digest) or scheme.lower() != "bearer":
+            text = "send the API key with the header Authorization: Bearer KEY"
+            raise ApiError(401, text, code="invalid_api_key")
 
     def check_host(self, request: Request) -> None:
-        """With another Host header than `hosts`: 403."""
+        """Raise 403 if the Host header is none of `hosts`."""
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
         if self.hosts is not None and host not in self.hosts:
-            raise ApiError(
-                403,
-                f"this server answers to {', '.join(sorted(self.hosts))} only, not to {host[:100]!r}",
-            )
+            names = ", ".join(sorted(self.hosts))
+            raise ApiError(403, f"this server answers to {names} only, not to {host[:100]!r}")
 
     def check_origin(self, request: Request) -> None:
-        """From a web page of another origin: 403. It could not read the answer, which would cost as much to compute.
+        """Raise 403 for a web page of another origin, which could not read the answer, but would have it computed.
 
         Pages cannot change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site takes
         precedence.
         """
-        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-        is_own = (
-            origin is None
-            or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
-        )
-        if origin not in self.origins and not (
-            is_own if site is None else site in ("same-origin", "none")
-        ):
-            raise ApiError(
-                403, "web pages of other origins are not answered: name theirs with --cors"
-            )
+        origin = request.headers.get("origin")
+        if origin is None:
+            is_own = True
+        else:
+            host = request.headers.get("host", "")
+            is_own = origin.partition("://")[2].lower() == host.lower()
+        site = request.headers.get("sec-fetch-site")
+        if site is not None:
+            is_own = site in ("same-origin", "none")
+        if not is_own and origin not in self.origins:
+            text = "web pages of other origins are not answered: name theirs with --cors"
+            raise ApiError(403, text)
 
 
 class Checked:
-    """Middleware of routes. Raises what `check` raises."""
+    """Middleware that calls `check` before its routes, and raises what `check` raises."""
 
     def __init__(self, app: ASGIApp, check: Check) -> None:
-        self._app, self._check = app, check
+        self._app = app
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._check(Request(scope))

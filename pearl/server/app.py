@@ -1,4 +1,4 @@
-"""The endpoints: check requests, queue their texts for the engine, and send the answers."""
+"""The endpoints: they check requests, queue their texts for the engine, and send the answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
@@ -31,12 +31,14 @@ from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
-from pearl.server.access import Access, Check, Checked
+from pearl.server.access import Access, Checked
 from pearl.server.errors import ApiError, no_model, of_engine
-from pearl.server.http import DONE, Answer, event, usage
+from pearl.server.http import DONE, AnswerWriter, event, usage
+from pearl.server.openapi import HttpEndpoint
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
-from pearl.server.responses import Responses
+from pearl.server.responses import Responses, ResponsesRequest
+from pearl.server.schemas import ChatCompletionRequest, CompletionRequest
 from pearl.server.service import Service
 from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
@@ -51,47 +53,66 @@ class App:
     """The ASGI application, `asgi`."""
 
     def __init__(self, service: Service, setup: Setup, access: Access) -> None:
-        self._service, self._setup, self._model = service, setup, setup.model
-        self._spell = partial(token_bytes, service.engine.tokenizer)
+        self._service = service
+        self._engine = service.engine
+        self._setup = setup
+        self._spell = partial(token_bytes, self._engine.tokenizer)
         self._responses = Responses(setup)
-        self._timeline = Timeline(service.engine.client.recording)
+        self._timeline = Timeline(self._engine.client.recording)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
-        self._described = openapi.document(setup.model, keyed=access.key is not None)
-        self.asgi = self._routed(access)
+        endpoints = self._endpoints()
+        self._document = openapi.document(endpoints, setup.model, keyed=access.key is not None)
+        self.asgi = self._routed(endpoints, access)
 
-    def _routed(self, access: Access) -> Starlette:
-        def checked(*checks: Check) -> list[Middleware]:
-            return [Middleware(Checked, check=check) for check in checks]
-
-        versioned = [
-            Route("/timeline", self._live),
-            Route("/models", self._models),
-            Route("/models/{name:path}", self._one_model),
-            Route("/chat/completions", self._posted(partial(self._openai, True)), methods=["POST"]),
-            Route("/completions", self._posted(partial(self._openai, False)), methods=["POST"]),
-            Route("/responses", self._posted(self._responses.read), methods=["POST"]),
+    def _endpoints(self) -> list[HttpEndpoint]:
+        """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
+        chat = self._posted(partial(self._read, True))
+        completions = self._posted(partial(self._read, False))
+        responses = self._posted(self._responses.read)
+        texts = "The texts, at once or as server-sent events."
+        return [
+            HttpEndpoint("/v1/timeline", self._live),
+            HttpEndpoint("/v1/models", self._models, "The model that is served."),
+            HttpEndpoint("/v1/models/{name:path}", self._named_model, "A model."),
+            HttpEndpoint("/v1/chat/completions", chat, texts, ChatCompletionRequest),
+            HttpEndpoint("/v1/completions", completions, texts, CompletionRequest),
+            HttpEndpoint("/v1/responses", responses, texts, ResponsesRequest),
+            HttpEndpoint("/", self._page),
+            HttpEndpoint("/health", self._health, "The engine runs."),
+            HttpEndpoint("/metrics", self._metrics),
+            HttpEndpoint("/version", self._version, "The server's version."),
+            HttpEndpoint("/openapi.json", self._openapi),
         ]
-        own = checked(access.check_origin, access.check_key)
+
+    def _routed(self, endpoints: list[HttpEndpoint], access: Access) -> Starlette:
+        open_routes: list[BaseRoute] = []
+        keyed_routes: list[BaseRoute] = []
+        for endpoint in endpoints:
+            methods = ["GET"] if endpoint.body is None else ["POST"]
+            path = endpoint.path.removeprefix("/v1")
+            routes = open_routes if path == endpoint.path else keyed_routes
+            routes.append(Route(path, endpoint.answer, methods=methods))
+        checks = [
+            Middleware(Checked, check=access.check_origin),
+            Middleware(Checked, check=access.check_key),
+        ]
+        routes = [*open_routes, Mount("/v1", routes=keyed_routes, middleware=checks)]
+        host_check = Middleware(Checked, check=access.check_host)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
-        may: Any = {
-            "allow_origins": [*access.origins],
-            "allow_headers": ["*"],
-            "allow_methods": ["GET", "POST"],
-        }
-        shared = [Middleware(CORSMiddleware, **may)] if access.origins else []
-        routes = [
-            Route("/", self._page),
-            Route("/health", self._health),
-            Route("/metrics", self._metrics),
-            Route("/version", _json({"version": __version__})),
-            Route("/openapi.json", _json(self._described)),
-            Mount("/v1", routes=versioned, middleware=own),
-        ]
+        outermost = []
+        if access.origins:
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=[*access.origins],
+                allow_headers=["*"],
+                allow_methods=["GET", "POST"],
+            )
+            outermost.append(cors)
         return Starlette(
-            routes=[Mount("", routes=routes, middleware=checked(access.check_host))],
-            middleware=shared,
+            routes=[Mount("", routes=routes, middleware=[host_check])],
+            middleware=outermost,
             exception_handlers={
                 ApiError: self._refuse,
                 HTTPException: self._refuse,
@@ -107,60 +128,69 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self._service.metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
 
     async def _live(self, request: Request) -> Response:
         return _WhileConnected(self._send_timeline)
 
     async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What both workers do, as server-sent events, until the server ends."""
+        """Send what both workers do, as server-sent events, until the server ends."""
         stream = _EventStream(send)
         with self._timeline.viewed() as viewer, suppress(ApiError, EngineClosed):
             while True:
                 self._service.check()
+                # Not `wait_for`, which loses a cancellation where an event waits.
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(
-                        _LOOK_SECONDS
-                    ):  # `wait_for` loses a cancellation where an event waits
-                        seen = await viewer.get()
-                    await stream.send(event(seen))
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        span = await viewer.get()
+                    await stream.send(event(span))
         await stream.send(DONE, more=False)
 
     @property
     def _card(self) -> dict[str, Any]:
-        context = self._service.engine.context
-        about = {
+        return {
+            "id": self._setup.model,
             "object": "model",
             "created": self._created,
             "owned_by": "pearl",
-            "max_model_len": context,
+            "max_model_len": self._engine.context,
         }
-        return {"id": self._model, **about}
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})
 
-    async def _one_model(self, request: Request) -> Response:
+    async def _named_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model:
-            raise no_model(name, self._model)
+        if name != self._setup.model:
+            raise no_model(name, self._setup.model)
         return JSONResponse(self._card)
 
-    def _openai(self, is_chat: bool, body: Any) -> tuple[TextRequest, Answer]:
-        asked = read_request(body, is_chat, self._setup)
-        return asked, Answer(is_chat, self._model, self._spell, asked.body.stream_options)
+    def _read(self, is_chat: bool, body: Any) -> tuple[TextRequest, AnswerWriter]:
+        request = read_request(body, is_chat, self._setup)
+        options = request.body.stream_options
+        return request, AnswerWriter(is_chat, self._setup.model, self._spell, options)
 
     def _posted(
-        self, read: Callable[[Any], tuple[TextRequest, Answer]]
+        self, read: Callable[[Any], tuple[TextRequest, AnswerWriter]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that answers with texts. `read`: the checked request of a body, and what writes its answer."""
+        """Make an endpoint that answers with texts.
+
+        Args:
+            read: returns the checked request of a body, and what writes its answer.
+        """
 
         async def answer(request: Request) -> Response:
             arrived = time.monotonic()
             body = await read_body(request)
             # In a thread, for checking a schema may take long.
-            asked, written = await asyncio.to_thread(read, body)
-            return _WhileConnected(_Reply(self._service, asked, written, arrived))
+            text_request, writer = await asyncio.to_thread(read, body)
+            return _WhileConnected(_Reply(self._service, text_request, writer, arrived))
 
         return answer
 
@@ -168,38 +198,30 @@ class App:
         headers: dict[str, str] = {}
         if isinstance(error, HTTPException):  # no such path, or not this method
             headers = dict(error.headers or {})
-            error = ApiError(
-                error.status_code, self._what_is_there(request, error.status_code, headers)
-            )
+            hint = self._what_is_there(request, error.status_code, headers)
+            error = ApiError(error.status_code, hint)
         assert isinstance(error, ApiError)
-        self._service.figures.refused(error.status)
+        self._service.metrics.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
         return _ErrorResponse(error.body, error.status, error.headers | headers)
 
     def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
-        """Why a request has no endpoint, and which one may be meant."""
+        """Return why a request has no endpoint, and which one may be meant."""
         path = request.url.path[:200]
         if status == 405:
             methods = sorted(headers.get("Allow", "other methods").split(", "))
             return f"{request.method} {path}: this path takes {', '.join(methods)}"
-        nearest = get_close_matches(path, self._described["paths"], n=1)
-        meant = f"did you mean {nearest[0]}? " if nearest else ""
-        return f"there is no {path} here: {meant}/openapi.json lists what there is"
+        nearest = get_close_matches(path, self._document["paths"], n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        return f"there is no {path} here: {hint}/openapi.json lists what there is"
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        self._service.figures.refused(500)
+        self._service.metrics.refused(500)
         return _ErrorResponse(ApiError(500, "internal error; the server's log has more").body, 500)
 
 
-def _json(document: Any) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    async def answer(request: Request) -> Response:
-        return JSONResponse(document)
-
-    return answer
-
-
 def _page_headers(html: str) -> dict[str, str]:
-    """They let a browser run only the page's own script, and reach only this server."""
+    """Return headers with which a browser runs only the page's own script, and reaches only this server."""
     script = html.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -214,18 +236,16 @@ def _page_headers(html: str) -> dict[str, str]:
 
 
 class _ErrorResponse(JSONResponse):
-    """In ASCII, for it may quote half a surrogate pair that the client sent."""
+    """An error in ASCII, for it may quote half a surrogate pair that the client sent."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode("ascii")
 
 
 async def read_body(request: Request) -> Any:
-    """The parsed body. Raises `ApiError`."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
+    """Return the parsed body. Raises `ApiError`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
         raise ApiError(415, "send the body with the header Content-Type: application/json")
     body = bytearray()
     try:
@@ -253,19 +273,18 @@ class _WhileConnected(Response):
     """An answer that takes time; it is cancelled if the client disconnects."""
 
     def __init__(self, reply: ASGIApp) -> None:
-        self._reply, self.background = reply, None
+        self._reply = reply
+        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        working, leaving = map(
-            asyncio.ensure_future, (self._reply(scope, receive, send), disconnected())
-        )
-        with suppress(
-            asyncio.CancelledError
-        ):  # the server ends, and this client has not read its answer
+        working = asyncio.ensure_future(self._reply(scope, receive, send))
+        leaving = asyncio.ensure_future(disconnected())
+        # Cancelled if the server ends, and this client has not read its answer.
+        with suppress(asyncio.CancelledError):
             try:
                 await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
@@ -280,55 +299,61 @@ class _Reply:
     """The texts of one request, as a stream or all at once."""
 
     def __init__(
-        self, service: Service, asked: TextRequest, answer: Answer, arrived: float
+        self, service: Service, request: TextRequest, writer: AnswerWriter, arrived: float
     ) -> None:
-        self._service, self._asked, self._arrived = service, asked, arrived
-        self._answer = answer
+        self._service = service
+        self._engine = service.engine
+        self._request = request
+        self._body = request.body
+        self._writer = writer
+        self._arrived = arrived
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        log_as = partial(
-            log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived
-        )
+        endpoint = f"{scope['method']} {scope['path']}"
+        log_as = partial(log_request, endpoint, self._body.model, self._arrived)
         try:
-            prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
-            self._answer.new_parts = partial(
-                self._asked.parts, self._service.engine.tokenizer, prompts[0]
-            )
-            if self._asked.body.stream:
-                log_as(*await self._send_stream(prompts, send))
+            prompts = [await self._encoded(prompt) for prompt in self._request.prompts]
+            tokenizer = self._engine.tokenizer
+            self._writer.new_parts = partial(self._request.parts, tokenizer, prompts[0])
+            if self._body.stream:
+                status, counts = await self._send_stream(prompts, send)
+                log_as(status, counts)
                 return
-            results, counted = await self._generate(prompts, _read)
-            whole = await asyncio.to_thread(self._answer.whole, results, counted)
-            await Response(whole, media_type="application/json")(scope, receive, send)
-            log_as(200, counted)
+            results, counts = await self._generate(prompts, _read)
+            answer = await asyncio.to_thread(self._writer.whole, results, counts)
+            await Response(answer, media_type="application/json")(scope, receive, send)
+            log_as(200, counts)
         except asyncio.CancelledError:
             log_as(DISCONNECTED)
             raise
 
     async def _encoded(self, prompt: Any) -> list[int]:
-        with _errors_about(self._asked.prompt_field):
+        with _errors_about(self._request.prompt_field):
             tokens = await self._service.encode(prompt)
-        check_fits(tokens, self._asked, self._service.engine.context)
+        check_fits(tokens, self._request, self._engine.context)
         return tokens
 
     async def _generate(
         self, prompts: list[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
     ) -> tuple[list[Result], dict[str, Any]]:
-        """Pass each text to `write`, as many at a time as the engine has slots. Returns the usage, too."""
-        room = asyncio.Semaphore(self._service.engine.config.slots)
+        """Pass each text to `write`, as many at a time as the engine has slots. Returns the results and the usage."""
+        room = asyncio.Semaphore(self._engine.config.slots)
         waits: dict[int, float] = {}  # index of a text -> seconds in the queue
 
-        async def one(index: int, tokens: list[int], number: int) -> Result:
+        async def generate(index: int, tokens: list[int], number: int) -> Result:
             async with room, self._text(tokens, number) as text:
                 await write(index, text)
             waits[index] = text.watch.begun - text.watch.submitted
             return text.result
 
-        texts = [(tokens, number) for tokens in prompts for number in range(self._asked.body.n)]
-        tasks = [asyncio.create_task(one(index, *which)) for index, which in enumerate(texts)]
+        tasks: list[asyncio.Task[Result]] = []
+        for tokens in prompts:
+            for number in range(self._body.n):
+                text = generate(len(tasks), tokens, number)
+                tasks.append(asyncio.create_task(text))
         try:
             results = await asyncio.gather(*tasks)
-            return results, usage(results, self._asked.body.n, waits)
+            return results, usage(results, self._body.n, waits)
         finally:
             for task in tasks:
                 task.cancel()
@@ -336,42 +361,46 @@ class _Reply:
 
     @asynccontextmanager
     async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
-        with _errors_about(self._asked.prompt_field):
-            params = self._asked.numbered(number, self._service.engine.context - len(tokens))
+        with _errors_about(self._request.prompt_field):
+            room = self._engine.context - len(tokens)
+            params = self._request.numbered(number, room)
             options = Options()
-            if self._asked.format is not None:
-                options["show"] = self._asked.format.shown
+            if self._request.format is not None:
+                options["show"] = self._request.format.shown
             async with self._service.text(tokens, params, options, self._arrived) as text:
                 yield text
 
     async def _send_stream(
         self, prompts: list[list[int]], send: Send
     ) -> tuple[int, dict[str, Any]]:
-        """The headers go out with the first piece, so that an earlier error can have its own status code.
+        """Send the texts, and return the status and the usage.
 
-        Returns the status and the usage.
+        The headers go out with the first piece, so that an earlier error can have its own status code.
         """
         stream = _EventStream(send)
         try:
-            _, counted = await self._generate(prompts, partial(self._send_text, stream))
+            _, counts = await self._generate(prompts, partial(self._send_text, stream))
         except ApiError as error:
             if not stream.has_begun:
                 raise
-            self._service.figures.refused(error.status)
-            await stream.send(self._answer.error(error.body), more=False)
+            self._service.metrics.refused(error.status)
+            await stream.send(self._writer.error(error.body), more=False)
             return error.status, {}
-        for chunk in self._answer.usage(counted):
+        for chunk in self._writer.usage(counts):
             await stream.send(chunk)
-        await stream.send(self._answer.done, more=False)
-        return 200, counted
+        await stream.send(self._writer.done, more=False)
+        return 200, counts
 
     async def _send_text(self, stream: _EventStream, index: int, text: AsyncStream) -> None:
-        first = self._answer.first(index)
+        has_begun = False
         async for piece in text:
-            for chunk in (*first, *self._answer.piece(index, piece)):
+            if not has_begun:
+                has_begun = True
+                for chunk in self._writer.first(index):
+                    await stream.send(chunk)
+            for chunk in self._writer.piece(index, piece):
                 await stream.send(chunk)
-            first = iter(())
-        await stream.send(self._answer.last(index, text.result))
+        await stream.send(self._writer.last(index, text.result))
 
 
 async def _read(index: int, text: AsyncStream) -> None:
@@ -381,7 +410,7 @@ async def _read(index: int, text: AsyncStream) -> None:
 
 @contextmanager
 def _errors_about(param: str) -> Iterator[None]:
-    """Turns the engine's errors into errors for the client, about the field `param` unless they name another."""
+    """Turn the engine's errors into errors for the client, about the field `param` unless they name another."""
     try:
         yield
     except PearlError as error:
@@ -404,7 +433,6 @@ class _EventStream:
         async with self._sending:
             if not self.has_begun:
                 self.has_begun = True
-                await self._send(
-                    {"type": "http.response.start", "status": 200, "headers": self._headers}
-                )
+                head = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await self._send(head)
             await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -1,10 +1,11 @@
-"""Errors for clients: OpenAI's error object, with its status code."""
+"""Errors for clients: OpenAI's error object and a status code, also for errors that the engine or pydantic raises."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pearl.config.options import OPTIONS
 from pearl.errors import (
@@ -17,6 +18,18 @@ from pearl.errors import (
     TargetLost,
     TransportError,
 )
+
+# An error below one of these paths names this path.
+_WHOLE = re.compile(
+    r"^(prompt|input|stop|stop_token_ids|logit_bias|tool_choice|tools\[\d+\](?=\.type)|tools\[\d+\]\.function"
+    r"|response_format\.json_schema|messages\[\d+\]\.content\[\d+\](?=\.type)"
+    r"|messages\[\d+\]\.tool_calls\[\d+\])(?!\w).*",
+    re.DOTALL,
+)
+_HEADERS = {  # by status
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},  # else the rest of the body would be read as the next request
+}
 
 
 class Problem(BaseModel):
@@ -36,31 +49,39 @@ class ApiError(Exception):
     """A request that is not served.
 
     Attributes:
-        status: of HTTP.
+        status: the status code of HTTP.
         param: the wrong field of the request, if any.
-        code: a short name for programs.
+        code: a short name that programs can test.
     """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
-        usual = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "authentication_error" if self.status == 401 else usual
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 401:
+            kind = "authentication_error"
+        else:
+            kind = "invalid_request_error"
+        problem = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": problem}
 
     @property
     def headers(self) -> dict[str, str]:
-        # After 408 the rest of the body would otherwise be read as the next request.
-        return {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(
-            self.status, {}
-        )
+        return _HEADERS.get(self.status, {})
+
+
+def invalid(param: str, problem: str) -> ApiError:
+    """Make the refusal of a request whose field `param` is wrong."""
+    return ApiError(400, f"{param}: {problem}", param=param)
 
 
 def no_model(name: str, only: str) -> ApiError:
@@ -73,15 +94,17 @@ def engine_lost(why: str) -> ApiError:
 
 
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
-    """An error of the engine as one for the client.
+    """Turn an error of the engine into one for the client.
 
     Args:
         param: the field that a `RequestError` is about, unless its text begins with another field's name.
     """
     match error:
         case RequestError() | ConfigError():
-            first = str(error).partition(" ")[0]
-            return ApiError(400, str(error), param=first if first in OPTIONS else param)
+            name = str(error).partition(" ")[0]
+            if name in OPTIONS:
+                param = name
+            return ApiError(400, str(error), param=param)
         case GrammarError():
             return ApiError(400, str(error), code=type(error).__name__)
         case EngineClosed():
@@ -90,3 +113,46 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
             return engine_lost(str(error))
         case _:
             return ApiError(500, str(error), code=type(error).__name__)
+
+
+def invalid_field(failure: ValidationError) -> ApiError:
+    """Turn pydantic's errors about a body into the refusal of its first invalid field."""
+    errors: list[Any] = failure.errors(include_url=False, include_input=False)
+    first_error = errors[0]
+    path = _path(first_error["loc"])
+    if first_error["type"] == "extra_forbidden":
+        return ApiError(400, f"{path} is not supported", param=path, code="unsupported_parameter")
+    param = _WHOLE.sub(r"\1", path)
+    if first_error["type"] == "missing":
+        is_whole = param == path
+        first_error["msg"] = "is missing" if is_whole else f"{first_error['loc'][-1]} is missing"
+    if path == "response_format":
+        param = "response_format.type"
+    if param in ("prompt", "input", "stop"):  # with an error for each type that they may have
+        errors = [error for error in errors if error["loc"][0] == param]
+    else:
+        errors = [first_error]
+    messages = dict.fromkeys(_in_words(error["msg"]) for error in errors)
+    if not param:  # two fields contradict each other: the message names the one to report first
+        text = next(iter(messages))
+        return ApiError(400, text, param=text.partition(" ")[0])
+    return invalid(param, " or ".join(messages))
+
+
+def _in_words(message: str) -> str:
+    """Return pydantic's message without its own terms."""
+    message = re.sub(
+        "^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message
+    )
+    return re.sub(" after validation, not [0-9]+$", "", message)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Return pydantic's location as a path such as messages[0].content, without tags of unions, which begin with |."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("|"):
+            path += f".{part:.100}"
+    return path.removeprefix(".")

@@ -1,4 +1,4 @@
-"""Answers to clients: OpenAI's objects, whole or in chunks. Pure."""
+"""Answers to clients as OpenAI's objects, whole or in chunks. No I/O: `app` sends them."""
 
 from __future__ import annotations
 
@@ -12,72 +12,84 @@ from msgspec.json import encode
 
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
-from pearl.server.bodies import StreamOptions
+from pearl.server.schemas import StreamOptions
 from pearl.text.reasoning import Splitter
-from pearl.text.tools import CallSplitter
+from pearl.text.tools import Call, CallSplitter
 
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
+    """Encode `data` as a server-sent event."""
     return b"data: " + encode(data) + b"\n\n"
 
 
 class Parts:
-    """A text as OpenAI's message: reasoning, content and calls of tools.
+    """A text as OpenAI's message: reasoning, content and tool calls.
 
     Attributes:
-        message: as far as it is known.
+        message: the message so far.
 
     Args:
-        thoughts: the splitter of its reasoning; None where the model does not think.
-        calls: that of its calls; None where there are none.
+        thoughts: splits off the reasoning; None if the model does not think.
+        calls: splits off the tool calls; None if the text may have none.
     """
 
     def __init__(self, thoughts: Splitter | None = None, calls: CallSplitter | None = None) -> None:
-        self._thoughts, self._calls = thoughts, calls
+        self._thoughts = thoughts
+        self._calls = calls
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
     def feed(self, text: str, is_last: bool = False) -> dict[str, Any]:
-        """The next piece of the text. Returns what is known with it as fields of a delta: text that may be part of a
-        tag waits.
+        """Take the next piece of the text, and return the fields of a delta that are complete with it.
+
+        Text that may be the beginning of a tag is held back until the next piece.
         """
-        thought, content = (
-            self._thoughts.feed(text, is_last) if self._thoughts is not None else ("", text)
-        )
-        content, calls = (
-            self._calls.feed(content, is_last) if self._calls is not None else (content, [])
-        )
-        delta = {"reasoning_content": thought, "content": content, "tool_calls": calls}
-        for name in ("reasoning_content", "content"):
-            if delta[name]:
-                self.message[name] = self.message.get(name, "") + delta[name]
+        delta: dict[str, Any] = {}
+        content = text
+        if self._thoughts is not None:
+            reasoning, content = self._thoughts.feed(text, is_last)
+            self._append(delta, "reasoning_content", reasoning)
+        calls: list[Call] = []
+        if self._calls is not None:
+            content, calls = self._calls.feed(content, is_last)
+        self._append(delta, "content", content)
         for call in calls:
-            if "id" in call:
-                made = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
-                self.message.setdefault("tool_calls", []).append(made)
-            else:
-                self.message["tool_calls"][-1]["function"]["arguments"] += call["function"][
-                    "arguments"
-                ]
-        return {name: value for name, value in delta.items() if value}
+            self._add_call(call)
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _append(self, delta: dict[str, Any], field: str, text: str) -> None:
+        if text:
+            delta[field] = text
+            self.message[field] = self.message.get(field, "") + text
+
+    def _add_call(self, call: Call) -> None:
+        if "id" in call:
+            entry = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
+            self.message.setdefault("tool_calls", []).append(entry)
+        else:
+            function = self.message["tool_calls"][-1]["function"]
+            function["arguments"] += call["function"]["arguments"]
 
     def finish_reason(self, result: Result) -> str:
-        """OpenAI's."""
+        """Return OpenAI's finish reason."""
         reason = finish_reason(result)
-        return "tool_calls" if "tool_calls" in self.message and reason == "stop" else reason
+        if reason == "stop" and "tool_calls" in self.message:
+            return "tool_calls"
+        return reason
 
 
-class Answer:
-    """The answer to one request: its objects share an id, a time and a model.
+class AnswerWriter:
+    """Writes the answer to one request, whose objects share an id, a time and a model.
 
     Attributes:
-        done: what ends a streamed answer.
+        done: the bytes that end a streamed answer.
         new_parts: makes the `Parts` of a text.
 
     Args:
-        spell: a token's bytes in UTF-8; for log probabilities.
+        spell: returns a token's bytes in UTF-8, for log probabilities.
     """
 
     done = DONE
@@ -89,155 +101,179 @@ class Answer:
         spell: Callable[[int], bytes],
         options: StreamOptions | None = None,
     ) -> None:
-        self._chat, self._spell = is_chat, spell
-        self._include_usage = (
-            options is not None and options.include_usage
-        )  # each chunk then has a field `usage`
-        self._provenance = options is not None and options.include_provenance
+        if options is None:
+            options = StreamOptions()
+        self._is_chat = is_chat
+        self._spell = spell
+        self._include_usage = options.include_usage  # each chunk then has a field `usage`
+        self._include_provenance = options.include_provenance
         self.new_parts: Callable[[], Parts] = Parts
         self._parts: defaultdict[int, Parts] = defaultdict(lambda: self.new_parts())
+        prefix = "chatcmpl-" if is_chat else "cmpl-"
         self._head = {
-            "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
+            "id": prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model,
         }
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        """All texts, prompt by prompt. Not for the event loop: very many log probabilities take long."""
-        choices = [
-            {
-                "index": index,
-                **self._text(index, result.text),
-                "finish_reason": self._parts[index].finish_reason(result),
-                "logprobs": self._logprobs(result.tokens, result.logprobs),
-            }
-            for index, result in enumerate(results)
-        ]
-        return encode(
-            {**self._head, "object": self._object(""), "usage": usage, "choices": choices}
-        )
+        """Return all texts, prompt by prompt. Many log probabilities take long: call it outside the event loop."""
+        choices = []
+        for index, result in enumerate(results):
+            choice = {"index": index, **self._text(index, result.text)}
+            choice["finish_reason"] = self._parts[index].finish_reason(result)
+            choice["logprobs"] = self._logprobs(result.tokens, result.logprobs)
+            choices.append(choice)
+        head = {**self._head, "object": self._object("")}
+        return encode({**head, "usage": usage, "choices": choices})
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
-        if not self._chat:
+        if not self._is_chat:
             return {"text": text}
         self._parts[index].feed(text, True)
         message = self._parts[index].message
-        content = message["content"] or (None if "tool_calls" in message else "")
+        content = message["content"]
+        if not content and "tool_calls" in message:
+            content = None
         return {"message": {"refusal": None, **message, "content": content}}
 
     def first(self, index: int) -> Iterator[bytes]:
-        """The chunk before the first piece of a text."""
-        if self._chat:
+        """Yield the chunk before the first piece of a text."""
+        if self._is_chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """The chunk of a piece, if it has text or the client requested details of its tokens."""
-        fields = self._parts[index].feed(piece.text) if self._chat else {"text": piece.text}
-        if any(fields.values()) or ((self._provenance or piece.logprobs) and piece.tokens):
-            delta: dict[str, Any] = {"delta": fields or {"content": ""}} if self._chat else fields
-            if self._provenance:
-                origins = zip(piece.texts, piece.provenance, strict=True)
-                delta["provenance"] = [
-                    {"text": text, "source": source.value} for text, source in origins
-                ]
-            yield self._chunk(index, delta, logprobs=self._logprobs(piece.tokens, piece.logprobs))
+        """Yield the chunk of a piece if it has text, or if the client requested details of its tokens."""
+        fields: dict[str, Any] = {"text": piece.text}
+        if self._is_chat:
+            fields = self._parts[index].feed(piece.text)
+        has_details = self._include_provenance or piece.logprobs
+        if not any(fields.values()) and not (has_details and piece.tokens):
+            return
+        if self._is_chat:
+            fields = {"delta": fields or {"content": ""}}
+        if self._include_provenance:
+            provenance = []
+            for text, source in zip(piece.texts, piece.provenance, strict=True):
+                provenance.append({"text": text, "source": source.value})
+            fields["provenance"] = provenance
+        yield self._chunk(index, fields, logprobs=self._logprobs(piece.tokens, piece.logprobs))
 
     def error(self, body: dict[str, Any]) -> bytes:
-        """The last chunk of a stream that fails."""
+        """Return the last chunk of a stream that fails."""
         return event(body)
 
     def last(self, index: int, result: Result) -> bytes:
-        """The chunk that ends a text."""
-        rest = {"delta": self._parts[index].feed("", True)} if self._chat else {"text": ""}
-        return self._chunk(index, rest, self._parts[index].finish_reason(result))
+        """Return the chunk that ends a text."""
+        parts = self._parts[index]
+        fields: dict[str, Any] = {"text": ""}
+        if self._is_chat:
+            fields = {"delta": parts.feed("", True)}
+        return self._chunk(index, fields, parts.finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """The last chunk, if the client requested it."""
+        """Yield the last chunk, if the client requested it."""
         if self._include_usage:
-            yield event(
-                {**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage}
-            )
+            head = {**self._head, "object": self._object(".chunk")}
+            yield event({**head, "choices": [], "usage": usage})
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> dict[str, Any] | None:
-        """Log probabilities of tokens; None if the client did not request them, as only chats can."""
-        if not (self._chat and logprobs):
+        """Return log probabilities of tokens; None if the client did not request them, as only chats can."""
+        if not self._is_chat or not logprobs:
             return None
-        content = [
-            self._entry(token, one.logprob)
-            | {"top_logprobs": [self._entry(other, logprob) for other, logprob in one.top]}
-            for token, one in zip(tokens, logprobs, strict=True)
-        ]
+        content = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            entry = self._entry(token, logprob.logprob)
+            entry["top_logprobs"] = [self._entry(*candidate) for candidate in logprob.top]
+            content.append(entry)
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._spell(token)
+        spelling = self._spell(token)
         return {
-            "token": spelled.decode("utf-8", "replace"),
+            "token": spelling.decode("utf-8", "replace"),
             "logprob": logprob,
-            "bytes": list(spelled),
+            "bytes": list(spelling),
         }
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, Any],
+        fields: dict[str, Any],
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
-        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
-        more = {"usage": None} if self._include_usage else {}
-        return event({**self._head, "object": self._object(".chunk"), "choices": [choice], **more})
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": self._object(".chunk"), "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return event(chunk)
 
-    def _object(self, chunk: str) -> str:
-        return f"chat.completion{chunk}" if self._chat else "text_completion"
+    def _object(self, suffix: str) -> str:
+        return f"chat.completion{suffix}" if self._is_chat else "text_completion"
 
 
 def finish_reason(result: Result) -> str:
-    """OpenAI's, for which an end-of-sequence token is a stop too."""
+    """Return OpenAI's finish reason, "length" or "stop"; an end-of-sequence token is a stop."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
 def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict[str, Any]:
-    """Tokens of a request, and statistics of its drafts.
+    """Count the tokens of a request, and add the statistics of its drafts.
 
     Args:
         n: texts for each prompt, adjacent in `results`; the tokens of a prompt count once.
         waits: index of a result -> seconds before it was submitted.
     """
-    prompts = sum(len(result.prompt_tokens) for result in results[::n])
-    cached = sum(result.statistics.num_cached_tokens for result in results[::n])
-    made = sum(len(result.tokens) for result in results)
-    statistics = [result.statistics for result in results]
-    drafted = sum(one.num_draft_tokens for one in statistics)
-    accepted = sum(one.num_accepted_draft_tokens for one in statistics)
+    prompt_tokens = sum(len(result.prompt_tokens) for result in results[::n])
+    cached_tokens = sum(result.statistics.num_cached_tokens for result in results[::n])
+    completion_tokens = sum(len(result.tokens) for result in results)
     return {
-        "prompt_tokens": prompts,
-        "completion_tokens": made,
-        "total_tokens": prompts + made,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "pearl": {
-            "seed": results[0].seed if results else None,
-            "num_draft_tokens": drafted,
-            "num_accepted_draft_tokens": accepted,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "tokens_by_source": sources(results),
-            "seconds_to_first_token": statistics[0].seconds_to_first_token if statistics else None,
-            "queue_seconds": [
-                waits.get(at, 0.0) + one.queue_seconds for at, one in enumerate(statistics)
-            ],
-            "seconds": [one.seconds - one.queue_seconds for one in statistics],
-            "tokens_per_second": [one.tokens_per_second for one in statistics],
-            "tokens_per_step": [one.tokens_per_step for one in statistics],
-            "speedup": [one.speedup for one in statistics],
-            "speedup_basis": [one.speedup_basis for one in statistics],
-            "settled": [one.settled for one in statistics],
-            "core_wait": [one.core_wait for one in statistics],
-        },
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "pearl": _statistics(results, waits),
+    }
+
+
+# Statistics of a text that `usage` lists for each text.
+_LISTED = (
+    "tokens_per_second",
+    "tokens_per_step",
+    "speedup",
+    "speedup_basis",
+    "settled",
+    "core_wait",
+)
+
+
+def _statistics(results: Sequence[Result], waits: Mapping[int, float]) -> dict[str, Any]:
+    statistics = [result.statistics for result in results]
+    num_draft_tokens = sum(text.num_draft_tokens for text in statistics)
+    num_accepted = sum(text.num_accepted_draft_tokens for text in statistics)
+    queue_seconds = []
+    for index, text in enumerate(statistics):
+        queue_seconds.append(waits.get(index, 0.0) + text.queue_seconds)
+    lists = {name: [getattr(text, name) for text in statistics] for name in _LISTED}
+    return {
+        "seed": results[0].seed,
+        "num_draft_tokens": num_draft_tokens,
+        "num_accepted_draft_tokens": num_accepted,
+        "draft_acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else None,
+        "tokens_by_source": sources(results),
+        "seconds_to_first_token": statistics[0].seconds_to_first_token,
+        "queue_seconds": queue_seconds,
+        "seconds": [text.seconds - text.queue_seconds for text in statistics],
+        **lists,
     }
 
 
 def sources(results: Sequence[Result]) -> dict[str, int]:
-    """Number of tokens by source."""
-    return dict(Counter(source.value for result in results for source in result.provenance))
+    """Count the tokens by source."""
+    counts: Counter[str] = Counter()
+    for result in results:
+        counts.update(source.value for source in result.provenance)
+    return dict(counts)

@@ -1,4 +1,4 @@
-"""The server's address and lifetime: bound before a model loads, served until a signal or the loss of the engine."""
+"""The server's address and lifetime: it binds before a model loads, and serves until a signal or the engine's loss."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Door:
     Attributes:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
         model: the name under which clients request the model; None: as it was loaded.
-        origins: of web pages that may ask, besides the server's own.
-        tool_parser: the format of the model's calls, of `pearl.text.tools`.
-        logs_requests: a line for each.
+        origins: origins of web pages that may use the server, besides its own.
+        tool_parser: the format of the model's calls, a name in `pearl.text.tools`.
+        logs_requests: whether each request is a line in the log.
     """
 
     bound: socket.socket
@@ -65,19 +65,21 @@ class Door:
 
     @property
     def access(self) -> Access:
-        """Without a key the Host header must be one of the server's own names."""
-        names = {"localhost", "127.0.0.1", "[::1]", self._literal.lower()}
-        return Access(self.key, None if self.key else frozenset(names), frozenset(self.origins))
+        """Who is answered. Without a key the Host header must be one of the server's own names."""
+        hosts = None
+        if not self.key:
+            hosts = frozenset({"localhost", "127.0.0.1", "[::1]", self._literal.lower()})
+        return Access(self.key, hosts, frozenset(self.origins))
 
     def model_name(self, engine: Engine) -> str:
-        """The model's name for clients."""
+        """Return the model's name for clients."""
         return self.model or name_of(engine.config.target)
 
     def close(self) -> None:
         self.bound.close()
 
     def serve(self, engine: Engine, settings: Settings) -> None:
-        """Serves until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost."""
+        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost."""
         raise_limit()
         try:
             self.bound.listen()
@@ -102,8 +104,8 @@ class Door:
             raise TargetLost(service.lost)
 
 
-class Connection(H11Protocol):
-    """uvicorn's, which also ends one that sends nothing at first, or what is no request during an answer."""
+class HttpConnection(H11Protocol):
+    """uvicorn's connection, which also ends if no request comes at first, or other bytes come during an answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,13 +121,13 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which at shutdown fails texts that do not end in time."""
+    """uvicorn's server, which at shutdown also fails texts that do not end in time."""
 
     def __init__(self, app: App, service: Service) -> None:
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http=Connection,
+                http=HttpConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -156,26 +158,31 @@ async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
 
 
 def name_of(target: str) -> str:
-    """The model's name for clients: that of its directory or file, without the path."""
-    return Path(target).name if Path(target).exists() else target
+    """Return the model's name for clients: that of its directory or file, without the path."""
+    path = Path(target)
+    return path.name if path.exists() else target
 
 
-def bind(address: str, key: str | None = None, **more: Any) -> Door:
-    """Binds HOST:PORT, port 0 a free one. `more`: fields of `Door`. Raises `ConfigError`."""
+def bind(address: str, key: str | None = None, **options: Any) -> Door:
+    """Bind HOST:PORT; port 0 is a free one. `options`: fields of `Door`. Raises `ConfigError`."""
     host, port = _split(address)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise ConfigError("the API key must be printable ASCII without spaces, and not empty")
-    for origin in more.get("origins", ()):
+    for origin in options.get("origins", ()):
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
             raise ConfigError(
                 f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000"
             )
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"--http {address}: the host is not known ({error})") from None
-    family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
-    if key is None and not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+    # IPv4 first.
+    family, kind, protocol, _, place = min(
+        addresses, key=lambda address: address[0] != socket.AF_INET
+    )
+    ip_address = ipaddress.ip_address(str(place[0]).partition("%")[0])
+    if key is None and not ip_address.is_loopback:
         raise ConfigError(
             f"--http {address}: other machines can reach this address, so it takes an API key: set $PEARL_API_KEY or "
             "give --api-key KEY, or listen on 127.0.0.1"
@@ -187,11 +194,12 @@ def bind(address: str, key: str | None = None, **more: Any) -> Door:
     except OSError as error:
         bound.close()
         raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
-    return Door(bound, host, key, **more)
+    return Door(bound, host, key, **options)
 
 
 def _split(address: str) -> tuple[str, int]:
     matched = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:/\[\]]+)):(\d{1,5})", address)
     if matched is None or int(matched[3]) > 65535:
         raise ConfigError(f"--http {address}: give HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000")
-    return matched[1] or matched[2], int(matched[3])
+    host = matched[1] or matched[2]
+    return host, int(matched[3])

@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
-from pearl.server.bodies import ChatCompletionRequest, CompletionRequest
 from pearl.server.errors import Error
-from pearl.server.responses import ResponsesRequest
+from pearl.server.schemas import Body
 from pearl.version import __version__
 
 _PROBLEMS = (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)
+
+
+@dataclass(frozen=True)
+class HttpEndpoint:
+    """A path of the server, from which both its route and its part of the document are made.
+
+    Attributes:
+        path: the path in Starlette's notation, such as /v1/models/{name:path}, where {name} is a model.
+        answer: the function that answers a request.
+        description: what the answer is; /openapi.json leaves out an endpoint without description.
+        body: the schema of a POST request; None if the endpoint is for GET.
+    """
+
+    path: str
+    answer: Callable[[Request], Awaitable[Response]]
+    description: str = ""
+    body: type[Body] | None = None
+
+
+def document(endpoints: Sequence[HttpEndpoint], model: str, keyed: bool) -> dict[str, Any]:
+    """Return the whole document. `model`: the name of the served model; `keyed`: whether /v1 needs an API key."""
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    paths = {}
+    for endpoint in endpoints:
+        if endpoint.description:
+            paths[endpoint.path.replace(":path", "")] = _described(endpoint)
+    openapi: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "PEARL",
+            "version": __version__,
+            "description": "OpenAI's API, as far as PEARL serves it.",
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(bodies, model)},
+    }
+    if keyed:
+        openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        openapi["security"] = [{"key": []}]
+    return openapi
+
+
+def _schemas(bodies: Sequence[type[Body]], model: str) -> dict[str, Any]:
+    modes: Any = [(schema, "validation") for schema in (*bodies, Error)]
+    _, definitions = models_json_schema(modes, ref_template="#/components/schemas/{model}")
+    schemas = definitions["$defs"]
+    schemas["Model"] = {"type": "string", "enum": [model]}
+    for body in bodies:
+        schemas[body.__name__]["properties"]["model"] = _named("Model")
+    return schemas
+
+
+def _described(endpoint: HttpEndpoint) -> dict[str, Any]:
+    """Return OpenAPI's path item of an endpoint."""
+    success = _content(endpoint.description, {"type": "object"})
+    responses = {"200": success}
+    for status in _PROBLEMS:
+        responses[str(status)] = _content(HTTPStatus(status).phrase, _named("Error"))
+    if endpoint.body is not None:
+        success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        content = {"application/json": {"schema": _named(endpoint.body.__name__)}}
+        request_body = {"required": True, "content": content}
+        return {"post": {"requestBody": request_body, "responses": responses}}
+    if "{name" in endpoint.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": _named("Model")}
+        return {"get": {"parameters": [name], "responses": responses}}
+    return {"get": {"responses": responses}}
 
 
 def _named(schema: str) -> dict[str, str]:
@@ -21,52 +91,3 @@ def _named(schema: str) -> dict[str, str]:
 
 def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _responses(description: str) -> dict[str, Any]:
-    problems = {
-        str(status): _content(HTTPStatus(status).phrase, _named("Error")) for status in _PROBLEMS
-    }
-    return {"responses": {"200": _content(description, {"type": "object"}), **problems}}
-
-
-def _posted(schema: str) -> dict[str, Any]:
-    answer = _responses("The texts, at once or as server-sent events.")
-    answer["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    body = {"required": True, "content": {"application/json": {"schema": _named(schema)}}}
-    return {"post": {"requestBody": body, **answer}}
-
-
-def document(model: str, keyed: bool) -> dict[str, Any]:
-    """The whole document. `model`: the name of the model that is served; `keyed`: /v1 needs an API key."""
-    models = [
-        (each, "validation")
-        for each in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, Error)
-    ]
-    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    schemas = {**made["$defs"], "Model": {"type": "string", "enum": [model]}}
-    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
-        schemas[request]["properties"]["model"] = _named("Model")
-    name = {"name": "name", "in": "path", "required": True, "schema": _named("Model")}
-    found: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "PEARL",
-            "version": __version__,
-            "description": "OpenAI's API, as far as PEARL serves it.",
-        },
-        "paths": {
-            "/v1/models": {"get": _responses("The model that is served.")},
-            "/v1/models/{name}": {"get": {"parameters": [name], **_responses("A model.")}},
-            "/v1/chat/completions": _posted("ChatCompletionRequest"),
-            "/v1/completions": _posted("CompletionRequest"),
-            "/v1/responses": _posted("ResponsesRequest"),
-            "/health": {"get": _responses("The engine runs.")},
-            "/version": {"get": _responses("The server's version.")},
-        },
-        "components": {"schemas": schemas},
-    }
-    if keyed:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found

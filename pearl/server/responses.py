@@ -1,4 +1,4 @@
-"""/v1/responses: its requests as chats, and chats' texts as its items and events, in OpenAI's order."""
+"""/v1/responses: turns its requests into chats, and the chats' texts into items and events, in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ import json
 import re
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
 from pearl.engine import Piece, Result
-from pearl.server.bodies import (
+from pearl.server.errors import ApiError, invalid
+from pearl.server.http import AnswerWriter
+from pearl.server.requests import Setup, TextRequest, read_request
+from pearl.server.schemas import (
     MOST_MESSAGES,
     MOST_TOOLS,
     UNSERVED,
     ChatCompletionRequest,
     SharedRequest,
+    Text,
+    Unserved,
+    check_text,
+    validate,
 )
-from pearl.server.errors import ApiError
-from pearl.server.fields import Text, check_text, validate
-from pearl.server.http import Answer
-from pearl.server.requests import Setup, TextRequest, read_request
 from pearl.text.tools import Call
 
-MOST_KEPT, MOST_CHARACTERS = (
-    1000,
-    64 << 20,
-)  # responses that can be continued, and of their conversations as JSON
-_NEITHER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("conversation", "prompt", "messages", "max_tokens", "max_completion_tokens"), ()
-    ),
+MOST_KEPT = 1000  # responses that can be continued
+MOST_CHARACTERS = 64 << 20  # of their conversations as JSON
+_UNSERVED_HERE: Unserved = {
+    "conversation": (),
+    "prompt": (),
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
     "background": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled", "auto"),
 }
-# Fields of a chat -> what they are called here. Messages have other numbers than items.
-_CALLED = {
+# Fields of a chat -> their names here. Messages have other numbers than items.
+_RENAMED = {
     re.compile(r"^messages(\[\d+\])?(?=\W|$)"): "input",
     re.compile("^max_completion_tokens"): "max_output_tokens",
     re.compile("^response_format"): "text.format",
@@ -49,7 +51,7 @@ _CALLED = {
 
 
 class ResponsesRequest(SharedRequest):
-    unserved: ClassVar = {**UNSERVED, **_NEITHER}
+    unserved: ClassVar = {**UNSERVED, **_UNSERVED_HERE}
     n: Literal[1] = 1
     input: Text | list[dict[str, Any]] = Field(
         description="A text, or items: messages, calls of functions, outputs."
@@ -76,110 +78,116 @@ class ResponsesRequest(SharedRequest):
     )(check_text)
 
     def chat(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of the chat that is asked for. `messages`: those that come from `input` and before."""
-        shared = self.model_fields_set & ChatCompletionRequest.known - {
-            "tools",
-            "tool_choice",
-            "stream_options",
-        }
-        format, choice = self.text.get("format") or {}, self.tool_choice
-        if isinstance(format, dict) and format.get("type") == "json_schema":
-            format = {
-                "type": "json_schema",
-                "json_schema": {k: v for k, v in format.items() if k != "type"},
-            }
+        """Return the body of the chat. `messages`: those of `input` and of earlier responses."""
+        shared = self.model_fields_set & ChatCompletionRequest.field_names
+        chat = {name: body[name] for name in shared - {"stream_options"}}
+        if self.instructions is not None:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        chat["messages"] = messages
+        chat["max_completion_tokens"] = self.max_output_tokens
+        chat["tools"] = [_tool(number, tool) for number, tool in enumerate(self.tools)]
+        chat["tool_choice"] = self._tool_choice()
+        chat["response_format"] = self._response_format()
+        chat["reasoning_effort"] = self.reasoning.get("effort")
+        return chat
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        told = (
-            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        )
-        return {name: body[name] for name in shared} | {
-            "messages": [*told, *messages],
-            "max_completion_tokens": self.max_output_tokens,
-            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools)],
-            "tool_choice": choice,
-            "response_format": format or None,
-            "reasoning_effort": self.reasoning.get("effort"),
-        }
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        return choice
+
+    def _response_format(self) -> Any:
+        format = self.text.get("format") or None
+        if isinstance(format, dict) and format.get("type") == "json_schema":
+            return {"type": "json_schema", "json_schema": _without(format, "type")}
+        return format
+
+
+def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = str(tool.get("type"))[:50]
-        raise ApiError(
-            400,
-            f"tools[{number}]: {kind!r} is not supported: functions alone are",
-            param=f"tools[{number}]",
-        )
-    return {
-        "type": "function",
-        "function": {name: value for name, value in tool.items() if name != "type"},
-    }
+        raise invalid(f"tools[{number}]", f"{kind!r} is not supported: functions alone are")
+    return {"type": "function", "function": _without(tool, "type")}
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat's messages. Raises `ApiError`."""
+    """Return a chat's messages. Raises `ApiError`.
+
+    An assistant's reasoning, content and calls are three items and one message:
+    [{"type": "reasoning", ...}, {"type": "function_call", ...}] becomes
+    [{"role": "assistant", "content": "", "reasoning_content": ..., "tool_calls": [...]}].
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if len(items) > MOST_MESSAGES:
-        raise ApiError(400, f"input: takes at most {MOST_MESSAGES} items", param="input")
-    made: list[dict[str, Any]] = []
+        raise invalid("input", f"takes at most {MOST_MESSAGES} items")
+    messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
-                _assistant(made, "content", "tool_calls")["content"] = _content(item.get("content"))
+                message = _assistant(messages, "content", "tool_calls")
+                message["content"] = _content(item.get("content"))
             case "message":
-                made.append({"role": item.get("role"), "content": _content(item.get("content"))})
+                content = _content(item.get("content"))
+                messages.append({"role": item.get("role"), "content": content})
             case "reasoning":
-                parts = (*_listed(item.get("content")), *_listed(item.get("summary")))
-                text = "\n".join(str(part.get("text")) for part in parts)
-                _assistant(made, "content", "tool_calls", "reasoning_content")[
-                    "reasoning_content"
-                ] = text
+                message = _assistant(messages, "content", "tool_calls", "reasoning_content")
+                message["reasoning_content"] = _reasoning(item)
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
-                _assistant(made).setdefault("tool_calls", []).append(call)
+                _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                result = {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": _content(item.get("output")),
-                }
-                made.append(result)
-            case other:
-                raise ApiError(
-                    400,
-                    f"input[{number}]: {str(other)[:50]!r} is not supported",
-                    param=f"input[{number}]",
-                )
-    return made
+                content = _content(item.get("output"))
+                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                messages.append(result)
+            case kind:
+                raise invalid(f"input[{number}]", f"{str(kind)[:50]!r} is not supported")
+    return messages
 
 
-def _assistant(made: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
-    """The assistant's message that the next item is part of: the last one, unless it has one of these fields."""
-    last = made[-1] if made else {}
-    if last.get("role") != "assistant" or any(last.get(end) for end in ends):
-        made.append({"role": "assistant", "content": ""})
-    return made[-1]
+def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
+    """Return the assistant's message that the next item belongs to: the last, unless it has one of the fields `ends`.
+
+    Otherwise the item begins a new message, which is appended.
+    """
+    last_message = messages[-1] if messages else {}
+    if last_message.get("role") != "assistant" or any(last_message.get(end) for end in ends):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    parts = _objects(item.get("content")) + _objects(item.get("summary"))
+    return "\n".join(str(part.get("text")) for part in parts)
 
 
 def _content(content: Any) -> Any:
-    """A chat's content; parts of unknown kinds stay, to be refused there."""
+    """Return a chat's content; parts of unknown kinds stay, to be refused by the chat's schema."""
     if not isinstance(content, list):
         return content
-    texts = ("input_text", "output_text")
-    parts = [
-        part | {"type": "text"} if part.get("type") in texts else part for part in _listed(content)
-    ]
-    return [
-        {key: value for key, value in part.items() if key not in ("annotations", "logprobs")}
-        for part in parts
-    ]
+    parts = []
+    for part in _objects(content):
+        if part.get("type") in ("input_text", "output_text"):
+            part = part | {"type": "text"}
+        parts.append(_without(part, "annotations", "logprobs"))
+    return parts
 
 
-def _listed(parts: Any) -> list[dict[str, Any]]:
-    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+def _objects(parts: Any) -> list[dict[str, Any]]:
+    if not isinstance(parts, list):
+        return []
+    return [part for part in parts if isinstance(part, dict)]
+
+
+class _Conversation(NamedTuple):
+    messages: list[dict[str, Any]]
+    size: int  # in characters of JSON
 
 
 class Responses:
@@ -187,65 +195,79 @@ class Responses:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = (
-            OrderedDict()
-        )  # with their sizes
-        self._size = 0
+        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by response id
+        self._size = 0  # of all conversations
         self._lock = threading.Lock()
 
-    def read(self, body: Any) -> tuple[TextRequest, Answer]:
-        """The checked request, and what writes its answer. Raises `ApiError`."""
-        asked = validate(ResponsesRequest, body)
-        messages = [*self._before(asked.previous_response_id), *_messages(asked.input)]
+    def read(self, body: Any) -> tuple[TextRequest, AnswerWriter]:
+        """Return the checked request, and what writes its answer. Raises `ApiError`."""
+        response = validate(ResponsesRequest, body)
+        messages = self._earlier(response.previous_response_id) + _messages(response.input)
         try:
-            made = read_request(asked.chat(body, messages), True, self._setup)
+            request = read_request(response.chat(body, messages), True, self._setup)
         except ApiError as error:
-            for name, here in _CALLED.items():
-                error.param, error.message = (
-                    name.sub(here, text) for text in (error.param or "", error.message)
-                )
+            for chat_name, name in _RENAMED.items():
+                error.param = chat_name.sub(name, error.param or "")
+                error.message = chat_name.sub(name, error.message)
             raise
-        answer = _ResponsesAnswer(asked, lambda id, reply: self._keep(id, [*messages, reply]))
-        return replace(made, named=("input", "max_output_tokens")), answer
+        writer = _ResponseWriter(response, lambda id, reply: self._keep(id, [*messages, reply]))
+        request = replace(request, chat_field="input", chat_limit_field="max_output_tokens")
+        return request, writer
 
-    def _before(self, id: str | None) -> list[dict[str, Any]]:
+    def _earlier(self, id: str | None) -> list[dict[str, Any]]:
+        """Return the messages of the response `id` and those before it."""
         with self._lock:
             if id is None:
                 return []
-            if id not in self._kept:
+            if id not in self._conversations:
                 text = f"there is no response {id[:100]!r} here: the latest are kept, while the server runs"
-                raise ApiError(
-                    404, text, param="previous_response_id", code="previous_response_not_found"
-                )
-            self._kept.move_to_end(id)
-            return self._kept[id][0]
+                param = "previous_response_id"
+                raise ApiError(404, text, param=param, code="previous_response_not_found")
+            self._conversations.move_to_end(id)
+            return self._conversations[id].messages
 
     def _keep(self, id: str, messages: list[dict[str, Any]]) -> None:
         size = len(json.dumps(messages))
         with self._lock:
-            self._kept[id], self._size = (messages, size), self._size + size
-            while len(self._kept) > MOST_KEPT or self._size > MOST_CHARACTERS:
-                self._size -= self._kept.popitem(last=False)[1][1]
+            self._conversations[id] = _Conversation(messages, size)
+            self._size += size
+            while len(self._conversations) > MOST_KEPT or self._size > MOST_CHARACTERS:
+                _, oldest = self._conversations.popitem(last=False)
+                self._size -= oldest.size
 
 
 # ---- answers ----
 
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # item -> the kind of its part
+_ECHOED = (  # fields that a response repeats
+    "instructions",
+    "max_output_tokens",
+    "previous_response_id",
+    "metadata",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "store",
+    "temperature",
+    "top_p",
+)
 
 
-class _ResponsesAnswer(Answer):
-    """One response. Every method that writes takes the next numbers of the stream's events."""
+class _ResponseWriter(AnswerWriter):
+    """Writes one response. Every method that writes takes the next numbers of the stream's events."""
 
     done = b""
 
     def __init__(
-        self, asked: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]
+        self, request: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        super().__init__(True, asked.model, lambda _: b"")
-        self._asked, self._keep = asked, keep
-        self._id, self._created = f"resp_{secrets.token_hex(24)}", int(time.time())
+        super().__init__(True, request.model, lambda _: b"")
+        self._request = request
+        self._keep = keep
+        self._id = f"resp_{secrets.token_hex(24)}"
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # the last item
+        self._is_open = False  # whether the last item is
         self._number = 0
         self._reason = ""
 
@@ -264,22 +286,29 @@ class _ResponsesAnswer(Answer):
 
     def last(self, index: int, result: Result) -> bytes:
         self._reason = self._parts[0].finish_reason(result)
-        events = [*self._grown(self._parts[0].feed("", True))]
+        events = list(self._grown(self._parts[0].feed("", True)))
         if not self._items:
             events += self._begun("message")
-        return b"".join((*events, *self._closed()))
+        events += self._closed()
+        return b"".join(events)
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        ended = self._ended(usage)
-        yield self._event(ended["status"], response=ended)
+        response = self._ended(usage)
+        yield self._event(response["status"], response=response)
 
     def error(self, body: dict[str, Any]) -> bytes:
         return self._written("error", body["error"] | body)
 
+    @property
+    def _status(self) -> str:
+        """The status of what has ended."""
+        return "incomplete" if self._reason == "length" else "completed"
+
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
-        if self._asked.store:
+        if self._request.store:
             self._keep(self._id, self._parts[0].message)
-        tokens = {
+        response = self._response(self._status)
+        response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
@@ -287,37 +316,25 @@ class _ResponsesAnswer(Answer):
             "total_tokens": usage["total_tokens"],
             "pearl": usage["pearl"],
         }
-        return self._response("incomplete" if self._reason == "length" else "completed") | {
-            "usage": tokens
-        }
+        return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked = self._asked
-        sent = (
-            "instructions",
-            "max_output_tokens",
-            "previous_response_id",
-            "metadata",
-            "tools",
-            "tool_choice",
-        )
+        incomplete_details = None
+        if status == "incomplete":
+            incomplete_details = {"reason": "max_output_tokens"}
+        echoed = {name: getattr(self._request, name) for name in _ECHOED}
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._head["created"],
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": incomplete_details,
             "model": self._head["model"],
             "output": self._items,
-            **{
-                name: getattr(asked, name)
-                for name in (*sent, "parallel_tool_calls", "store", "temperature", "top_p")
-            },
-            "reasoning": {"effort": asked.reasoning.get("effort"), "summary": None},
-            "text": asked.text or {"format": {"type": "text"}},
+            **echoed,
+            "reasoning": {"effort": self._request.reasoning.get("effort"), "summary": None},
+            "text": self._request.text or {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
         }
@@ -326,77 +343,78 @@ class _ResponsesAnswer(Answer):
         return self._written(f"response.{name}", fields)
 
     def _written(self, name: str, fields: dict[str, Any]) -> bytes:
-        data = json.dumps(
-            fields | {"type": name, "sequence_number": self._number}, ensure_ascii=False
-        )
+        fields = fields | {"type": name, "sequence_number": self._number}
         self._number += 1
-        return f"event: {name}\ndata: {data}\n\n".encode()
+        return f"event: {name}\ndata: {json.dumps(fields, ensure_ascii=False)}\n\n".encode()
 
     @property
-    def _at(self) -> dict[str, Any]:
-        """Which item an event is about: the last one."""
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+    def _item(self) -> dict[str, Any]:
+        """The last item."""
+        return self._items[-1]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The fields of an event that name its item, the last one."""
+        return {"item_id": self._item["id"], "output_index": len(self._items) - 1}
 
     def _grown(self, delta: dict[str, Any]) -> Iterator[bytes]:
-        for kind, field in (("reasoning", "reasoning_content"), ("message", "content")):
-            if text := delta.get(field):
-                if not self._is_open or self._items[-1]["type"] != kind:
-                    yield from self._begun(kind)
-                self._items[-1]["content"][0]["text"] += text
-                at = (
-                    self._at
-                    | {"content_index": 0}
-                    | ({"logprobs": []} if kind == "message" else {})
-                )
-                yield self._event(f"{_TEXTS[kind]}.delta", **at, delta=text)
+        yield from self._text_grown("reasoning", delta.get("reasoning_content", ""))
+        yield from self._text_grown("message", delta.get("content", ""))
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._begun("function_call", call)
-            if arguments := call["function"]["arguments"]:
-                self._items[-1]["arguments"] += arguments
-                yield self._event("function_call_arguments.delta", **self._at, delta=arguments)
+            arguments = call["function"]["arguments"]
+            if arguments:
+                self._item["arguments"] += arguments
+                yield self._event("function_call_arguments.delta", **self._place, delta=arguments)
+
+    def _text_grown(self, kind: str, text: str) -> Iterator[bytes]:
+        if not text:
+            return
+        if not self._is_open or self._item["type"] != kind:
+            yield from self._begun(kind)
+        self._item["content"][0]["text"] += text
+        place = self._place | {"content_index": 0}
+        if kind == "message":
+            place["logprobs"] = []
+        yield self._event(f"{_TEXTS[kind]}.delta", **place, delta=text)
 
     def _begun(self, kind: str, call: Call | None = None) -> Iterator[bytes]:
-        """A new item, after the end of the last."""
+        """Close the last item, and begin a new one."""
         yield from self._closed()
-        short = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {
-            "id": f"{short}_{secrets.token_hex(12)}",
-            "type": kind,
-            "status": "in_progress",
-        }
+        id = f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
+        item: dict[str, Any] = {"id": id, "type": kind, "status": "in_progress"}
         if call is not None:
             item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
         else:
-            item |= (
-                {"role": "assistant", "content": []}
-                if kind == "message"
-                else {"summary": [], "content": []}
-            )
+            item |= {"summary": [], "content": []}
         self._items.append(item)
         self._is_open = True
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=item)
-        if call is None:
-            part = {"type": _TEXTS[kind], "text": ""}
-            item["content"].append(
-                part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
-            )
-            yield self._event(
-                "content_part.added", **self._at, content_index=0, part=item["content"][0]
-            )
+        if call is not None:
+            return
+        part: dict[str, Any] = {"type": _TEXTS[kind], "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+        item["content"].append(part)
+        yield self._event("content_part.added", **self._place, content_index=0, part=part)
 
     def _closed(self) -> Iterator[bytes]:
         if not self._is_open:
             return
-        item, self._is_open = self._items[-1], False
-        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        self._is_open = False
+        item = self._item
+        item["status"] = self._status
+        place = self._place
         if item["type"] == "function_call":
-            named = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("function_call_arguments.done", **self._at, **named)
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **place, **call)
         else:
-            part, at = item["content"][0], self._at | {"content_index": 0}
-            yield self._event(
-                f"{part['type']}.done", **at, text=part["text"], logprobs=part.get("logprobs")
-            )
-            yield self._event("content_part.done", **at, part=part)
+            part = item["content"][0]
+            place["content_index"] = 0
+            text = {"text": part["text"], "logprobs": part.get("logprobs")}
+            yield self._event(f"{part['type']}.done", **place, **text)
+            yield self._event("content_part.done", **place, part=part)
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)

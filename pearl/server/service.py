@@ -1,4 +1,4 @@
-"""The engine as the server uses it: its texts, and what is measured of them."""
+"""The engine as the server uses it: its texts, and the metrics of these."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
 from pearl.server.errors import engine_lost, of_engine
-from pearl.server.metrics import Figures
+from pearl.server.metrics import ServerMetrics
 
 
 class Service:
-    """Queues texts for the engine, and counts them."""
+    """Queues texts for the engine, and counts them in `metrics`."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
         self._texts: set[AsyncStream] = set()  # that are written, wait, or are still being read
-        self.figures = Figures(
+        self.metrics = ServerMetrics(
             model,
             running=lambda: sum(text.watch.begun > 0 for text in self._async.streams),
             waiting=lambda: sum(text.watch.begun == 0 for text in self._texts),
@@ -35,13 +35,13 @@ class Service:
         return self.engine.client.lost
 
     def close(self) -> None:
-        """The server ends: texts that are being written or wait fail, and no more begin."""
+        """Fail the texts that are being written or wait, and let no more begin, as the server ends."""
         for text in self._texts:
             text.fail(EngineClosed())
         self._async.close()
 
     def check(self) -> None:
-        """Raises `ApiError` once the engine is lost or the server ends."""
+        """Raise `ApiError` once the engine is lost or the server ends."""
         if self.lost:
             raise engine_lost(self.lost)
         try:
@@ -53,10 +53,14 @@ class Service:
     async def text(
         self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
-        """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
+        """Yield a text, which is queued once it is read; leaving it early cancels it.
+
+        Args:
+            arrived: when its request arrived, a time.monotonic().
+        """
         self.check()
         text = self._async.stream(tokens, params, **options)
-        text.on_piece = self.figures.piece
+        text.on_piece = self.metrics.piece
         self._texts.add(text)
         try:
             yield text
@@ -64,4 +68,4 @@ class Service:
             self._texts.discard(text)
             text.close()
             if text.watch.begun:
-                self.figures.ended(text.result, text.watch, arrived)
+                self.metrics.ended(text.result, text.watch, arrived)

@@ -26,7 +26,7 @@ Viewer = asyncio.Queue[Event]  # what has not been sent to it
 
 
 class Timeline:
-    """The timeline of the engine whose recordings these are."""
+    """Sends the events of `recording` to viewers, and records while there are any."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -44,7 +44,7 @@ class Timeline:
         finally:
             self._viewers.discard(viewer)
 
-    def _send(self, *events: Event) -> None:
+    def _send(self, events: list[Event]) -> None:
         for viewer in self._viewers:
             for event in events:
                 if viewer.full():
@@ -57,24 +57,24 @@ class Timeline:
             try:
                 await self._record()
             except (PearlError, OSError) as error:  # such as: another front records
-                self._send({"problem": str(error)})
+                self._send([{"problem": str(error)}])
             if self._viewers:
                 await asyncio.sleep(_RETRY)
 
     async def _record(self) -> None:
         name = await asyncio.to_thread(self._recording.start)
         try:
-            self._send({"recording": True})
+            self._send([{"recording": True}])
             read: dict[Path, int] = {}  # part -> bytes read
             while self._viewers and sum(read.values()) < MOST_BYTES:
                 await asyncio.sleep(_EVERY)
-                self._send(*await asyncio.to_thread(_new_events, name, read))
+                self._send(await asyncio.to_thread(_new_events, name, read))
         finally:
             await asyncio.to_thread(self._recording.stop)
 
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
-    """What was written since the last read, except by a worker on another host."""
+    """Return the events written since the last read, except those of a worker on another host."""
     events: list[Event] = []
     for path in part_paths(name):
         records, read[path] = records_since(path, read.get(path, 0))
@@ -84,8 +84,9 @@ def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
 
 
 def _shown(role: str, record: Record) -> list[Event]:
-    """A forward, other work or a wait, in milliseconds of the machine's monotonic clock, and the sources of committed
-    tokens.
+    """Return the events of a record: a forward, other work or a wait, and the sources of committed tokens.
+
+    Their times are milliseconds of the machine's monotonic clock.
     """
     events: list[Event] = []
     if record.track != LOOP:
@@ -94,10 +95,11 @@ def _shown(role: str, record: Record) -> list[Event]:
     if record.kind in ("busy", "wait") and record.end - record.start >= _SHORTEST:
         events.append({"of": role, "kind": record.kind, "name": record.name, **span})
     if record.name == "decide" and role == "target":
-        commands = record.args.get("commands") or ()
-        messages = [
-            command.get("message") or {} for command in commands if command.get("type") == "Deliver"
-        ]
-        if tokens := [source for message in messages for source in message.get("provenance") or ()]:
-            events.append({"tokens": tokens, **span})
+        sources: list[str] = []
+        for command in record.args.get("commands") or ():
+            if command.get("type") == "Deliver":
+                message = command.get("message") or {}
+                sources += message.get("provenance") or ()
+        if sources:
+            events.append({"tokens": sources, **span})
     return events

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizers, text given out while tokens arrive, chat templates, grammars. No models."""
+"""Text and tokens: tokenizers, text streams, chat templates, tool calls and grammars. Nothing here knows a model."""

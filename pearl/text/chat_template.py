@@ -1,4 +1,4 @@
-"""Rendering chat templates: messages in the form that each template takes.
+"""Renders chat templates, with the messages in the form that each template takes.
 
 The settings of jinja2 are those of transformers, which takes a process a second to import. A template is untrusted
 code, so it runs in jinja2's sandbox.
@@ -30,18 +30,25 @@ def render(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """The prompt for the next reply. Raises what the template raises.
+    """Return the prompt for the next reply. Raises what the template raises.
 
     Args:
         special: the special tokens by name.
-        variables: further ones of the template, such as enable_thinking.
+        variables: further variables of the template, such as enable_thinking.
     """
-    given = [
-        {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
-    listed = None if tools is None else [*tools]
-    ours = {"messages": given, "tools": listed, "documents": None, "add_generation_prompt": True}
-    return _compiled(template).render({**variables, **special, **ours})
+    context = {
+        **variables,
+        **special,
+        "messages": [_without_nulls(message) for message in messages],
+        "tools": None if tools is None else list(tools),
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    return _compiled(template).render(context)
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None}
 
 
 @cache
@@ -53,15 +60,14 @@ def _compiled(template: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what a model is trained to write; a prompt has it without the mark."""
+        """{% generation %} marks text that a model is trained to write; a prompt has the text without the mark."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(
-                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-            )
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -82,7 +88,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter, without escapes for HTML."""
+    """Write JSON, without jinja2's escapes for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -91,19 +97,20 @@ def _to_json(
 def chat_prompt(
     render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
 ) -> str:
-    """`render` applied to `messages` in a form that the template takes.
+    """Return `render(messages)`, with the messages in a form that the template takes.
 
-    The arguments of tool calls are an object to most templates, and text to some, such as DeepSeek's. Raises
+    Most templates take the arguments of tool calls as an object, and some, such as DeepSeek's, as text. Raises
     `RequestError` for whatever a template raises.
     """
-    given = [_with_joined_parts(message) for message in messages]
-    objects = [_with_arguments(message, _parsed) for message in given]
+    messages = [_with_joined_parts(message) for message in messages]
+    with_objects = [_with_arguments(message, _parsed) for message in messages]
     try:
-        return render(objects)
+        return render(with_objects)
     except Exception as error:
         with suppress(Exception):
-            if (texts := [_with_arguments(message, _as_text) for message in given]) != objects:
-                return render(texts)
+            with_texts = [_with_arguments(message, _as_text) for message in messages]
+            if with_texts != with_objects:
+                return render(with_texts)
         if isinstance(error, RecursionError):  # a template that writes nested tools as JSON
             raise RequestError(
                 "tools or their calls are nested too deep for the model's chat template"
@@ -116,34 +123,37 @@ def chat_prompt(
 
 
 def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A content of several text parts as one text, which every template takes."""
+    """Join a content of several text parts into one text, which every template takes."""
     parts = message.get("content")
-    if not isinstance(parts, list) or not all(
-        isinstance(one, dict) and one.get("type") == "text" for one in parts
-    ):
+    if not isinstance(parts, list):
         return message
-    return {**message, "content": "\n".join(str(part.get("text")) for part in parts)}
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return message
+        texts.append(str(part.get("text")))
+    return {**message, "content": "\n".join(texts)}
 
 
-def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    def call(given: Any) -> Any:
-        function = given.get("function") if isinstance(given, dict) else None
-        if not isinstance(function, dict) or "arguments" not in function:
-            return given
-        return {**given, "function": {**function, "arguments": form(function["arguments"])}}
-
+def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    return (
-        {**message, "tool_calls": [call(each) for each in calls]}
-        if isinstance(calls, list)
-        else message
-    )
+    if not isinstance(calls, list):
+        return message
+    converted_calls = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            arguments = convert(function["arguments"])
+            call = {**call, "function": {**function, "arguments": arguments}}
+        converted_calls.append(call)
+    return {**message, "tool_calls": converted_calls}
 
 
 def _parsed(arguments: Any) -> Any:
     with suppress(TypeError, ValueError):
-        if isinstance(given := parse_json(arguments), dict):
-            return given
+        document = parse_json(arguments)
+        if isinstance(document, dict):
+            return document
     return arguments
 
 

@@ -1,11 +1,10 @@
 """Several turns of a chat, and the prompt tokens for the next reply.
 
 Each prompt is the whole conversation as the chat template writes it. The engine reuses the longest common prefix of the
-KV cache, so a turn computes what is new, and whatever the template has rewritten or encodes otherwise than it was
-generated. The template gets the reasoning of a thinking model apart from its answer; most templates leave that of
-earlier turns out.
+KV cache, so a turn prefills only from the first token that differs. The template gets the reasoning of a thinking model
+apart from its answer; most templates leave out the reasoning of earlier turns.
 
-Pure: it knows a tokenizer, no engine.
+This file knows a tokenizer, and no engine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Turn(BaseModel):
 
 
 class Saved(BaseModel):
-    """The file format. `target`: the model that wrote the replies, for whoever reads the file."""
+    """The file format. `target` is the model that wrote the replies; `load` ignores it."""
 
     model_config = ConfigDict(extra="ignore")  # earlier files have the tokens too
 
@@ -39,11 +38,11 @@ class Saved(BaseModel):
 
 
 class Conversation:
-    """Messages so far.
+    """The messages of a chat so far.
 
     Args:
-        tokenizer: of the target.
-        raw: no chat template; each message continues the text as it is.
+        tokenizer: the target's.
+        raw: whether each message continues the text as it is, without a chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
@@ -54,11 +53,11 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens of the turns so far."""
+        """The number of tokens of the turns so far."""
         return len(self.prompt("")) if self.turns else 0
 
     def prompt(self, message: str) -> list[int]:
-        """The prompt for the reply to `message`.
+        """Return the prompt for the reply to `message`.
 
         Raises `RequestError` if the model has no chat template, or the template refuses these messages.
         """
@@ -66,12 +65,11 @@ class Conversation:
 
     def _prompt(self, turns: Sequence[Turn], message: str) -> list[int]:
         if self.is_raw:
-            return self._tokenizer.encode(
-                "".join(turn.user + turn.reply for turn in turns) + message
-            )
-        tokens = self._tokenizer.apply_chat(
-            [*self._messages(turns), {"role": "user", "content": message}]
-        )
+            text = "".join(turn.user + turn.reply for turn in turns)
+            return self._tokenizer.encode(text + message)
+        messages = self._messages(turns)
+        messages.append({"role": "user", "content": message})
+        tokens = self._tokenizer.apply_chat(messages)
         if tokens is None:
             raise RequestError(
                 "this model has no chat template: chat with --raw, where your text is continued as it is"
@@ -79,20 +77,21 @@ class Conversation:
         return tokens
 
     def add(self, message: str, reply: str) -> None:
-        """Appends a turn."""
+        """Append a turn."""
         self.turns.append(Turn(user=message, reply=reply))
 
     def undo(self) -> Turn | None:
-        """Removes the last turn and returns it."""
+        """Remove the last turn and return it; None if there is none."""
         return self.turns.pop() if self.turns else None
 
     def make_room(self, message: str, room: int) -> int:
-        """Removes the oldest turns until the prompt for `message` has at most `room` tokens. Returns how many.
+        """Remove the oldest turns until the prompt for `message` has at most `room` tokens; return their number.
 
         Raises `RequestError`, and changes nothing, if the message is too long by itself.
         """
         for count in range(len(self.turns) + 1):
-            if (length := len(self._prompt(self.turns[count:], message))) <= room:
+            length = len(self._prompt(self.turns[count:], message))
+            if length <= room:
                 del self.turns[:count]
                 return count
         raise RequestError(
@@ -100,36 +99,41 @@ class Conversation:
         )
 
     def clear(self) -> None:
-        """Removes all turns; the system prompt stays."""
+        """Remove all turns; the system prompt stays."""
         self.turns = []
 
     def saved(self, target: str) -> str:
-        """The conversation as JSON."""
+        """Return the conversation as JSON."""
         return Saved(target=target, system=self.system, turns=self.turns).model_dump_json(indent=1)
 
     def load(self, text: str) -> None:
-        """Replaces this conversation by a saved one. Raises `RequestError`, and changes nothing, if it is invalid."""
+        """Replace this conversation by a saved one. Raises `RequestError`, and changes nothing, if it is invalid."""
         try:
             saved = Saved.model_validate_json(text)
         except ValidationError as error:
             problem = error.errors()[0]
-            where = ".".join(str(part) for part in problem["loc"]) or "file"
+            where = ".".join(map(str, problem["loc"])) or "file"
             raise RequestError(f"no saved conversation: {where}: {problem['msg']}") from None
-        self.system, self.turns = saved.system, saved.turns
+        self.system = saved.system
+        self.turns = saved.turns
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        pairs = (({"role": "user", "content": turn.user}, self._replied(turn)) for turn in turns)
-        return [*system, *(message for pair in pairs for message in pair)]
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.user})
+            messages.append(self._reply_of(turn))
+        return messages
 
-    def _replied(self, turn: Turn) -> dict[str, Any]:
+    def _reply_of(self, turn: Turn) -> dict[str, Any]:
         tags = tags_of(self._tokenizer.chat_template)
         if tags is None:
             return {"role": "assistant", "content": turn.reply}
-        is_open = tags.are_open(
-            self._tokenizer.chat_text([{"role": "user", "content": turn.user}]) or ""
-        )
+        question = [{"role": "user", "content": turn.user}]
+        is_open = tags.are_open(self._tokenizer.chat_text(question) or "")
         reasoning, answer = split(turn.reply, tags, is_open)
-        return {"role": "assistant", "content": answer} | (
-            {"reasoning_content": reasoning} if reasoning else {}
-        )
+        message = {"role": "assistant", "content": answer}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message

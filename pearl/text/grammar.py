@@ -1,4 +1,4 @@
-"""Texts held to a grammar, a JSON schema or a regular expression, by llguidance (extra `structured`).
+"""Grammars: llguidance (extra `structured`) keeps texts to a JSON schema or a regular expression.
 
 Which tokens may follow is a function of the text alone, so it applies to target and draft alike: every rule keeps its
 guarantee, and one seed gives one text whatever was proposed.
@@ -29,23 +29,32 @@ _MOST_RESTARTS = 8  # of one text's parser: each reads the whole text again
 
 
 def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
-    """A request's grammar as workers get it: "json_schema" or "regex", a line feed, and its text; empty for none.
+    """Return a request's grammar as workers get it: its kind, a line feed, and its text; empty for no grammar.
 
-    Raises `RequestError` for a schema or expression that cannot be used, or where llguidance is not installed.
+    For example "regex\\n[a-z]+", or "json_schema\\n" and a schema. Raises `RequestError` for a schema or expression
+    that cannot be used, or if llguidance is not installed.
     """
     if json_schema is None and regex is None:
         return ""
-    kind, text = ("regex", regex) if regex is not None else ("json_schema", json_schema)
+    if regex is not None:
+        kind = "regex"
+        text = regex
+    else:
+        kind = "json_schema"
+        text = str(json_schema)
     grammar = f"{kind}\n{text}"
     try:
         checked(grammar)
     except ImportError:
         raise RequestError(f"{kind} {_MISSING}{installing('structured')}") from None
     except ValueError as error:
-        place = place_of(str(text), str(error)) if kind == "json_schema" else ""
-        raise RequestError(
-            f"{kind} cannot be kept to: {_short(str(error))}{place and f', at {place}'}"
-        ) from None
+        problem = f"{kind} cannot be kept to: {_short(str(error))}"
+        place = ""
+        if kind == "json_schema":
+            place = place_of(text, str(error))
+        if place:
+            problem += f", at {place}"
+        raise RequestError(problem) from None
     return grammar
 
 
@@ -54,19 +63,20 @@ def _short(problem: str) -> str:
 
 
 class Guide:
-    """Which tokens may follow one text.
+    """Knows which tokens may follow one text.
 
-    The text may violate the grammar where it consists of guesses: such guesses have no probability, so nothing follows
-    them.  For the same reason the parser may fail on a text that is never committed (no token of the model fits, or it
-    exceeds a limit); the tokens before remain valid.
+    Guessed tokens may violate the grammar; they get probability 0 and end their branch.  For the same reason the parser
+    may fail on a text that is never committed (no token of the model fits, or the text exceeds a limit); the tokens
+    before remain valid.
 
     Args:
-        make: a parser at the beginning of the text.
+        make: returns a parser at the beginning of the text.
         ends: tokens that end the text.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], ends: Sequence[int]) -> None:
-        self._make, self._ends = make, list(ends)
+        self._make = make
+        self._ends = list(ends)
         self._matcher = make()
         self._valid: list[int] = []  # the text's tokens within the grammar
         self._beyond = 0  # number of tokens after these
@@ -99,7 +109,7 @@ class Guide:
             del self._valid[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """[vocab], whether each token may follow; None where the text has left the grammar, or ended.
+        """Return [vocab], whether each token may follow; None if the text has left the grammar, or ended.
 
         Raises `GrammarError` where the parser has failed; for want of a token, no token may follow.
         """
@@ -109,7 +119,8 @@ class Guide:
             raise GrammarError(self._failure)
         if self._beyond:
             return None
-        mask = np.frombuffer(self._try(lambda matcher: matcher.compute_logit_bias()), np.uint8) > 0
+        biases = self._try(lambda matcher: matcher.compute_logit_bias())
+        mask = np.frombuffer(biases, np.uint8) > 0
         self.check()
         if self._matcher.is_error():
             mask = np.zeros_like(mask)
@@ -117,8 +128,10 @@ class Guide:
         return mask[:-_EXTRA_IDS]
 
     def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
-        """The parser's result. One that has failed, perhaps on a text since forgotten, cannot recover, and its copies
-        share what its limits count: a new one then reads the text, and tries once more.
+        """Return the parser's result; if the parser has failed, try once more with a new one that has read the text.
+
+        A parser that has failed, perhaps on a text since forgotten, cannot recover, and its copies share the counts
+        for its limits.
         """
         result = step(self._matcher)
         if self._matcher.is_error() and self._restarts < _MOST_RESTARTS:
@@ -133,7 +146,7 @@ class Guide:
 
 
 def _takes(token: int, matcher: LLMatcher) -> bool:
-    """Whether the text may continue with `token`. A lexer that has failed takes nothing, and reports it only later."""
+    """Return whether the text may continue with `token`. A lexer reports its failure only with the next step."""
     takes = bool(matcher.try_consume_tokens([token]))
     if not takes and not matcher.is_error():
         matcher.compute_logit_bias()
@@ -144,7 +157,7 @@ class Guides:
     """Makes the guides of one model's texts.
 
     Args:
-        load: its tokenizer; called with the first grammar, for its vocabulary takes half a second.
+        load: returns the model's tokenizer; called with the first grammar, for its vocabulary takes half a second.
         size: number of the model's token ids.
     """
 
@@ -153,19 +166,20 @@ class Guides:
         self._size = size
 
     def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
-        """A guide for a text that the tokens `ends` end, which are not part of it. Raises `GrammarError`."""
+        """Make a guide for a text that the tokens `ends` end, which are not part of it. Raises `GrammarError`."""
         try:
             from llguidance import LLMatcher
         except ImportError:
             raise GrammarError(f"a grammar {_MISSING}{installing('structured')}") from None
         try:
-            written = checked(grammar)
+            notation = checked(grammar)
         except ValueError as error:
             raise GrammarError(f"the text's grammar: {_short(str(error))}") from None
-        guide = Guide(
-            lambda: LLMatcher(self._tokens(), written, log_level=0, limits=limits()),
-            [token for token in ends if token < self._size],
-        )
+
+        def make() -> LLMatcher:
+            return LLMatcher(self._tokens(), notation, log_level=0, limits=limits())
+
+        guide = Guide(make, [token for token in ends if token < self._size])
         guide.check()
         return guide
 
@@ -173,9 +187,8 @@ class Guides:
 def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(
-        TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _EXTRA_IDS, eos_token=size
-    )
+    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, size))
+    return LLTokenizer(vocabulary, n_vocab=size + _EXTRA_IDS, eos_token=size)
 
 
 class _Vocabulary:
@@ -188,42 +201,52 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        known = range(min(size, tokenizer.vocab_size))
-        beyond = range(len(known), size + _EXTRA_IDS)
         self._tokenizer = tokenizer
-        self.eos_token_id, self._unwritten = size, size + 1
-        self.tokens = [token_bytes(tokenizer, id) for id in known] + [b"<%d>" % id for id in beyond]
-        # Decoded twice over, for a decoder may strip one leading space.
-        self.special_token_ids = [id for id in known if not tokenizer.decode([id, id])] + [*beyond]
+        self.eos_token_id = size
+        self._unwritten = size + 1
+        self.tokens: list[bytes] = []
+        self.special_token_ids: list[int] = []
+        for id in range(size + _EXTRA_IDS):
+            is_entry = id < min(size, tokenizer.vocab_size)
+            self.tokens.append(token_bytes(tokenizer, id) if is_entry else b"<%d>" % id)
+            # Decoded twice over, for a decoder may strip one leading space.
+            if not is_entry or not tokenizer.decode([id, id]):
+                self.special_token_ids.append(id)
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        special = {*self.special_token_ids}
-        return {text: id for id, text in enumerate(self.tokens) if text and id not in special}
+        special = set(self.special_token_ids)
+        ids = {}
+        for id, text in enumerate(self.tokens):
+            if text and id not in special:
+                ids[text] = id
+        return ids
 
     @cached_property
     def _longest(self) -> int:
         return max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that write exactly `text`; `_unwritten` ends them where no token continues it.
+        """Return tokens that write exactly `text`; `_unwritten` ends them if no token continues it.
 
         llguidance calls this for text that a grammar forces, and then allows only its first token: tokens that write
         something else, such as an unknown token or the space that many tokenizers put first, would be wrong.
         """
         tokens = self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
-        if b"".join(self.tokens[each] for each in tokens) == text:
+        if b"".join(self.tokens[token] for token in tokens) == text:
             return tokens
-        tokens, start = [], 0
+        tokens = []
+        start = 0
         while start < len(text) and self._unwritten not in tokens:
-            tokens.append(self._fitting(text, start))
-            start += len(self.tokens[tokens[-1]])
+            token = self._fitting(text, start)
+            tokens.append(token)
+            start += len(self.tokens[token])
         return tokens
 
     def _fitting(self, text: bytes, start: int) -> int:
-        """The longest token with which `text` continues at `start`."""
-        ends = range(min(len(text), start + self._longest), start, -1)
-        return next(
-            (self._ids[text[start:end]] for end in ends if text[start:end] in self._ids),
-            self._unwritten,
-        )
+        """Return the longest token with which `text` continues at `start`."""
+        for end in range(min(len(text), start + self._longest), start, -1):
+            token = self._ids.get(text[start:end])
+            if token is not None:
+                return token
+        return self._unwritten

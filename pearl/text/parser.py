@@ -22,7 +22,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small mo
 
 
 def limits() -> LLParserLimits:
-    """A half to a tenth of llguidance's defaults: a step of a hostile grammar must not delay the other texts."""
+    """Return a half to a tenth of llguidance's limits: a step of a hostile grammar must not delay the other texts."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -38,16 +38,18 @@ def limits() -> LLParserLimits:
 
 @lru_cache(maxsize=64)
 def checked(grammar: str) -> str:
-    """A grammar (its kind, a line feed, its text) in llguidance's notation. Raises `ImportError`, `ValueError`."""
+    """Translate a grammar (its kind, a line feed, its text) to llguidance's notation.
+
+    Raises `ImportError`, and `ValueError` if no parser of it can be made. For example "regex\\n[a-z]+".
+    """
     import llguidance  # noqa: F401
 
-    tried = subprocess.run(
-        [sys.executable, "-m", __name__], input=grammar.encode(), capture_output=True
-    )
-    if tried.returncode:
+    command = [sys.executable, "-m", __name__]
+    trial = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    if trial.returncode:
         raise ValueError(f"its parser would take more than {SECONDS} s to make, or too much memory")
-    if tried.stdout:
-        raise ValueError(tried.stdout.decode())
+    if trial.stdout:
+        raise ValueError(trial.stdout.decode())
     return _written(grammar)
 
 
@@ -59,15 +61,14 @@ def _written(grammar: str) -> str:
         return str(LLMatcher.grammar_from_regex(text))
     if kind != "json_schema":
         raise ValueError(f"unknown kind {kind[:20]!r}")
+    schema = simplified(text)
     return str(
-        LLMatcher.grammar_from_json_schema(
-            simplified(text), overrides={"whitespace_pattern": _WHITESPACE}
-        )
+        LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
     )
 
 
 def _try(grammar: str) -> str:
-    """Why no parser can be made; empty if one can. A signal ends the process where it takes too long."""
+    """Return why no parser can be made; empty if one can. A signal ends the process if it takes too long."""
     from llguidance import LLMatcher, LLTokenizer
 
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -76,8 +77,8 @@ def _try(grammar: str) -> str:
     except ValueError as error:
         return str(error)
     matcher.compute_logit_bias()
-    found = str(matcher.get_error())
-    return "no text fits it" if found.startswith("NoExtensionBias") else found
+    problem = str(matcher.get_error())
+    return "no text fits it" if problem.startswith("NoExtensionBias") else problem
 
 
 if __name__ == "__main__":

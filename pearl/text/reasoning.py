@@ -1,7 +1,8 @@
-"""The reasoning of thinking models, apart from the answer behind it: their tags, and a splitter of their texts.
+"""The reasoning of thinking models, apart from the answer that follows: their tags, and a splitter of their texts.
 
-A template that knows the tags says that a model thinks. Some templates write the opening tag themselves, at the end of
-the prompt. White space around tags is dropped.
+A model thinks if its chat template has the tags. Some templates write the opening tag themselves, at the end of the
+prompt. White space around tags is dropped. For example "<think>\nHm.\n</think>\n\nYes" is the reasoning "Hm." and the
+answer "Yes".
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and behind the reasoning in a text, and before an answer without any.
+    """The marks around the reasoning in a text.
 
     Attributes:
-        other_end: also ends the reasoning; what follows calls a tool.
-        plain: what a text may begin with instead of `start`.
+        plain: marks that begin an answer without reasoning.
+        other_end: a mark that also ends the reasoning, before a call of a tool.
     """
 
     start: str
@@ -31,7 +32,7 @@ class Tags:
     other_end: str = ""
 
     def are_open(self, prompt: str) -> bool:
-        """Whether the text behind this prompt begins with reasoning."""
+        """Return whether the text after this prompt begins with reasoning."""
         return prompt.rstrip().endswith(self.start)
 
 
@@ -45,16 +46,20 @@ _TAGS = {  # what a chat template has -> its tags
 
 
 def tags_of(template: str) -> Tags | None:
-    """The tags that a chat template knows; None: its model does not think."""
-    return next((tags for mark, tags in _TAGS.items() if mark in template), None)
+    """Return the tags that a chat template knows; None if its model does not think."""
+    for mark, tags in _TAGS.items():
+        if mark in template:
+            return tags
+    return None
 
 
 def splitter_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Splitter | None:
-    """For the text behind a prompt that the chat template wrote; None where the model does not think."""
+    """Return a splitter of the text after a prompt that the chat template wrote; None if the model does not think."""
     tags = tags_of(tokenizer.chat_template)
-    return (
-        None if tags is None else Splitter(tags, tags.are_open(tokenizer.decode(prompt[-_TAIL:])))
-    )
+    if tags is None:
+        return None
+    prompt_end = tokenizer.decode(prompt[-_TAIL:])
+    return Splitter(tags, tags.are_open(prompt_end))
 
 
 class Splitter:
@@ -65,48 +70,60 @@ class Splitter:
     """
 
     def __init__(self, tags: Tags, is_open: bool = False) -> None:
-        self.tags, self.is_open = tags, is_open
-        self._part: Literal["", "reasoning", "answer"] = (
-            ""  # that the text is in; empty: not known yet
-        )
+        self.tags = tags
+        self.is_open = is_open
+        # The part that the text is in; empty until it is known.
+        self._part: Literal["", "reasoning", "answer"] = ""
         self._is_begun = False  # whether that part has more than the white space that is dropped
         self._text = ""  # not returned yet: it may be part of a tag, or white space beside one
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, str]:
-        """The reasoning and the answer that are known with this piece, and were not before."""
+        """Take the next piece; return the reasoning and the answer that become final with it."""
         self._text += piece
-        thought = answer = ""
+        reasoning = ""
+        answer = ""
         if not self._part:
             self._begin(is_last)
         if self._part == "reasoning":
-            thought = self._reasoning(is_last)
+            reasoning = self._reasoning(is_last)
         if self._part == "answer":
             self._strip()
-            answer, self._text = self._text, ""
-        return thought, answer
+            answer = self._text
+            self._text = ""
+        return reasoning, answer
 
     def _begin(self, is_last: bool) -> None:
-        """Find what the text begins with, if that is known yet."""
-        start, text = self.tags.start, self._text.lstrip()
-        plain = () if self.is_open else self.tags.plain
-        if begun := next((one for one in plain if text.startswith(one)), ""):
-            self._part, self._text = "answer", text[len(begun) :]
-        elif text.startswith(start):
-            self._part, self._text = "reasoning", text[len(start) :]
-        elif is_last or not any(one.startswith(text) for one in (start, *plain)):
+        """Find the part with which the text begins, if that is known yet."""
+        text = self._text.lstrip()
+        marks: dict[str, Literal["reasoning", "answer"]] = {self.tags.start: "reasoning"}
+        if not self.is_open:
+            marks |= dict.fromkeys(self.tags.plain, "answer")
+        for mark, part in marks.items():
+            if text.startswith(mark):
+                self._part = part
+                self._text = text.removeprefix(mark)
+                return
+        if is_last or not any(mark.startswith(text) for mark in marks):
             self._part = "reasoning" if self.is_open else "answer"
             self._is_begun = not self.is_open  # an answer without tags is left as it is
 
     def _reasoning(self, is_last: bool) -> str:
         self._strip()
-        text, ends = self._text, [end for end in (self.tags.end, self.tags.other_end) if end]
-        if found := [(text.index(end), len(end)) for end in ends if end in text]:
-            at, size = min(found)
-            self._part, self._is_begun, self._text = "answer", False, text[at + size :]
-            return text[:at].rstrip()
-        known = len(text) if is_last else min(decided(text, end) for end in ends)
-        self._text = text[known:]
-        return text[:known]
+        text = self._text
+        ends = [self.tags.end]
+        if self.tags.other_end:
+            ends.append(self.tags.other_end)
+        end = min((end for end in ends if end in text), key=text.index, default=None)
+        if end is not None:
+            reasoning, _, self._text = text.partition(end)
+            self._part = "answer"
+            self._is_begun = False
+            return reasoning.rstrip()
+        length = len(text)
+        if not is_last:
+            length = min(decided(text, end) for end in ends)
+        self._text = text[length:]
+        return text[:length]
 
     def _strip(self) -> None:
         if not self._is_begun:
@@ -115,11 +132,16 @@ class Splitter:
 
 
 def decided(text: str, tag: str) -> int:
-    """The length of `text` without a part of `tag` at its end, and white space before that."""
-    part = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
-    return len(text[: len(text) - part].rstrip())
+    """Return the length of `text` without a beginning of `tag` at its end, and white space before that.
+
+    For example 3 for "Yes </thi" and the tag "</think>".
+    """
+    for size in range(len(tag) - 1, 0, -1):
+        if text.endswith(tag[:size]):
+            return len(text[:-size].rstrip())
+    return len(text.rstrip())
 
 
 def split(text: str, tags: Tags, is_open: bool = False) -> tuple[str, str]:
-    """The reasoning and the answer of a whole text."""
+    """Return the reasoning and the answer of a whole text."""
     return Splitter(tags, is_open).feed(text, is_last=True)

@@ -9,59 +9,63 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 _ANYTHING: tuple[Any, ...] = (True, {})  # schemas that every value matches
-_MAPPINGS = (
+_MAPPINGS = {  # keywords whose value is name -> schema
     "$defs",
     "definitions",
     "dependentSchemas",
     "patternProperties",
     "properties",
-)  # name -> schema
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = (
-    *(
-        "additionalItems",
-        "additionalProperties",
-        "contains",
-        "else",
-        "if",
-        "items",
-        "not",
-        "propertyNames",
-        "then",
-    ),
-    *("unevaluatedItems", "unevaluatedProperties"),
-)
+}
+_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}  # whose value is a list of schemas
+_SINGLE = {  # whose value is a schema
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+}
 # An `if` precedes its branches, and a `contains` its numbers: without them these constrain nothing.
 _DROPPED = (
-    *(
-        "$dynamicAnchor",
-        "$recursiveAnchor",
-        "contains",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-    ),
-    *("if", "else", "then", "maxContains", "minContains", "not", "propertyNames"),
-    *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    "$dynamicAnchor",
+    "$recursiveAnchor",
+    "contains",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+    "else",
+    "then",
+    "maxContains",
+    "minContains",
+    "not",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
 )
-_UNREAD = re.compile(
-    r"Unimplemented keys: \[(?P<keys>.*?)\]|Unknown format: (?P<format>\S+)"
-)  # llguidance's words
+# Messages of llguidance.
+_UNREAD = re.compile(r"Unimplemented keys: \[(?P<keys>.*?)\]|Unknown format: (?P<format>\S+)")
 
 
-class Place(NamedTuple):
+class SchemaPlace(NamedTuple):
     """A schema within another one."""
 
     path: str  # a JSON pointer, such as "#/properties/tags"
-    schema: dict[str, Any]
+    schema: Any  # an object, true or false
 
 
 def simplified(text: str) -> str:
-    """The JSON schema `text` without the keywords of `_DROPPED` that constrain nothing."""
+    """Return the JSON schema `text` without the keywords of `_DROPPED` that constrain nothing."""
     try:
         root = json.loads(text)
         for place in _places(root):
@@ -72,7 +76,7 @@ def simplified(text: str) -> str:
 
 
 def place_of(text: str, problem: str) -> str:
-    """Where within the JSON schema `text` is what llguidance's message `problem` is about; empty if that is unknown."""
+    """Return the place in the JSON schema `text` that llguidance's message `problem` is about; empty if unknown."""
     unread = _UNREAD.search(problem)
     if unread is None:
         return ""
@@ -84,23 +88,25 @@ def place_of(text: str, problem: str) -> str:
     return ""
 
 
-def _places(root: Any) -> Iterator[Place]:
-    """A schema and those within it; one that is changed meanwhile is left by its remaining keywords."""
-    pending = deque([("#", root)])
+def _places(root: Any) -> Iterator[SchemaPlace]:
+    """Yield the objects among a schema and those within it; the caller may drop keywords from the latest."""
+    pending = deque([SchemaPlace("#", root)])
     while pending:
-        path, schema = pending.popleft()
-        if not isinstance(schema, dict):  # true, false, or an error
+        place = pending.popleft()
+        if not isinstance(place.schema, dict):  # true, false, or an error
             continue
-        yield Place(path, schema)
-        for keyword, value in schema.items():
+        yield place
+        for keyword, value in place.schema.items():
+            path = f"{place.path}/{keyword}"
             if keyword in _SINGLE:
-                pending.append((f"{path}/{keyword}", value))
+                pending.append(SchemaPlace(path, value))
+            inner: Iterable[tuple[Any, Any]] = ()
             if keyword in _MAPPINGS and isinstance(value, dict):
-                pending += [(f"{path}/{keyword}/{name}", inner) for name, inner in value.items()]
-            if (keyword in _LISTS or keyword == "items") and isinstance(value, list):
-                pending += [
-                    (f"{path}/{keyword}/{number}", inner) for number, inner in enumerate(value)
-                ]
+                inner = value.items()
+            elif keyword in _LISTS and isinstance(value, list):
+                inner = enumerate(value)
+            for name, schema in inner:
+                pending.append(SchemaPlace(f"{path}/{name}", schema))
 
 
 def _simplify(schema: dict[str, Any]) -> None:
@@ -110,7 +116,7 @@ def _simplify(schema: dict[str, Any]) -> None:
 
 
 def _is_idle(keyword: str, schema: dict[str, Any]) -> bool:
-    """Whether every value that matches `schema` without this keyword matches it with the keyword, too."""
+    """Return whether every value that matches `schema` without this keyword matches it with the keyword, too."""
     value = schema[keyword]
     match keyword:
         case "uniqueItems" | "not" | "$recursiveAnchor":

@@ -1,4 +1,4 @@
-"""From tokens to text, token by token: incremental detokenisation and stop strings.
+"""Turns tokens into text as they come: incremental detokenisation and stop strings.
 
 Pure: the front uses it to show text while it is generated, the target worker to find the token that completes a stop
 string, and both get the same result from the same tokens.  Must not import torch or transformers, nor know where
@@ -7,10 +7,9 @@ tokens come from.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pearl.errors import RequestError
 from pearl.printable import is_unicode
@@ -22,20 +21,27 @@ PATIENCE = 16  # tokens held back before their text is released unfinished
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
 _UNFINISHED = _LONGEST_CHARACTER - 1
 
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
-_CONTINUATION_PIECE = re.compile(
-    r"<0x[89ABab][0-9A-Fa-f]>"
-)  # those that no UTF-8 character begins with
+# Byte tokens of sentencepiece, and those that no UTF-8 character begins with.
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")
 _SPACE = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte. Source: byte-level BPE of GPT-2, whose tokens are text without control characters."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + number): byte for number, byte in enumerate(hidden)
-    }
+    """Return character -> byte of GPT-2's byte-level BPE.
+
+    Printable bytes are written as themselves, the others as U+0100, U+0101, ... in their order: "A" is 0x41, and
+    "\u0120" is 0x20, the space. Source: Radford et al. 2019, `bytes_to_unicode`.
+    """
+    alphabet = {}
+    num_hidden = 0
+    for byte in range(256):
+        if 0x21 <= byte < 0x7F or (byte >= 0xA1 and byte != 0xAD):
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(256 + num_hidden)] = byte
+            num_hidden += 1
+    return alphabet
 
 
 _BYTES = _byte_alphabet()
@@ -54,10 +60,12 @@ Tools = Sequence[dict[str, Any]] | None  # functions that the model may call, in
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back.
+    """Turns text into tokens and back.
 
-    `vocab_size`: ids 0..vocab_size-1 may mean something to it. `chat_template`: its source; empty where there is none.
-    `tool_template`: that of requests with tools; empty where it is the same.
+    Attributes:
+        vocab_size: the number of ids; some may have no token.
+        chat_template: the template's source; empty if there is none.
+        tool_template: the template for requests with tools; empty if it is the same.
     """
 
     vocab_size: int
@@ -65,45 +73,45 @@ class Tokenizer(Protocol):
     tool_template: str = ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""
+        """Return the tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`: special and unknown tokens skipped, spaces not cleaned up."""
+        """Return the text of `ids`; special and unknown tokens are skipped, spaces not cleaned up."""
         ...
 
     def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        """The prompt for the reply to `messages`, as tokens; None where there is no chat template.
+        """Return the tokens of the prompt for the reply to `messages`; None if there is no chat template.
 
         Raises `RequestError` where the template refuses these messages.
         """
         text = self.chat_text(messages, tools)
-        return (
-            None if text is None else self.encode(text, special=False)
-        )  # the template writes its own
+        if text is None:
+            return None
+        return self.encode(text, special=False)  # the template writes its own
 
     def chat_text(
         self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
     ) -> str | None:
-        """The prompt of `apply_chat` as text. `variables`: further ones of the template, such as enable_thinking."""
+        """Return `apply_chat`'s prompt as text. `variables`: more of the template, such as enable_thinking."""
         ...
 
     def token(self, id: int) -> str | None:
-        """The vocabulary's entry for an id, for comparison; None where there is none."""
+        """Return the vocabulary's entry for an id, for comparison; None if there is none."""
         ...
 
     def tokens(self) -> Sequence[str | None]:
-        """The vocabulary's entries by id, `vocab_size` of them."""
-        return [self.token(id) for id in range(self.vocab_size)]
+        """Return the vocabulary's entries by id, `vocab_size` of them."""
+        return list(map(self.token, range(self.vocab_size)))
 
 
 def is_byte_piece(piece: str) -> bool:
-    """Whether a vocabulary's entry names a byte, as sentencepiece's do."""
+    """Return whether a vocabulary's entry names a byte, as sentencepiece's do ("<0xE4>")."""
     return _BYTE_PIECE.fullmatch(piece) is not None
 
 
 def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
-    """One token in UTF-8: it may be a part of a character, or the name of a special token.
+    """Return one token in UTF-8, which may be a part of a character, or the name of a special token.
 
     Vocabularies write a byte as one of 256 characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
     """
@@ -115,7 +123,7 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     text = tokenizer.decode([id])
     if not text or _SPACE in piece:
         return piece.replace(_SPACE, " ").encode("utf-8", "replace")
-    if REPLACEMENT in text and all(character in _BYTES for character in piece):
+    if REPLACEMENT in text and _BYTES.keys() >= set(piece):
         return bytes(_BYTES[character] for character in piece)
     return text.encode("utf-8", "replace")
 
@@ -131,31 +139,41 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._silent: dict[int, bool] = {}
-        spoken = (token for token in reversed(prompt) if not self.is_special(token))
-        tail = [*itertools.islice(spoken, CONTEXT)][::-1]
-        # Context, then tokens whose text is held back. A decoder marks bytes that begin inside a character as invalid.
-        self._ids = [
-            *itertools.dropwhile(
-                lambda id: _CONTINUATION_PIECE.fullmatch(tokenizer.token(id) or ""), tail
-            )
-        ]
+        self._special: dict[int, bool] = {}
+        # Context, then tokens whose text is held back.
+        self._ids = self._context(prompt)
         self._held_from = len(self._ids)
-        # The context's text, without a character that the prompt's end has cut in two.
-        cut = (
-            tokenizer.decode(self._ids[: max(0, self._held_from - n)])
-            for n in range(_LONGEST_CHARACTER)
-        )
-        self._given = next(
-            (text for text in cut if not text.endswith(REPLACEMENT)), tokenizer.decode(self._ids)
-        )
+        self._decoded = self._context_text()
         self._pending = ""
 
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """Return the prompt's last `CONTEXT` tokens with text, from the first on that begins a character."""
+        context: list[int] = []
+        for token in reversed(prompt):
+            if not self.is_special(token):
+                context.append(token)
+                if len(context) == CONTEXT:
+                    break
+        context.reverse()
+        for start, token in enumerate(context):
+            piece = self._tokenizer.token(token) or ""
+            if not _CONTINUATION_PIECE.fullmatch(piece):  # decoders mark such bytes as invalid
+                return context[start:]
+        return []
+
+    def _context_text(self) -> str:
+        """Return the context's text, without a character that the prompt's end has cut in two."""
+        for num_cut in range(_LONGEST_CHARACTER):
+            text = self._tokenizer.decode(self._ids[: max(0, self._held_from - num_cut)])
+            if not text.endswith(REPLACEMENT):
+                return text
+        return self._tokenizer.decode(self._ids)
+
     def is_special(self, token: int) -> bool:
-        """Whether a token has no text. Decoded twice over, for a decoder may strip one leading space."""
-        if token not in self._silent:
-            self._silent[token] = not self._tokenizer.decode([token, token])
-        return self._silent[token]
+        """Return whether a token has no text. It is decoded twice over, for a decoder may strip one leading space."""
+        if token not in self._special:
+            self._special[token] = not self._tokenizer.decode([token, token])
+        return self._special[token]
 
     @property
     def held(self) -> str:
@@ -167,27 +185,33 @@ class Detokenizer:
         if self.is_special(token):
             return ""
         self._ids.append(token)
-        self._pending = self._tokenizer.decode(self._ids)[len(self._given) :]
+        self._pending = self._tokenizer.decode(self._ids)[len(self._decoded) :]
         if self._pending and not self._pending.endswith(REPLACEMENT):
             return self.flush()
         if len(self._ids) - self._held_from <= PATIENCE:
             return ""
         # Bytes that are no UTF-8 go on and on; the last ones may still become a character.
-        piece, self._pending = self._pending[:-_UNFINISHED], self._pending[-_UNFINISHED:]
+        piece = self._pending[:-_UNFINISHED]
+        self._pending = self._pending[-_UNFINISHED:]
         self._ids = self._ids[-CONTEXT:]
-        self._given = self._tokenizer.decode(self._ids)[:-_UNFINISHED]
+        self._decoded = self._tokenizer.decode(self._ids)[:-_UNFINISHED]
         self._held_from = len(self._ids) - _UNFINISHED
         return piece
 
     def flush(self) -> str:
-        """The text still held, at the end; incomplete characters are U+FFFD."""
-        piece, self._pending = self._pending, ""
-        self._ids = self._ids[
-            self._held_from :
-        ]  # a piece is context enough for the next: it starts at a character
-        self._given = self._tokenizer.decode(self._ids)
+        """Return the text still held back, at the end; incomplete characters are U+FFFD."""
+        piece = self._pending
+        self._pending = ""
+        # A piece is context enough for the next one: it starts at a character.
+        self._ids = self._ids[self._held_from :]
+        self._decoded = self._tokenizer.decode(self._ids)
         self._held_from = len(self._ids)
         return piece
+
+
+class _Stop(NamedTuple):
+    start: int
+    text: str
 
 
 class StopMatcher:
@@ -213,37 +237,40 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         text = self._tail + text
-        if (found := self._find(text)) is not None:
-            start, self.matched = found
+        stop = self._find(text)
+        if stop is not None:
+            self.matched = stop.text
             self._tail = ""
-            return text[:start]
-        keep = self._beginning(text)
-        self._tail = text[keep:]
-        return text[:keep]
+            return text[: stop.start]
+        start = self._beginning(text)
+        self._tail = text[start:]
+        return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the last text before a `stop` token; a stop within it has priority. Returns as `push`."""
+        """Take the last text before a `stop` token; a stop within it has priority. Return as `push`."""
         shown = self.push(text)
         if self.matched is None:
-            shown, self.matched = shown + self.flush(), stop
+            shown += self.flush()
+            self.matched = stop
         return shown
 
     def completes(self, text: str) -> bool:
-        """Whether a stop would match if `text` came next; changes nothing."""
+        """Return whether a stop would match if `text` came next; changes nothing."""
         return self.matched is None and bool(text) and self._find(self._tail + text) is not None
 
     def flush(self) -> str:
-        """The text held back, at the end; empty once a stop has matched."""
-        rest, self._tail = self._tail, ""
-        return rest
+        """Return the text held back, at the end; empty once a stop has matched."""
+        text = self._tail
+        self._tail = ""
+        return text
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """The start of the first stop, and the stop; None where there is none."""
-        found = ((text.find(stop), stop) for stop in self._stops)
-        return min((hit for hit in found if hit[0] >= 0), default=None)
+    def _find(self, text: str) -> _Stop | None:
+        """Return the stop that starts first; None if there is none."""
+        stops = [_Stop(text.index(stop), stop) for stop in self._stops if stop in text]
+        return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Where the longest end of `text` starts that some stop begins with; len(text) if there is none."""
+        """Return the start of the longest end of `text` with which a stop begins; len(text) if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 end = text[start:]
@@ -270,7 +297,9 @@ class TextStream:
         stops: Sequence[str] = (),
         show: Collection[str] = (),
     ) -> None:
-        self._tokenizer, self._stops, self._show = tokenizer, frozenset(stops), frozenset(show)
+        self._tokenizer = tokenizer
+        self._stops = frozenset(stops)
+        self._show = frozenset(show)
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._matcher = StopMatcher(stops)
 
@@ -290,12 +319,13 @@ class TextStream:
                 return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush() + name
             return ""
         shown = self._matcher.push(self._detokenizer.push(token))
-        if self._matcher.completes(held := self._detokenizer.held):
+        held = self._detokenizer.held
+        if self._matcher.completes(held):
             shown += self._matcher.push(held)
         return shown
 
     def finish(self) -> str:
-        """The rest, when the request ends without a stop (EOS, limit, cancelled).
+        """Return the text still held back, when the request ends without a stop (EOS, limit, cancelled).
 
         An incomplete character is U+FFFD here, and a stop of U+FFFD can match it.
         """

@@ -23,46 +23,53 @@ from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
 from pearl.text.vocabulary import Vocabulary, read_vocabulary, vocabulary_of
 
-FILES = (  # of a tokenizer, and of how to sample
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "*.model",
-        "*.tiktoken",
-    ),
-    *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
+FILES = (  # patterns of the files of a tokenizer, and of how to sample
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
 )
 
 # Options that change which tokens come out, if not one of `_NEUTRAL`; and those that do so under sampling.
 _UNSUPPORTED = (
-    *(
-        "encoder_repetition_penalty",
-        "num_beams",
-        "guidance_scale",
-        "no_repeat_ngram_size",
-        "min_length",
-    ),
-    *(
-        "encoder_no_repeat_ngram_size",
-        "min_new_tokens",
-        "bad_words_ids",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-    ),
-    *(
-        "stop_strings",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "exponential_decay_length_penalty",
-    ),
-    *("dola_layers", "watermarking_config", "penalty_alpha", "token_healing", "sequence_bias"),
+    "encoder_repetition_penalty",
+    "num_beams",
+    "guidance_scale",
+    "no_repeat_ngram_size",
+    "min_length",
+    "encoder_no_repeat_ngram_size",
+    "min_new_tokens",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "stop_strings",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "dola_layers",
+    "watermarking_config",
+    "penalty_alpha",
+    "token_healing",
+    "sequence_bias",
 )
 _UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
-_SUPPORTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SETTINGS: dict[str, type[int] | type[float]] = {  # supported ones, by their names in requests
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": int,
+}
+_NAMES_IN_FILE = {"max_tokens": "max_new_tokens"}
+_TOP_K = 50  # transformers' default for a checkpoint that samples
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class GenerationDefaults:
     """The generation settings of a checkpoint, the defaults of a request.
 
     temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
-    `ignored` names options of its generation_config.json that would change the text but are not supported, or whose
-    values are invalid, such as a top_k of -1.
+    `ignored` names options of its generation_config.json that would change the text but are not supported, and those
+    whose values are invalid, such as a top_k of -1.
     """
 
     temperature: float = 0.0
@@ -85,19 +92,19 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The defaults of a request's fields, by their names."""
-        return {name: getattr(self, name) for name in _SUPPORTED}
+        """The defaults of a request's sampling fields, by their names."""
+        return {name: getattr(self, name) for name in _SETTINGS if name != "max_tokens"}
 
     def __str__(self) -> str:
-        """For example "temperature 0.6, top_k 20"; "greedy" where nothing is drawn."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
-        usual = GenerationDefaults()
-        stated = [
-            f"{name} {getattr(self, name)}"
-            for name in names
-            if getattr(self, name) != getattr(usual, name)
-        ]
-        return ", ".join(stated if self.temperature else ["greedy", *stated])
+        """Return for example "temperature 0.6, top_k 20"; it begins with "greedy" if nothing is drawn."""
+        parts = []
+        if not self.temperature:
+            parts.append("greedy")
+        for name in _SETTINGS:
+            value = getattr(self, name)
+            if value != getattr(GenerationDefaults, name):
+                parts.append(f"{name} {value}")
+        return ", ".join(parts)
 
 
 class FileTokenizer(Tokenizer):
@@ -106,10 +113,10 @@ class FileTokenizer(Tokenizer):
     transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
 
     Args:
-        encodes: whether the merges are read at once; otherwise with the first text that is encoded.
+        encodes: whether the merges are read now; otherwise with the first text that is encoded.
 
     Attributes:
-        eos: its own end token.
+        eos: the end token that the tokenizer itself names.
     """
 
     def __init__(self, directory: Path, encodes: bool = True) -> None:
@@ -130,16 +137,18 @@ class FileTokenizer(Tokenizer):
         self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
 
     def _read_vocabulary(self) -> Vocabulary:
-        """The file's vocabulary if it has all tokens that the settings name, else the library's, which adds them."""
+        """Return the file's vocabulary; the library's if the settings add tokens."""
         vocabulary = read_vocabulary(self._file)
-        if vocabulary is None or not vocabulary.added.issuperset(
-            token["content"] for token in self._added
-        ):
+        if vocabulary is None:
             return vocabulary_of(self._tokenizer)
-        special = frozenset(map(_content, (*self._named.values(), *self._listed)))
-        if not special <= vocabulary.ids.keys():
+        added = {token["content"] for token in self._added}
+        special = frozenset(map(_content, self._special_tokens()))
+        if not added <= vocabulary.added or not special <= vocabulary.ids.keys():
             return vocabulary_of(self._tokenizer)
         return replace(vocabulary, special=vocabulary.special | special)
+
+    def _special_tokens(self) -> list[Any]:
+        return [*self._named.values(), *self._listed]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -148,18 +157,18 @@ class FileTokenizer(Tokenizer):
         tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        for given in self._added:
-            if given["content"] not in known:
-                tokenizer.add_tokens([tokenizers.AddedToken(**given)])
-        for token in (*self._named.values(), *self._listed):
-            content = _content(token)
-            if content not in known or not known[content].special:
+        entries = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        for token in self._added:
+            if token["content"] not in entries:
+                tokenizer.add_tokens([tokenizers.AddedToken(**token)])
+        for token in self._special_tokens():
+            entry = entries.get(_content(token))
+            if entry is None or not entry.special:
                 tokenizer.add_special_tokens([_as_special(token)])
         return tokenizer
 
     def read_merges(self) -> None:
-        """Load all that encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
+        """Load what encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
         self.encode("")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -180,9 +189,8 @@ class FileTokenizer(Tokenizer):
             template = self.tool_template
         if not template:
             return None
-        return chat_prompt(
-            partial(render, template, tools, self._special, variables=variables), messages
-        )
+        render_messages = partial(render, template, tools, self._special, variables=variables)
+        return chat_prompt(render_messages, messages)
 
     def token(self, id: int) -> str | None:
         return self._vocabulary.entries[id] if 0 <= id < self.vocab_size else None
@@ -192,86 +200,89 @@ class FileTokenizer(Tokenizer):
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """What a checkpoint's file holds; nothing where it is missing. Raises `ValueError`, `OSError`."""
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    """Return the object in a checkpoint's file; empty if there is none. Raises `ValueError`, `OSError`."""
+    if not file.is_file():
+        return {}
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tokens that a tokenizer_config.json adds, in the order of their ids."""
+    """Return the tokens that a tokenizer_config.json adds, in the order of their ids."""
     stated = settings.get("added_tokens_decoder", {})
     return [stated[id] for id in sorted(stated, key=int)]
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The special tokens that settings name, which templates may use, and those that they only list.
+    """Return the special tokens that settings name, which templates may use, and those that they only list.
 
     A token is its text, or a mapping whose `content` is its text. Only names in "_token" are of tokens, except in
     `extra_special_tokens`, which transformers 5 writes as a mapping of any names, or as a list.
     """
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    listed = extra if isinstance(extra, list) else settings.get("additional_special_tokens") or []
-    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    additional = settings.get("additional_special_tokens") or []
+    extra = settings.get("extra_special_tokens") or additional
+    candidates = {name: token for name, token in settings.items() if name.endswith("_token")}
+    listed = extra
+    if not isinstance(extra, list):
+        listed = additional
     if isinstance(extra, dict):
-        named |= extra
-    named |= settings.get("model_specific_special_tokens") or {}
-    tokens = {name: token for name, token in named.items() if _content(token)}
-    return tokens, [token for token in listed if _content(token)]
+        candidates |= extra
+    candidates |= settings.get("model_specific_special_tokens") or {}
+    named = {name: token for name, token in candidates.items() if _content(token)}
+    return named, list(filter(_content, listed))
 
 
 def _content(token: Any) -> str:
-    """The text of a token; empty for what is no token."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
+    """Return the text of a token; empty for a value that is no token."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
 
 
 def _as_special(token: Any) -> Any:
-    """The token as `tokenizers` has it: a mapping also states whether spaces beside it belong to it."""
+    """Return the token as `tokenizers` takes it: a mapping also states whether spaces around it belong to it."""
     import tokenizers
 
     if isinstance(token, str):
         return token
-    flags = {
-        name: flag
-        for name, flag in token.items()
-        if name in ("single_word", "lstrip", "rstrip", "normalized")
-    }
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    flags = {name: token[name] for name in names if name in token}
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name; files win over tokenizer_config.json."""
-    given = settings.get("chat_template") or []
-    found = (
-        {"default": given}
-        if isinstance(given, str)
-        else {one["name"]: one["template"] for one in given}
-    )
-    found |= {
-        file.stem: file.read_text("utf-8")
-        for file in directory.glob("additional_chat_templates/*.jinja")
-    }
-    if (file := directory / "chat_template.jinja").is_file():
-        found["default"] = file.read_text("utf-8")
-    elif isinstance(
-        of_processor := _json(directory / "chat_template.json").get("chat_template"), str
-    ):
-        found.setdefault("default", of_processor)  # of a model that reads pictures too
-    return found
+    """Return the chat templates by name; files win over tokenizer_config.json."""
+    stated = settings.get("chat_template") or []
+    if isinstance(stated, str):
+        templates = {"default": stated}
+    else:
+        templates = {entry["name"]: entry["template"] for entry in stated}
+    for file in directory.glob("additional_chat_templates/*.jinja"):
+        templates[file.stem] = file.read_text("utf-8")
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text("utf-8")
+    else:  # of a model that reads pictures too
+        of_processor = _json(directory / "chat_template.json").get("chat_template")
+        if isinstance(of_processor, str):
+            templates.setdefault("default", of_processor)
+    return templates
 
 
 def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
-    """Whether every id that both have is the same token. Ids of only one are padding."""
+    """Return whether every id that both have is the same token. Ids that only one has are padding."""
     return _first_difference(target, draft) is None
 
 
 def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
-    """The first id that is another token in each; None where there is none."""
+    """Return the first id that means two different tokens; None if there is none."""
     size = min(target.vocab_size, draft.vocab_size)
-    theirs = draft.tokens()[:size]
-    ours = target.tokens()[:size]
-    if ours == theirs:  # as lists: a loop over 262,144 tokens would take half a second
+    draft_tokens = draft.tokens()[:size]
+    target_tokens = target.tokens()[:size]
+    if (
+        target_tokens == draft_tokens
+    ):  # as lists: a loop over 262,144 tokens would take half a second
         return None
-    return next(id for id in range(size) if ours[id] != theirs[id])
+    return next(id for id in range(size) if target_tokens[id] != draft_tokens[id])
 
 
 def check_same_vocabulary(
@@ -287,8 +298,8 @@ def check_same_vocabulary(
 
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
-    """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
-    tokens = [*tokenizer.tokens()[:size]]
+    """Return BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
+    tokens = list(tokenizer.tokens()[:size])
     tokens += [None] * (size - len(tokens))
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
 
@@ -296,7 +307,7 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
 def load(
     directory: Path, trust_remote_code: bool, encodes: bool = True
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer in a directory, and how the checkpoint wants to be sampled. `encodes`: see `FileTokenizer`."""
+    """Return a directory's tokenizer, and how the checkpoint wants to be sampled. `encodes`: see `FileTokenizer`."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = FileTokenizer(directory, encodes)
     else:
@@ -312,54 +323,61 @@ def load(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
-    for file in (file for pattern in FILES for file in source.glob(pattern) if file.is_file()):
-        (copy := directory / file.relative_to(source)).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
+    """Copy the files of a checkpoint's tokenizer, and of its generation settings. Raises `OSError`."""
+    for pattern in FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                copy = directory / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
-    """The settings as transformers' generate() reads them. The EOS may be in config.json instead.
+    """Return the settings as transformers' generate() reads them.
 
     transformers' own defaults (GenerationConfig._get_default_generation_params: top_k 50) apply only where the
     checkpoint samples. On a greedy one a request with a temperature gets no such filter.
     """
     config = _json(directory / "generation_config.json")
-    if config.get("eos_token_id") is None:
-        model = _json(directory / "config.json")
-        found = (one.get("eos_token_id") for one in (model, model.get("text_config") or {}))
-        config["eos_token_id"] = next((eos for eos in found if eos is not None), None)
     samples = bool(config.get("do_sample"))
-    named = {name: config.get(name) for name in _SUPPORTED} | {
-        "max_tokens": config.get("max_new_tokens")
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    invalid = {name: value for name, value in given.items() if not _is_valid(name, value)}
-    unset = {"temperature": 1.0, "top_k": 0 if "top_k" in given else 50} if samples else {}
-    taken = {name: value for name, value in given.items() if name not in invalid}
-    numbers: dict[str, Any] = {
-        name: int(value) if name in ("top_k", "max_tokens") else float(value)
-        for name, value in (unset | taken).items()
-    }
-    ignored = (
-        *unsupported_options(config, samples),
-        *(
-            f"general.sampling.{option}" for option in config.get("general.sampling", ())
-        ),  # of a GGUF file
-        *(f"{name} {value}" for name, value in invalid.items()),
-        *(
-            f"eos_token_id {token!r}"
-            for token in _listed(config["eos_token_id"])
-            if not _is_whole(token)
-        ),
-    )
-    eos = tokenizer_eos if config["eos_token_id"] is None else config["eos_token_id"]
-    greedy = {} if samples else {"temperature": 0.0}
-    return GenerationDefaults(**numbers | greedy, eos=_ids(eos), ignored=ignored)
+    if samples and config.get("top_k") is None:
+        config["top_k"] = _TOP_K
+    values: dict[str, Any] = {"temperature": 1.0}
+    ignored = list(unsupported_options(config, samples))
+    for option in config.get("general.sampling", ()):  # of a GGUF file
+        ignored.append(f"general.sampling.{option}")
+    for name, number in _SETTINGS.items():
+        value = config.get(_NAMES_IN_FILE.get(name, name))
+        if value is None:
+            continue
+        if _is_valid(name, value):
+            values[name] = number(value)
+        else:
+            ignored.append(f"{name} {value}")
+    if not samples:
+        values["temperature"] = 0.0
+    eos = _eos(directory, config)
+    for token in _listed(eos):
+        if not _is_whole(token):
+            ignored.append(f"eos_token_id {token!r}")
+    if eos is None:
+        eos = tokenizer_eos
+    return GenerationDefaults(**values, eos=_ids(eos), ignored=tuple(ignored))
+
+
+def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
+    """Return the end tokens of generation_config.json, else those of config.json or of its text model."""
+    eos = config.get("eos_token_id")
+    if eos is None:
+        model = _json(directory / "config.json")
+        eos = model.get("eos_token_id")
+        if eos is None:
+            eos = (model.get("text_config") or {}).get("eos_token_id")
+    return eos
 
 
 def _is_valid(name: str, value: Any) -> bool:
-    """Whether a request could have this value; an invalid one counts as unset, so that requests still work.
+    """Return whether a request could have this value; an invalid one counts as unset, so that requests still work.
 
     A temperature too small for float32 is valid here, and refused with each request that names no other.
     """
@@ -373,13 +391,20 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def _ids(eos: Any) -> tuple[int, ...]:
-    """The ids that end a text, each once, without those that no token has (such as -1). 2.0 is 2, as in `generate`."""
-    given = [int(token) for token in _listed(eos) if _is_whole(token)]
-    return tuple(dict.fromkeys(token for token in given if 0 <= token < 2**31))
+    """Return the ids that end a text, each once, without those that no token has (such as -1).
+
+    A 2.0 is 2, as in `generate`.
+    """
+    ids = []
+    for token in _listed(eos):
+        if _is_whole(token) and 0 <= token < 2**31:
+            ids.append(int(token))
+    return tuple(dict.fromkeys(ids))
 
 
 def _listed(eos: Any) -> list[Any]:
-    return [token for token in (eos if isinstance(eos, list) else [eos]) if token is not None]
+    tokens = eos if isinstance(eos, list) else [eos]
+    return [token for token in tokens if token is not None]
 
 
 def _is_whole(value: Any) -> bool:
@@ -387,5 +412,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def unsupported_options(config: Mapping[str, Any], samples: bool) -> tuple[str, ...]:
-    known = (*_UNSUPPORTED, *(_UNSUPPORTED_SAMPLING if samples else ()))
-    return tuple(name for name in known if config.get(name) not in _NEUTRAL)
+    options: tuple[str, ...] = _UNSUPPORTED
+    if samples:
+        options += _UNSUPPORTED_SAMPLING
+    return tuple(name for name in options if config.get(name) not in _NEUTRAL)

@@ -1,7 +1,7 @@
 """Calls of tools in a model's text: the formats that models write, and a splitter that takes calls out of a text.
 
-A chat template that renders tools shows which format its model writes. For other templates the tools are described in
-the system prompt, in Hermes' format.
+A chat template that renders tools shows the format of its model. For other templates the system prompt describes the
+tools, in Hermes' format: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pearl.text.reasoning import decided
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
 
-_MOST_HEAD = 400  # characters from where calls may begin to the arguments of the first; after that it is plain text
+_MAX_HEAD = 400  # characters from where calls may begin to the arguments of the first; after that it is plain text
 _NAMED = r'"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_LEFT_OVER = re.compile(  # what formats put behind calls
+_LEFT_OVER = re.compile(  # marks of formats that follow calls
     r'(?:</?tool_calls?>|<｜[^｜]*｜>|```|"id"\s*:\s*"[^"]*"|[\s\]},;)])*'
 )
 
@@ -32,13 +32,13 @@ class Format:
     """How a model writes calls.
 
     Attributes:
-        marks: what a chat template has whose model writes them so, any of these.
-        start: what begins the calls of a text.
-        head: matches up to a call's arguments; a group is the function's name.
-        prefix: begins a reply that must be a call: behind it comes {"name": ..., `key`: ...}.
-        leads: calls stand at the beginning of a text or nowhere, and name a function that the request has: `start` is
-            no mark of calls alone.
-        is_python: arguments are Python's keywords, not JSON.
+        marks: strings of which a model's chat template has one if the model writes this format.
+        start: the string that begins the calls of a text.
+        head: an expression that matches up to a call's arguments; a group is the function's name.
+        prefix: begins a reply that must be a call: {"name": ..., `key`: ...} follows it.
+        leads: whether calls stand at the beginning of a text or nowhere, and name a function that the request has, for
+            texts without calls have `start`, too.
+        is_python: whether arguments are Python's keywords, not JSON.
         shown: special tokens that are part of the format; they have no text otherwise.
     """
 
@@ -52,9 +52,6 @@ class Format:
     shown: tuple[str, ...] = ()
 
 
-_DEEPSEEK = tuple(
-    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
-)
 FORMATS = {
     "hermes": Format(("<tool_call>",), "<tool_call>", prefix="<tool_call>\n"),
     "mistral": Format(
@@ -68,7 +65,13 @@ FORMATS = {
         ("<｜tool▁calls▁begin｜>",),
         "<｜tool▁calls▁begin｜>",
         r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\s<]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)",
-        shown=_DEEPSEEK,
+        shown=(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
     ),
     "pythonic": Format(
         ("[func_name1(", "<|python_start|>"),
@@ -94,27 +97,27 @@ _PROBE = {
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template tells its model of tools."""
+    """Return whether the chat template tells its model of tools."""
     question = [{"role": "user", "content": "?"}]
     return tokenizer.chat_text(question, [_PROBE]) != tokenizer.chat_text(question)
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
-    """The format `name`; auto: that of the chat template, and `hermes` where it shows none."""
+    """Return the format `name`; for "auto" the chat template's, and `hermes` if the template shows none."""
     if name != "auto":
         return FORMATS[name]
     template = tokenizer.tool_template or tokenizer.chat_template
     if not template or not knows_tools(tokenizer):
         return FORMATS["hermes"]
-    return next(
-        (one for one in FORMATS.values() if any(mark in template for mark in one.marks)),
-        FORMATS["hermes"],
-    )
+    for format in FORMATS.values():
+        if any(mark in template for mark in format.marks):
+            return format
+    return FORMATS["hermes"]
 
 
 # ---- for templates that leave tools out ----
 
-_TOLD = """You can call these functions, each given as JSON:
+_INSTRUCTIONS = """You can call these functions, each given as JSON:
 {}
 
 To call one, write its name and its arguments as JSON between tags, once for each call, and nothing after that:
@@ -127,85 +130,95 @@ The result then comes between <tool_response> and </tool_response>."""
 def in_words(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], role: str = "system"
 ) -> list[dict[str, Any]]:
-    """The messages with tools, calls and results as text. `role`: whose message, the first one, has the tools."""
-    told = _TOLD.format(
-        "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    )
-    made: list[dict[str, Any]] = []
+    """Return the messages with tools, calls and results as text.
+
+    Args:
+        role: the role of the message, the first one, that describes the tools.
+    """
+    functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    instructions = _INSTRUCTIONS.format("\n".join(functions))
+    texts: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:  # one message, for templates may want users and assistants in turns
-            results = (
-                f"<tool_response>\n{message.get('content')}\n</tool_response>" for message in group
-            )
-            made.append({"role": "user", "content": "\n".join(results)})
+            results = []
+            for message in group:
+                results.append(f"<tool_response>\n{message.get('content')}\n</tool_response>")
+            texts.append({"role": "user", "content": "\n".join(results)})
         else:
-            made += [_with_calls_in_words(message) for message in group]
-    if not made or made[0]["role"] != role:
-        return [{"role": role, "content": told}, *made]
-    return [{**made[0], "content": f"{told}\n\n{made[0]['content']}"}, *made[1:]]
+            texts += [_with_calls_in_words(message) for message in group]
+    if texts and texts[0]["role"] == role:
+        texts[0]["content"] = f"{instructions}\n\n{texts[0]['content']}"
+    else:
+        texts.insert(0, {"role": role, "content": instructions})
+    return texts
 
 
 def _with_calls_in_words(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
-    parts = filter(None, (message.get("content"), *calls))
-    return {
-        **{name: value for name, value in message.items() if name != "tool_calls"},
-        "content": "\n".join(parts),
-    }
+    parts = []
+    if message.get("content"):
+        parts.append(message["content"])
+    for call in message.get("tool_calls") or ():
+        parts.append(_written(call["function"]))
+    fields = {**message, "content": "\n".join(parts)}
+    fields.pop("tool_calls", None)
+    return fields
 
 
 def _written(function: Mapping[str, Any]) -> str:
+    name = json.dumps(function["name"])
     arguments = function.get("arguments")
-    given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {given}}}\n</tool_call>'
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
 # ---- calls that must be made ----
 
 
 def forced_schema(functions: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """The JSON schema of a call of one of the functions, name before arguments (`key`)."""
-
-    def call(number: int, function: Mapping[str, Any]) -> dict[str, Any]:
-        at = f"#/anyOf/{number}/properties/{key}"
-        arguments = _moved(function.get("parameters") or {"type": "object"}, at)
+    """Return the JSON schema of a call of one of the functions, name before arguments (`key`)."""
+    calls = []
+    for number, function in enumerate(functions):
+        path = f"#/anyOf/{number}/properties/{key}"
+        arguments = _moved(function.get("parameters") or {"type": "object"}, path)
         properties = {"name": {"const": function["name"]}, key: {"type": "object"} | arguments}
-        return {
+        call = {
             "type": "object",
             "properties": properties,
-            "required": [*properties],
+            "required": list(properties),
             "additionalProperties": False,
         }
+        calls.append(call)
+    return {"anyOf": calls}
 
-    return {"anyOf": [call(number, function) for number, function in enumerate(functions)]}
 
-
-def _moved(schema: Any, to: str) -> Any:
-    """A schema whose references begin at its own root, for another place in a document."""
+def _moved(schema: Any, path: str) -> Any:
+    """Return a schema whose references begin at its own root, for the place `path` in a document."""
     if isinstance(schema, list):
-        return [_moved(each, to) for each in schema]
+        return [_moved(entry, path) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    is_here = isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#")
-    moved = {name: _moved(value, to) for name, value in schema.items()}
-    return moved | {"$ref": to + schema["$ref"][1:]} if is_here else moved
+    moved = {name: _moved(value, path) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = path + reference[1:]
+    return moved
 
 
 # ---- calls in a text ----
 
 
-Call = dict[
-    str, Any
-]  # in OpenAI's notation; of a call that comes in parts only the first has its name and id
+# In OpenAI's notation; if a call comes in parts, only the first has its name and id.
+Call = dict[str, Any]
 
 
 class CallSplitter:
     """Takes calls out of a text that comes in pieces of any size.
 
     Args:
-        names: of the functions that the model was told of.
-        is_forced: the prompt has begun the call.
-        most: further calls are dropped.
+        names: names of the functions that the model was told of.
+        is_forced: whether the prompt has begun the call.
+        most: the number of calls after which further ones are dropped; None for no limit.
     """
 
     def __init__(
@@ -215,7 +228,9 @@ class CallSplitter:
         is_forced: bool = False,
         most: int | None = None,
     ) -> None:
-        self._format, self._names, self._most = format, names, most
+        self._format = format
+        self._names = names
+        self._max_calls = most
         self._head = re.compile(_NAMED if is_forced else format.head)
         self._step = self._find_head if is_forced else self._find_start
         self._is_python = format.is_python and not is_forced
@@ -223,12 +238,14 @@ class CallSplitter:
         self._text = ""
         self._calls: list[Call] = []  # parts that are known with this piece
         self._count = 0  # of calls so far
-        self._end, self._held = _End(), ""  # of the arguments that are being read
+        self._end = _ArgumentsEnd()  # of the arguments that are being read
+        self._python = ""  # these arguments, if they are Python's
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, list[Call]]:
-        """The text besides calls, and the parts of calls, that are known with this piece and were not before."""
+        """Take the next piece; return the text outside of calls, and the parts of calls, that become final with it."""
         self._pending += piece
-        self._text, self._calls = "", []
+        self._text = ""
+        self._calls = []
         while self._step(is_last):
             pass
         return self._text, self._calls
@@ -238,74 +255,81 @@ class CallSplitter:
         if self._format.leads and before.strip():
             self._step = self._pass_on
             return True
-        size = (
-            len(before.rstrip())
-            if start
-            else len(before)
-            if is_last
-            else decided(before, self._format.start)
-        )
-        self._text, self._pending = self._text + self._pending[:size], self._pending[size:]
-        self._step = self._find_head if start else self._find_start
+        length = len(before)
+        if start:
+            length = len(before.rstrip())
+            self._step = self._find_head
+        elif not is_last:
+            length = decided(before, self._format.start)
+        self._text += self._pending[:length]
+        self._pending = self._pending[length:]
         return bool(start)
 
     def _find_head(self, is_last: bool) -> bool:
-        found = self._head.search(self._pending)
-        if (
-            found
-            and (name := found.group(found.lastindex or 0))
-            and (not self._format.leads or name in self._names)
-        ):
-            self._pending = self._pending[found.end() :]
-            self._end, self._held, self._step = _End(), "", self._take_arguments
-            self._count += 1
-            if self._is_wanted:
-                # Nine letters and digits: Mistral's templates take no other id.
-                id = secrets.token_hex(5)[:9]
-                function = {"name": name, "arguments": ""}
-                self._calls.append(
-                    {"index": self._count - 1, "id": id, "type": "function", "function": function}
-                )
-            return True
-        if not found and not is_last and len(self._pending) <= _MOST_HEAD:
+        head = self._head.search(self._pending)
+        if head is None and not is_last and len(self._pending) <= _MAX_HEAD:
             return False
-        if self._count:  # no further call
-            self._pending = _LEFT_OVER.sub("", self._pending, count=1)
-        self._step = self._pass_on
+        name = head.group(head.lastindex or 0) if head is not None else ""
+        if head is None or not name or (self._format.leads and name not in self._names):
+            if self._count:  # no further call
+                self._pending = _LEFT_OVER.sub("", self._pending, count=1)
+            self._step = self._pass_on
+            return True
+        self._pending = self._pending[head.end() :]
+        self._begin_call(name)
         return True
+
+    def _begin_call(self, name: str) -> None:
+        self._end = _ArgumentsEnd()
+        self._python = ""
+        self._step = self._take_arguments
+        self._count += 1
+        if self._is_within_limit:
+            # Nine letters and digits: Mistral's templates take no other id.
+            id = secrets.token_hex(5)[:9]
+            function = {"name": name, "arguments": ""}
+            call = {"index": self._count - 1, "id": id, "type": "function", "function": function}
+            self._calls.append(call)
 
     def _take_arguments(self, is_last: bool) -> bool:
         end = self._end.find(self._pending)
-        taken, self._pending = self._pending[:end], "" if end is None else self._pending[end:]
+        arguments = self._pending[:end]
+        self._pending = "" if end is None else self._pending[end:]
         if self._is_python:  # whose arguments are converted as a whole
-            self._held += taken
-            taken = _as_json(self._held) if end is not None or is_last else ""
-        if taken and self._is_wanted:
+            self._python += arguments
+            arguments = ""
+            if end is not None or is_last:
+                arguments = _as_json(self._python)
+        if arguments and self._is_within_limit:
             if not self._calls:
                 self._calls.append({"index": self._count - 1, "function": {"arguments": ""}})
-            self._calls[-1]["function"]["arguments"] += taken
-        if end is not None:
-            self._step = self._find_head
-        return end is not None
+            self._calls[-1]["function"]["arguments"] += arguments
+        if end is None:
+            return False
+        self._step = self._find_head
+        return True
 
     def _pass_on(self, is_last: bool) -> bool:
-        self._text, self._pending = self._text + self._pending, ""
+        self._text += self._pending
+        self._pending = ""
         return False
 
     @property
-    def _is_wanted(self) -> bool:
-        return self._most is None or self._count <= self._most
+    def _is_within_limit(self) -> bool:
+        return self._max_calls is None or self._count <= self._max_calls
 
 
-class _End:
-    """Finds where brackets balance outside of strings, in a text that comes in pieces."""
+class _ArgumentsEnd:
+    """Finds the end of arguments, where brackets balance outside of strings, in a text that comes in pieces."""
 
     def __init__(self) -> None:
-        self._depth, self._quote, self._is_escaped = 0, "", False
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """The index behind the closing bracket in the next piece, `text`."""
-        for at, character in enumerate(text):
+        """Return the index after the closing bracket in the next piece, `text`; None if the piece has none."""
+        for index, character in enumerate(text):
             if self._quote:
                 if self._is_escaped or character == "\\":
                     self._is_escaped = not self._is_escaped
@@ -318,18 +342,16 @@ class _End:
             elif character in "}])":
                 self._depth -= 1
                 if not self._depth:
-                    return at + 1
+                    return index + 1
         return None
 
 
 def _as_json(arguments: str) -> str:
-    """Python's keyword arguments, with their parentheses, as a JSON object; other text as it is."""
+    """Convert Python's keyword arguments, such as (a=1, b="x"), to a JSON object; return other text as it is."""
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         assert isinstance(call, ast.Call)
-        return json.dumps(
-            {str(word.arg): ast.literal_eval(word.value) for word in call.keywords},
-            ensure_ascii=False,
-        )
+        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return json.dumps(values, ensure_ascii=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return arguments

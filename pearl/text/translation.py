@@ -1,6 +1,6 @@
-"""Tokens of a target in the words of a draft that has another vocabulary.
+"""Translation of a target's tokens to those of a draft that has another vocabulary.
 
-A token that both have, byte for byte, is the same token.  Others are spelled by the draft's tokenizer.  Source: Timor
+Tokens with the same bytes are the same token; the draft's tokenizer spells the others.  Source: Timor
 et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies"
 (token-level intersection).
 """
@@ -15,10 +15,10 @@ _FILLER = (0,)  # for a token that the draft cannot spell
 
 
 class Translation:
-    """From the target's ids to the draft's.
+    """Translates the target's ids to the draft's.
 
     Attributes:
-        shared: target id -> draft id, each once, of tokens that are the same bytes; and of ends of texts beyond these.
+        shared: target id -> draft id, each once, of tokens with the same bytes, and of further tokens that end texts.
         target: the target's tokenizer.
     """
 
@@ -29,50 +29,58 @@ class Translation:
         target_eos: Sequence[int] = (),
         draft_eos: Sequence[int] = (),
     ) -> None:
-        self.target, self._draft = target, draft
+        self.target = target
+        self._draft = draft
         self._of_draft: dict[bytes, int] = {}
         for id in _characters_first(draft):
             self._of_draft.setdefault(token_bytes(draft, id), id)
         self._of_draft.pop(b"", None)
         self.shared: dict[int, int] = {}
-        taken = set[int]()
+        shared_draft_ids = set[int]()
         for id in _characters_first(target):
-            known = self._of_draft.get(token_bytes(target, id))
-            if known is not None and known not in taken:
-                self.shared[id] = known
-                taken.add(known)
-        ours = (id for id in target_eos if id not in self.shared)
-        theirs = (id for id in draft_eos if id not in taken)
-        self.shared |= dict(zip(ours, theirs, strict=False))
+            draft_id = self._of_draft.get(token_bytes(target, id))
+            if draft_id is not None and draft_id not in shared_draft_ids:
+                self.shared[id] = draft_id
+                shared_draft_ids.add(draft_id)
+        target_ends = [id for id in target_eos if id not in self.shared]
+        draft_ends = [id for id in draft_eos if id not in shared_draft_ids]
+        self.shared.update(zip(target_ends, draft_ends, strict=False))
         self._spelled: dict[int, tuple[int, ...]] = {}
 
     def __str__(self) -> str:
         return f"it has {len(self.shared):,} of the target's {self.target.vocab_size:,} tokens"
 
     def spell(self, token: int) -> tuple[int, ...]:
-        """The draft's tokens, at least one, for one of the target's."""
-        if (same := self.shared.get(token)) is not None:
-            return (same,)
+        """Return the draft's tokens, at least one, for a token of the target."""
+        draft_id = self.shared.get(token)
+        if draft_id is not None:
+            return (draft_id,)
         if token not in self._spelled:
             self._spelled[token] = self._spell(token_bytes(self.target, token)) or _FILLER
         return self._spelled[token]
 
-    def _spell(self, spelled: bytes) -> tuple[int, ...]:
+    def _spell(self, spelling: bytes) -> tuple[int, ...]:
         try:
-            text = spelled.decode()
+            text = spelling.decode()
         except UnicodeDecodeError:  # part of a character
-            return tuple(
-                self._of_draft[one] for byte in spelled if (one := bytes([byte])) in self._of_draft
-            )
-        # Behind a line feed, for at the start of a text some tokenizers add a space.
-        before, found = (self._draft.encode(f"\n{part}", special=False) for part in ("", text))
-        if found[: len(before)] == before:
-            return tuple(found[len(before) :])
+            tokens = []
+            for byte in spelling:
+                token = self._of_draft.get(bytes([byte]))
+                if token is not None:
+                    tokens.append(token)
+            return tuple(tokens)
+        # After a line feed, for at the start of a text some tokenizers add a space.
+        prefix = self._draft.encode("\n", special=False)
+        tokens = self._draft.encode(f"\n{text}", special=False)
+        if tokens[: len(prefix)] == prefix:
+            return tuple(tokens[len(prefix) :])
         return tuple(self._draft.encode(text, special=False))
 
 
 def _characters_first(tokenizer: Tokenizer) -> list[int]:
-    """All ids, those of bytes such as "<0x2E>" last: a vocabulary that has them writes "." otherwise where it can."""
-    return sorted(
-        range(tokenizer.vocab_size), key=lambda id: is_byte_piece(tokenizer.token(id) or "")
-    )
+    """Return all ids, those of bytes such as "<0x2E>" last, for a vocabulary with such bytes prefers its "."."""
+
+    def is_byte(id: int) -> bool:
+        return is_byte_piece(tokenizer.token(id) or "")
+
+    return sorted(range(tokenizer.vocab_size), key=is_byte)

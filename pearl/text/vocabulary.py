@@ -6,7 +6,7 @@ text is decoded, and two vocabularies are compared, by the entries alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ class Vocabulary:
     """The entries of a tokenizer.
 
     Attributes:
-        entries: by id; None where there is none.
-        ids: of each entry.
+        entries: the entries by id; None where there is none.
+        ids: the id of each entry.
         added: entries that are found in a text before it is split.
-        special: those of them that have no text.
-        decoder: a decoder of the `tokenizers` library; None: entries are joined by spaces.
+        special: the added entries that have no text.
+        decoder: a decoder of the `tokenizers` library; None if entries are joined by spaces.
     """
 
     entries: list[str | None]
@@ -51,29 +51,34 @@ class Vocabulary:
     decoder: Any
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, as the library's `decode` writes it; ids without an entry are skipped."""
+        """Return the text of `ids` as the library's `decode` writes it; ids without an entry are skipped."""
         tokens = []
         for id in ids:
             entry = self.entries[id] if 0 <= id < len(self.entries) else None
             if entry is not None and entry not in self.special:
                 tokens.append(entry)
-        return " ".join(tokens) if self.decoder is None else str(self.decoder.decode(tokens))
+        if self.decoder is None:
+            return " ".join(tokens)
+        return str(self.decoder.decode(tokens))
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a tokenizer that the library has loaded."""
+    """Return the vocabulary of a tokenizer that the library has loaded."""
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder().values()
-    special = frozenset(token.content for token in added if token.special)
-    return Vocabulary(
-        _by_id(ids), ids, frozenset(token.content for token in added), special, tokenizer.decoder
-    )
+    return _vocabulary(ids, added, tokenizer.decoder)
+
+
+def _vocabulary(ids: dict[str, int], added_tokens: Collection[Any], decoder: Any) -> Vocabulary:
+    added = frozenset(token.content for token in added_tokens)
+    special = frozenset(token.content for token in added_tokens if token.special)
+    return Vocabulary(_by_id(ids), ids, added, special, decoder)
 
 
 def read_vocabulary(file: Path) -> Vocabulary | None:
-    """The vocabulary of a tokenizer.json; None where only the library can tell the ids of added tokens.
+    """Return the vocabulary of a tokenizer.json; None if only the library can tell the ids of added tokens.
 
-    It gives an added token the id of the model's own entry, else the next free one, whatever id the file states.
+    The library gives an added token the id of the model's own entry, else the next free one, whatever the file states.
     Raises `ValueError`, `OSError`.
     """
     import tokenizers
@@ -89,13 +94,8 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
     if not ids:
         return None
     without_model = _WITHOUT_MODEL % bytes(stated.decoder).decode()
-    return Vocabulary(
-        entries=_by_id(ids),
-        ids=ids,
-        added=frozenset(token.content for token in stated.added_tokens),
-        special=frozenset(token.content for token in stated.added_tokens if token.special),
-        decoder=tokenizers.Tokenizer.from_str(without_model).decoder,
-    )
+    decoder = tokenizers.Tokenizer.from_str(without_model).decoder
+    return _vocabulary(ids, stated.added_tokens, decoder)
 
 
 def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
@@ -105,7 +105,7 @@ def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
 
 
 def _by_id(ids: Mapping[str, int]) -> list[str | None]:
-    """Entries by id: there may be gaps, as added tokens need not follow the others at once."""
+    """Return the entries by id; there may be gaps, as added tokens need not follow the others at once."""
     entries: list[str | None] = [None] * (max(ids.values()) + 1)
     for entry, id in ids.items():
         entries[id] = entry

@@ -1,14 +1,24 @@
-"""The bodies of requests as pydantic models, which also give /openapi.json."""
+"""The bodies of requests as pydantic models, which also give /openapi.json, and the checks that their fields share.
+
+A field is honoured, refused by name if it would change the text and is not supported, or ignored: the log warns once of
+each unknown field, so that clients of other servers need no change.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import json
+import logging
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     ValidationInfo,
     create_model,
     field_validator,
@@ -25,14 +35,34 @@ from pearl.config.options import (
     description_of,
     type_of,
 )
-from pearl.server.fields import Body, Text, Unserved, check_text, only_with
+from pearl.server.errors import ApiError, invalid_field
+
+log = logging.getLogger(__name__)
 
 MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
+MOST_UNKNOWN = 8  # unknown fields of a request that the log names
+_MOST_WARNED = 100  # unknown fields that the log names at all, for clients choose these names
+_warned: set[str] = set()
 
-# Fields that are not supported -> values that are accepted, for they have no effect. Null is, for every field.
+# Fields that are not supported -> values that are accepted because they have no effect.
+# Null is accepted for every field.
+Unserved = dict[str, tuple[Any, ...]]
+_REFUSED = (
+    "audio",
+    "web_search_options",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+    "json_schema",
+)
 UNSERVED: Unserved = {
+    **dict.fromkeys(_REFUSED, ()),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -40,26 +70,117 @@ UNSERVED: Unserved = {
     "suffix": ("",),
     "min_tokens": (0,),
     "use_beam_search": (False,),
-    **dict.fromkeys(
-        ("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()
-    ),
-    **dict.fromkeys(
-        (
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "grammar",
-            "json_schema",
-        ),
-        (),
-    ),
     "structured_outputs": ({},),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
 }
 # Clients send back the messages that they received.
-_UNSERVED_IN_MESSAGE: Unserved = dict.fromkeys(("function_call", "audio", "images"), ([],))
+_UNSERVED_IN_MESSAGE: Unserved = {"function_call": ([],), "audio": ([],), "images": ([],)}
 _PICTURES = ("image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file")
+# Fields that change nothing here, and need no warning.
+_NEUTRAL = {
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "metadata",
+    "store",
+    "service_tier",
+    "annotations",
+    "prediction",
+    "verbosity",
+    "prompt_cache_retention",
+    "include_obfuscation",
+    "refusal",
+    "cache_control",
+    "include",
+}
+
+
+# ---- shared checks ----
+
+
+class Body(BaseModel):
+    """A JSON object in which nulls count as missing. Its validation adds unknown fields to the context, a set."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unserved: ClassVar[Unserved] = {}
+    field_names: ClassVar[set[str]] = set()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, body: Any, info: ValidationInfo) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("must be an object")
+        fields = {}
+        unknown: Any = info.context
+        for name, value in body.items():
+            if value is None or _is_among(value, cls.unserved.get(name, ())):
+                continue
+            if name in cls.field_names or name in cls.unserved:  # pydantic refuses the latter
+                fields[name] = value
+            elif name not in _NEUTRAL and len(unknown) < MOST_UNKNOWN:
+                unknown.add(name[:50])
+        return fields
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.field_names = {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def _is_among(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    """Return whether `value` is one of these; in contrast to Python, false is not 0 and true is not 1."""
+    is_bool = isinstance(value, bool)
+    return any(
+        value == neutral and isinstance(neutral, bool) is is_bool for neutral in neutral_values
+    )
+
+
+def check_text(value: Any) -> Any:
+    """Return `value`; raise `ValueError` if its text has half a surrogate pair, which tokenizers reject."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(check_text)]
+
+
+def only_with(field: str, other: str, required: Any) -> Any:
+    """Make a validator: `field` is allowed only if the field `other`, declared before it, has the value `required`."""
+
+    def check(cls: type[Body], value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, [], 0) and info.data.get(other) != required:
+            raise ValueError(f"is for {other} {json.dumps(required)} only")
+        return value
+
+    return field_validator(field, mode="before")(classmethod(check))
+
+
+_Schema = TypeVar("_Schema", bound=Body)
+
+
+def validate(schema: type[_Schema], body: Any) -> _Schema:
+    """Return the body as `schema`, and warn of its unknown fields. Raises `ApiError`."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    unknown = set[str]()
+    try:
+        request = schema.model_validate(body, context=unknown)
+    except ValidationError as error:
+        raise invalid_field(error) from None
+    for name in sorted(unknown - _warned):
+        if len(_warned) < _MOST_WARNED:
+            _warned.add(name)
+            nearest = get_close_matches(name, schema.field_names, n=1)
+            hint = f": did you mean {nearest[0]}?" if nearest else ""
+            log.warning("requests have the field %r, which is not known and ignored%s", name, hint)
+    return request
 
 
 # ---- chats ----
@@ -98,9 +219,10 @@ class ToolCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
-        return {"type": "function", "function": function} | (
-            {"id": self.id} if isinstance(self.id, str) else {}
-        )
+        call: dict[str, Any] = {"type": "function", "function": function}
+        if isinstance(self.id, str):
+            call["id"] = self.id
+        return call
 
 
 class ChatMessage(Body):
@@ -140,23 +262,24 @@ class ChatMessage(Body):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        text = self.content or ""
-        made: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text if isinstance(text, str) else "\n".join(part.text for part in text),
-        }
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
-            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        optional = {
-            name: getattr(self, name) for name in ("name", "reasoning_content", "tool_call_id")
-        }
-        return made | {name: value for name, value in optional.items() if value is not None}
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            value = getattr(self, name)
+            if value is not None:
+                message[name] = value
+        return message
 
 
 class Function(Body):
     name: str
     description: str = ""
-    parameters: dict[str, Any] = Field(default={})
+    parameters: dict[str, Any] = {}
     strict: Any = Field(default=None, description="Ignored.")
 
 
@@ -200,10 +323,12 @@ class ResponseFormat(Body):
 
     @property
     def schema_to_keep(self) -> dict[str, Any] | None:
-        """The JSON schema that the text keeps to; None: to none."""
+        """The JSON schema that the text has to match; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.json_schema
-        return {"type": "object"} if self.type == "json_object" else None
+        if self.type == "json_object":
+            return {"type": "object"}
+        return None
 
 
 class StreamOptions(Body):
@@ -214,8 +339,16 @@ class StreamOptions(Body):
 # ---- requests ----
 
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -226,12 +359,14 @@ _Prompt = (
 
 
 def _field_of(name: str) -> Any:
-    """The pydantic field of an option: its type, bounds, default and description."""
+    """Return (type, pydantic field) of an option, with its bounds, default and description."""
     option = OPTIONS[name]
     bounds: dict[str, Any] = {}
     for bound in bounds_of(option.type):
-        limits = {limit: getattr(bound, limit) for limit in ("ge", "gt", "le", "lt")}
-        bounds |= {limit: value for limit, value in limits.items() if value is not None}
+        for limit in ("ge", "gt", "le", "lt"):
+            value = getattr(bound, limit)
+            if value is not None:
+                bounds[limit] = value
     field = Field(default=option.default, description=description_of(name), **bounds)
     return type_of(option.type) | None, field
 
@@ -240,7 +375,7 @@ _FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
-    """The fields of both endpoints; those of `RequestOptions` have its bounds."""
+    """The fields that all endpoints share; fields of `RequestOptions` have its bounds."""
 
     unserved: ClassVar = UNSERVED
     model: str
@@ -259,19 +394,21 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
     @field_validator("top_k", "seed", mode="before")
     @classmethod
     def _as_elsewhere(cls, value: Any, info: ValidationInfo) -> Any:
-        """A top_k of -1 is off; negative seeds are 64 bits, too."""
+        """Turn a top_k of -1 into 0 (off), and a negative seed into the unsigned number with its 64 bits."""
         if type(value) is not int or not -(2**63) <= value < 0:
             return value
-        return value % 2**64 if info.field_name == "seed" else 0 if value == -1 else value
+        if info.field_name == "seed":
+            return value % 2**64
+        return 0 if value == -1 else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _is_short(cls, value: Any) -> Any:
-        if (
-            isinstance(value, dict) and len(value) > MAX_BIASES
-        ):  # before each of very many is checked
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_BIASES:  # before each of very many is checked
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
-        if isinstance(value, dict) and not all(key.isascii() and key.isdigit() for key in value):
+        if not all(key.isascii() and key.isdigit() for key in value):
             raise ValueError('takes token ids, each with a number, such as {"42": -100}')
         return value
 
@@ -353,22 +490,19 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The model must call one of these functions; empty if it may answer with text."""
+        """The functions of which the model must call one; empty if it may answer with text."""
+        functions = [tool.function for tool in self.tools]
         if isinstance(self.tool_choice, NamedTool):
-            return [
-                tool.function
-                for tool in self.tools
-                if tool.function.name == self.tool_choice.function.name
-            ]
-        return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
+            name = self.tool_choice.function.name
+            return [function for function in functions if function.name == name]
+        return functions if self.tool_choice == "required" else []
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
-        effort = self.reasoning_effort
-        given = {} if effort is None else {"reasoning_effort": effort}
-        return (
-            given
-            | ({"enable_thinking": False} if effort == "none" else {})
-            | self.chat_template_kwargs
-        )
+        """The variables that the chat template gets."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+        return variables | self.chat_template_kwargs
