@@ -14,7 +14,6 @@ from pearl.config import SamplingParams
 from pearl.engine.request import with_defaults
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
-from pearl.models.checkpoints.direct import frequencies
 from pearl.models.checkpoints.gguf import (
     _NEEDED,
     _NEEDED_BY_EXPERTS,
@@ -23,6 +22,7 @@ from pearl.models.checkpoints.gguf import (
     table_in,
 )
 from pearl.models.checkpoints.gguf_weights import GgufWeights
+from pearl.models.checkpoints.rope import frequencies
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.linear_layers import multiplies_bf16
