@@ -91,23 +91,20 @@ def needed(
         size = _size_of_weights(directory)
     if not config or not size:
         return None
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        settings = text
-    else:
+    settings = config.get("text_config")
+    if not isinstance(settings, dict):
         settings = config
     context = context or min(most, settings.get("max_position_embeddings") or most)
-    if not is_of_own_forward(config):
-        weights = _loaded_weights(config, size, dtype)
-        if weights.size >= _MEASURED_FROM:
-            sizes = _sizes(directory, weights.item)
-            if sizes is not None:
-                states = (1 + SNAPSHOTS) * sizes.states
-                return Need(weights.size, context * sizes.position, context, states=states)
-    elif keeps_bits:
+    is_ours = is_of_own_forward(config)
+    if is_ours and keeps_bits:
         weights = _weights_in_own_bits(directory, config, size, dtype)
     else:
         weights = _loaded_weights(config, size, dtype)
+    if not is_ours and weights.size >= _MEASURED_FROM:
+        sizes = _sizes(directory, weights.item)
+        if sizes is not None:
+            states = (1 + SNAPSHOTS) * sizes.states
+            return Need(weights.size, context * sizes.position, context, states=states)
     if not all(isinstance(settings.get(name), int) for name in _SHAPE):
         return Need(weights.size)
     positions = context + PREFILL  # padding rows are written after the text
