@@ -33,7 +33,7 @@ SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)
 def main(draft: Path) -> None:
     tensors = load_file(draft / "model.safetensors")
     target = read_decoder(embedded_target(), torch.bfloat16, torch.device("cpu"))
-    if target is None or not torch.equal(tensors.pop(TABLE), target.model.embed_tokens.weight):
+    if not torch.equal(tensors.pop(TABLE), target.model.embed_tokens.weight):
         raise click.ClickException("the draft has embeddings of its own")
     tensors = pack_layers(tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())

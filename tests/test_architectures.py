@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pearl.models.checkpoints import memory
-from pearl.models.checkpoints.memory import SNAPSHOTS, needed
+from pearl.models.checkpoints.memory import needed
 from pearl.models.runner import feed_chain
+from pearl.models.transformers import SNAPSHOTS
 from pearl.models.transformers.runner import HFRunner
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pearl.config import ModelConfig
 from pearl.errors import ModelError
-from pearl.models.checkpoints.direct import read_decoder
+from pearl.models.checkpoints.direct import Unsupported, read_decoder
 from pearl.models.checkpoints.formats import mxfp4
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.memory import needed
@@ -158,7 +158,8 @@ def test_shards(tmp_path: Path) -> None:
     directory = changed_model(tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
-    assert read_decoder(directory, None, CPU) is None, "without weights it is left to transformers"
+    with pytest.raises(Unsupported, match="no safetensors files"):
+        read_decoder(directory, None, CPU)
     where = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     for file in set(where.values()):
         save_file(
@@ -210,7 +211,10 @@ def test_shards(tmp_path: Path) -> None:
 def test_what_is_not_as_expected_is_left_to_transformers(
     tmp_path: Path, kind: str, changed: dict[str, Any]
 ) -> None:
-    assert read_decoder(changed_model(tmp_path / "model", kind, **changed), None, CPU) is None
+    directory = changed_model(tmp_path / "model", kind, **changed)
+    with pytest.raises(Unsupported) as raised:
+        read_decoder(directory, None, CPU)
+    assert str(raised.value), "the log names the reason"
 
 
 @pytest.mark.parametrize(

@@ -683,10 +683,13 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 def test_what_is_not_read_here_is_named_and_left_to_transformers(
     tool: str, scheme: dict[str, Any], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from pearl.models.checkpoints.direct import read_decoder
+    from pearl.models.checkpoints.direct import UnsupportedWeights, read_decoder
+    from pearl.models.checkpoints.loading import log_unsupported
 
     save(tool, tmp_path / "model", scheme=scheme)
-    assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None
+    with pytest.raises(UnsupportedWeights, match=named) as raised:
+        read_decoder(tmp_path / "model", None, CPU, keeps_bits=True)
+    log_unsupported(tmp_path / "model", raised.value)
     assert re.search(named, caplog.text)
     assert str(tmp_path / "model") in caplog.text
 
@@ -696,16 +699,17 @@ def test_what_is_not_read_here_is_named_and_left_to_transformers(
     [("pack-quantized", "weight_g_idx"), ("gptq", "had_rotation"), ("nvfp4", "pre_quant_scale")],
 )
 def test_a_tensor_of_a_quantised_module_that_nothing_reads_is_named(
-    tool: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tool: str, part: str, tmp_path: Path
 ) -> None:
     """It might turn the weights into others: were it left out, texts would be wrong without a word."""
-    from pearl.models.checkpoints.direct import read_decoder
+    from pearl.models.checkpoints.direct import UnsupportedWeights, read_decoder
 
     save(tool, tmp_path / "model")
     tensors = load_file(file := tmp_path / "model" / "model.safetensors")
     save_file(tensors | {f"{MODULE}.{part}": torch.ones(1)}, file, {"format": "pt"})
-    assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None
-    assert f"{MODULE}.{part} is a tensor that nothing reads" in caplog.text
+    reason = f"{MODULE}.{part} is a tensor that nothing reads"
+    with pytest.raises(UnsupportedWeights, match=re.escape(reason)):
+        read_decoder(tmp_path / "model", None, CPU, keeps_bits=True)
 
 
 def test_of_two_expressions_the_first_in_the_alphabet_decides() -> None:

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from pearl.config import SamplingParams
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
-from pearl.models.checkpoints.direct import frequencies
 from pearl.models.checkpoints.gguf import (
     _NEEDED,
     _NEEDED_BY_EXPERTS,
@@ -22,6 +21,7 @@ from pearl.models.checkpoints.gguf import (
     table_in,
 )
 from pearl.models.checkpoints.gguf_weights import GgufWeights
+from pearl.models.checkpoints.rope import frequencies
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.linear_layers import multiplies_bf16

@@ -139,3 +139,15 @@ def test_the_rules_are_declared_without_torch() -> None:
     """Configuration reads the declarations, and starts without it."""
     name = "pearl.spec.rules"
     assert set(imported(name, modules()[name])) & {"torch", "numpy"} == set()
+
+
+def test_forwards_do_not_know_where_weights_come_from() -> None:
+    """Checkpoints import the forwards: an import the other way round, even of a type, would be a circle."""
+    forwards = ("pearl.models.forward", "pearl.models.cpu", "pearl.models.gpu")
+    wrong = []
+    for name, tree in modules().items():
+        if any(belongs(name, package) for package in forwards):
+            for module in imported(name, tree):
+                if belongs(module, "pearl.models.checkpoints"):
+                    wrong.append(f"{name} imports {module}")
+    assert not wrong, wrong

@@ -24,9 +24,9 @@ from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.drafting.output_ngrams import Habits
 from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError
-from pearl.models.checkpoints.memory import memory_errors
 from pearl.models.feeds import depths, paths
 from pearl.models.heads.head import Head
+from pearl.models.out_of_memory import memory_errors
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Drafted,

@@ -1,4 +1,4 @@
-"""The start-up measurement: some forwards of both models at the same time, as they will run.
+"""The start-up measurement: forwards of both models are timed at the same time, as they will run.
 
 The target's and the draft's worker each call their half right after they have connected.
 """
@@ -20,29 +20,35 @@ _MOST_DRAFTS = 200
 
 
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
-    """(fed, seconds) of forwards fed 1, 2, 4 and 8 tokens; leaves the cache empty.
+    """Return (fed, seconds) of forwards fed 1, 2, 4 and 8 tokens; the cache is empty then.
 
-    Where forwards have two sizes, also of as many as fit the smaller, of one more, and of as many as fit the larger.
+    Where forwards have two sizes, also fed as many as fit the smaller, one more, and as many as fit the larger.
 
     `brief`: measure none, for the times are known; only run the model once.
     """
-    base = 0 if brief else _fill(runner)
-    forward_seconds(runner, base, 1)  # a process's first forwards are slower
     if brief:
-        runner.rollback(0)
-        return ()
-    few, most = SIZES[0], runner.capabilities.tree_nodes
-    more = (few, few + 1, most) if runner.capabilities.launches and most > few else ()
-    sizes = [fed for fed in (*FED, *more) if base + fed <= runner.context]
-    found = tuple(
-        (fed, median(forward_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes
-    )
+        base = 0
+    else:
+        base = _fill(runner)
+    forward_seconds(runner, base, 1)  # a process's first forwards are slower
+    sizes: list[int] = []
+    if not brief:
+        sizes.extend(FED)
+        few = SIZES[0]
+        most = runner.capabilities.tree_nodes
+        if runner.capabilities.launches and most > few:
+            sizes += [few, few + 1, most]
+    times = []
+    for fed in sizes:
+        if base + fed <= runner.context:
+            seconds = median(forward_seconds(runner, base, fed) for _ in range(_REPEATS))
+            times.append((fed, seconds))
     runner.rollback(0)
-    return found
+    return tuple(times)
 
 
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
-    """(seconds of a one-token forward, seconds per token of a longer one); leaves the cache empty.
+    """Return (seconds of a one-token forward, seconds per token of a longer one); the cache is empty then.
 
     The former is the median over about a second, or over few forwards if `brief`. The latter is an upper estimate, from
     this process's first forward.
@@ -50,14 +56,14 @@ def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, fl
     began = time.monotonic()
     base = _fill(runner)
     runner.synchronize()
-    each = (time.monotonic() - began) / base
+    token_seconds = (time.monotonic() - began) / base
     end = time.monotonic() + (0.0 if brief else _DRAFT_SECONDS)
     forward_seconds(runner, base, 1)
-    taken: list[float] = []
-    while len(taken) < _REPEATS or (time.monotonic() < end and len(taken) < _MOST_DRAFTS):
-        taken.append(forward_seconds(runner, base, 1))
+    times: list[float] = []
+    while len(times) < _REPEATS or (time.monotonic() < end and len(times) < _MOST_DRAFTS):
+        times.append(forward_seconds(runner, base, 1))
     runner.rollback(0)
-    return median(taken), each
+    return median(times), token_seconds
 
 
 def _fill(runner: ModelRunner) -> int:
@@ -68,7 +74,7 @@ def _fill(runner: ModelRunner) -> int:
 
 
 def forward_seconds(runner: ModelRunner, base: int, fed: int) -> float:
-    """The time of one forward fed `fed` tokens after `base` others."""
+    """Return the time of a forward fed `fed` tokens, on a cache of `base` tokens."""
     runner.rollback(base)
     runner.synchronize()
     began = time.perf_counter()

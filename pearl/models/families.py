@@ -6,10 +6,12 @@ layers have the shape of `MATRICES`, add its record.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+Config = Mapping[str, Any]  # as in config.json
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 # The matrices of a decoder layer: name -> (outputs, inputs); see `dimensions`.
 MATRICES = {
     "self_attn.q_proj": ("queries", "hidden"),
@@ -20,9 +22,9 @@ MATRICES = {
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
-CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # Activations that our own forward computes, by their names in config.json -> in `matrices.gated`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 # Those of heads, which have more: torch computes the others, whose bits may depend on how many rows are computed.
@@ -54,21 +56,21 @@ class Forward:
     Attributes:
         biases: setting of the configuration -> matrices that have a bias where it is true; "": always.
         head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
-        norms: of a layer, by name: before attention, behind it, before the MLP, behind it; "": none there.
+        norms: names of a layer's norms: before attention, after it, before the MLP, after it; "": none there.
         norm_shift: None: a norm rounds before its weights are applied, as in Llama.  Else they are applied in float32,
             with this added.
         fused: matrices that a checkpoint has as one -> their parts.
-        default_window: of all layers, where the configuration names neither a window nor the layers' types; 0: none.
-            None: layers without types have no window.
+        default_window: window of all layers, where the configuration names neither one nor the layers' types; 0:
+            unlimited. None: layers without types have no window.
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
         has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
         has_experts: whether layers may have experts.
         clamps_experts: whether experts are gpt-oss's: with biases, and gate and up limited.
-        has_sinks: whether each head has one more attention score, of no position.
-        rotates: the part of a head that `partial_rotary_factor` names, in "halves" of which one has the partners of
-            the other, or in "pairs" of neighbours; "": the whole head, in halves.
-        reads_directly: whether config.json says all; else transformers completes it, and loads the model.
+        has_sinks: whether the softmax of each head has a learned score without a position.
+        rotates: how rope pairs the numbers of a head, "halves" (i with i + dim / 2) or "pairs" (neighbours), in the
+            part that `partial_rotary_factor` names; "": the whole head, in halves.
+        reads_directly: whether config.json is complete; else transformers completes it, and loads the model.
     """
 
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -92,16 +94,16 @@ class Gguf:
     """A family's GGUF files, with llama.cpp's defaults for what they leave open.
 
     Attributes:
-        architecture: its name there; "": they are not read.
+        architecture: llama.cpp's name of the family; "": its files are not read.
         needed: further keys that a file must have -> their settings in config.json.
-        optional: likewise, of keys that some files have; a shape shows where one is missing.
-        settings: of config.json, unless a file states them.
-        window: (period, tokens): the last of each `period` layers has no sliding window, the others have this one.
-        ropeless: the last of each so many layers does not rotate queries and keys.
+        optional: keys that some files have -> their settings; a shape shows where one is missing.
+        settings: defaults of config.json for what a file does not state.
+        window: (period, tokens): each `period`-th layer has full attention, the others a window of `tokens`.
+        ropeless: each `ropeless`-th layer does not rotate queries and keys; 0: all do.
         has_two_ropes: layers with a window have a rope of their own, which is not scaled.
-        layers_of_27b: layers of the family's one model whose attention scores have another scale.
-        interleaves: rows of queries and keys have the halves of a head that rope turns in turns.
-        rope: of `rope_parameters`, what no file states.
+        layers_of_27b: number of layers of the family's one model whose attention scores have another scale.
+        interleaves: files interleave the two halves of each head in the rows of queries and keys.
+        rope: settings of `rope_parameters` that no file states.
     """
 
     architecture: str = ""
@@ -121,7 +123,7 @@ class Family:
     """One model family.
 
     Attributes:
-        model_type: as in config.json.
+        model_type: its name in config.json.
         architecture: its class in transformers.
         forward: how our own forward computes it.
     """
@@ -133,7 +135,8 @@ class Family:
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_ATTENTION, _MLP = (*_QKV, "self_attn.o_proj"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_ATTENTION = (*_QKV, "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _MULTIPLIERS = {
     "embedding_scale": "embedding_multiplier",
@@ -290,95 +293,149 @@ FAMILIES = (
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
 QUANTISED = ("awq", "gptq", "fp8", "auto-round", "compressed-tensors", "bitsandbytes", "mxfp4")
-# By their architecture there, and whether they have experts.
+# GGUF's name of the architecture, and whether files have experts -> the family.
 GGUF = {
-    (each.gguf.architecture, each.forward.has_experts): each
-    for each in FAMILIES
-    if each.gguf.architecture
+    (family.gguf.architecture, family.forward.has_experts): family
+    for family in FAMILIES
+    if family.gguf.architecture
 }
 
 
-def is_of_own_forward(config: Mapping[str, Any]) -> bool:
-    """Whether the model of a config.json, or its language model, is of a family in `OWN_FORWARD`."""
-    if not isinstance(text := config.get("text_config"), dict):
+def is_of_own_forward(config: Config) -> bool:
+    """Return whether the model of a config.json, or its language model, is of a family in `OWN_FORWARD`."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
         return bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
-    kind = str(text.get("model_type"))
-    return TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
+    model_type = str(text.get("model_type"))
+    model_type = TWINS.get(model_type, model_type)
+    return any(family.model_type == model_type for family in FAMILIES)
 
 
 def forward_of(
-    architecture: str, config: Mapping[str, Any], activations: Collection[str] = ACTIVATIONS
+    architecture: str, config: Config, activations: Collection[str] = ACTIVATIONS
 ) -> Forward | None:
-    """What our own forward needs to compute this model; None where it does not compute it.
+    """Return what our own forward needs to compute a model; None if it does not compute it: see `not_computed`."""
+    if not_computed(architecture, config, activations):
+        return None
+    return OWN_FORWARD[architecture].forward
+
+
+def not_computed(
+    architecture: str, config: Config, activations: Collection[str] = ACTIVATIONS
+) -> str:
+    """Return the reason why our own forward does not compute a model; "" if it does.
 
     Args:
         architecture: class in transformers.
         config: as in config.json, with `rope_parameters`.
         activations: of the MLP, that the caller computes.
     """
-    forward = OWN_FORWARD[architecture].forward if architecture in OWN_FORWARD else None
+    if architecture not in OWN_FORWARD:
+        return f"our own forward has no family {architecture}"
+    if activation_of(config) not in activations:
+        return f"its activation {activation_of(config)!r} is not computed"
+    forward = OWN_FORWARD[architecture].forward
+    for reason, holds in _REASONS.items():
+        if holds(forward, config):
+            return reason
+    return ""
+
+
+def _ropes(config: Config) -> list[Config]:
+    """Return the model's rope, or that of each kind of layer."""
     rope = config.get("rope_parameters")
-    if forward is None or not isinstance(rope, Mapping):
-        return None
-    ropes = (
-        [rope]
-        if "rope_type" in rope
-        else [each for each in rope.values() if isinstance(each, Mapping)]
-    )
-    parts = {where.get("partial_rotary_factor", 1.0) for where in (*ropes, config)}
-    is_computed = (
-        all(each.get("rope_type") in ROPES for each in ropes)
-        and (parts == {1.0} or (bool(forward.rotates) and len(ropes) == 1))
-        and set(config.get("layer_types") or [_FULL]) <= {_FULL, _SLIDING}
-        and bool(config.get("layer_types") or not config.get("use_sliding_window"))
-        and config.get("is_causal", True) is True
-        and activation_of(config) in activations
-        and not any(
-            config.get(name) for name in (*_NOT_COMPUTED, *(() if forward.has_caps else CAPS))
-        )
-    )
-    return forward if ropes and is_computed else None
+    if not isinstance(rope, Mapping):
+        return []
+    if "rope_type" in rope:
+        return [rope]
+    return [kind for kind in rope.values() if isinstance(kind, Mapping)]
 
 
-def activation_of(config: Mapping[str, Any]) -> str | None:
-    """The name of the MLP's activation."""
+def _has_no_rope(forward: Forward, config: Config) -> bool:
+    return not _ropes(config)
+
+
+def _has_unknown_rope(forward: Forward, config: Config) -> bool:
+    return any(rope.get("rope_type") not in ROPES for rope in _ropes(config))
+
+
+def _rotates_part(forward: Forward, config: Config) -> bool:
+    ropes = _ropes(config)
+    if forward.rotates and len(ropes) == 1:
+        return False
+    return any(place.get("partial_rotary_factor", 1.0) != 1.0 for place in (*ropes, config))
+
+
+def _has_unknown_layers(forward: Forward, config: Config) -> bool:
+    return not {_FULL, _SLIDING}.issuperset(config.get("layer_types") or ())
+
+
+def _has_unplaced_window(forward: Forward, config: Config) -> bool:
+    return bool(config.get("use_sliding_window") and not config.get("layer_types"))
+
+
+def _sees_later_tokens(forward: Forward, config: Config) -> bool:
+    if config.get("use_bidirectional_attention"):
+        return True
+    return config.get("is_causal", True) is not True
+
+
+def _has_unknown_caps(forward: Forward, config: Config) -> bool:
+    return not forward.has_caps and any(config.get(name) for name in CAPS)
+
+
+def _is_quantised(forward: Forward, config: Config) -> bool:
+    return bool(config.get("quantization_config"))
+
+
+_REASONS: dict[str, Callable[[Forward, Config], bool]] = {
+    "it has no rope": _has_no_rope,
+    "its rope is of an unknown type, or depends on the length": _has_unknown_rope,
+    "its rope turns a part of each head (partial_rotary_factor)": _rotates_part,
+    "layer_types has other layers than full and sliding attention": _has_unknown_layers,
+    "use_sliding_window is set without layer_types": _has_unplaced_window,
+    "its tokens see later ones (is_causal, use_bidirectional_attention)": _sees_later_tokens,
+    "its scores or logits have caps, which its family has not": _has_unknown_caps,
+    "it is quantised (quantization_config)": _is_quantised,
+}
+
+
+def activation_of(config: Config) -> str | None:
+    """Return the name of the MLP's activation."""
     return config.get("hidden_activation") or config.get("hidden_act")
 
 
-def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[tuple[int, str | None]]:
-    """(window, rope) of each layer of a model that `forward_of` takes.
+def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]]:
+    """Return (window, rope) of each layer of a model that `forward_of` accepts.
 
-    How many positions a token sees, its own included, 0: all earlier ones; and which of the model's rotations, "": its
-    only one, None: queries and keys are not rotated.
+    window: tokens attended, itself included (0 = all). rope: name ("" = the only one, None = no rope).
     """
-    count, ropes = config["num_hidden_layers"], config["rope_parameters"]
-    window = config.get("sliding_window", forward.default_window) or 0
-    if not config.get("use_sliding_window", True):
-        window = 0
-    types = (
-        config.get("layer_types") or [_FULL if forward.default_window is None else _SLIDING] * count
-    )
-    rotates = config.get("no_rope_layers") or [1] * count
-    return [
-        (
-            window if kind == _SLIDING else 0,
-            None if not has_rope else kind if "rope_type" not in ropes else "",
-        )
-        for kind, has_rope in zip(types, rotates, strict=True)
-    ]
+    count = config["num_hidden_layers"]
+    has_one_rope = "rope_type" in config["rope_parameters"]
+    window = 0
+    if config.get("use_sliding_window", True):
+        window = config.get("sliding_window", forward.default_window) or 0
+    default_type = _FULL if forward.default_window is None else _SLIDING
+    types = config.get("layer_types") or [default_type] * count
+    has_rope = config.get("no_rope_layers") or [1] * count
+    kinds: list[tuple[int, str | None]] = []
+    for layer_type, rotates in zip(types, has_rope, strict=True):
+        rope = None
+        if rotates:
+            rope = "" if has_one_rope else layer_type
+        kinds.append((window if layer_type == _SLIDING else 0, rope))
+    return kinds
 
 
-def rotated(forward: Forward, config: Mapping[str, Any], dim: int) -> int:
-    """How many of a head's `dim` numbers are rotated."""
-    return (
-        int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
-        if forward.rotates
-        else dim
-    )
+def rotated(forward: Forward, config: Config, dim: int) -> int:
+    """Return how many of a head's `dim` numbers are rotated."""
+    if not forward.rotates:
+        return dim
+    return int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
 
 
-def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that `MATRICES` names. `config`: with `head_dim`."""
+def dimensions(config: Config) -> dict[str, int]:
+    """Return the sizes that `MATRICES` names, of a configuration that has `head_dim`."""
     width = config["head_dim"]
     return {
         "hidden": config["hidden_size"],
@@ -388,60 +445,75 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint, by its name there."""
+def weight_shapes(forward: Forward, config: Config) -> Shapes:
+    """Return the shape of each tensor of a checkpoint, by its name there."""
     size = dimensions(config)
-    biased = {
-        name
-        for setting, names in forward.biases.items()
-        if not setting or config.get(setting)
-        for name in names
-    }
-    matrices = {name: (size[outputs], size[inputs]) for name, (outputs, inputs) in MATRICES.items()}
-    for name, parts in forward.fused.items():
-        some = [matrices.pop(part) for part in parts]
-        matrices[name] = sum(outputs for outputs, _ in some), some[0][1]
-    experts: dict[str, tuple[int, ...]] = {}
-    if forward.has_experts:
-        matrices = {name: shape for name, shape in matrices.items() if name not in _MLP}
-        experts = _expert_shapes(config, forward.clamps_experts)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], size["hidden"]),
+    embedding = (config["vocab_size"], size["hidden"])
+    shapes: Shapes = {
+        "model.embed_tokens.weight": embedding,
         "model.norm.weight": (size["hidden"],),
     }
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], size["hidden"])
+        shapes["lm_head.weight"] = embedding
+    layer = _layer_shapes(forward, config, size)
     for number in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{number}."
-        if forward.has_sinks:
-            shapes[f"{layer}self_attn.sinks"] = (config["num_attention_heads"],)
-        shapes |= {f"{layer}mlp.{name}": shape for name, shape in experts.items()}
-        for name, shape in matrices.items():
-            shapes[f"{layer}{name}.weight"] = shape
-            if name in biased:
-                shapes[f"{layer}{name}.bias"] = shape[:1]
-        for name in filter(None, forward.norms):
-            shapes[f"{layer}{name}.weight"] = (size["hidden"],)
-        for name, width in (
-            (("q_norm", "queries"), ("k_norm", "keys")) if forward.head_norms else ()
-        ):
-            shapes[f"{layer}self_attn.{name}.weight"] = (
-                size[width] if forward.head_norms == "all" else config["head_dim"],
-            )
+        for name, shape in layer.items():
+            shapes[f"model.layers.{number}.{name}"] = shape
     return shapes
 
 
-def _expert_shapes(config: Mapping[str, Any], are_clamped: bool) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a layer's experts. are_clamped: see `Forward.clamps_experts`."""
-    count, hidden = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
+def _layer_shapes(forward: Forward, config: Config, size: Mapping[str, int]) -> Shapes:
+    """Return the shapes of the tensors of a layer."""
+    shapes: Shapes = {}
+    if forward.has_sinks:
+        shapes["self_attn.sinks"] = (config["num_attention_heads"],)
+    if forward.has_experts:
+        shapes |= _expert_shapes(config, forward.clamps_experts)
+    biased: set[str] = set()
+    for setting, names in forward.biases.items():
+        if not setting or config.get(setting):
+            biased.update(names)
+    for name, shape in _matrix_shapes(forward, size).items():
+        shapes[f"{name}.weight"] = shape
+        if name in biased:
+            shapes[f"{name}.bias"] = shape[:1]
+    for name in filter(None, forward.norms):
+        shapes[f"{name}.weight"] = (size["hidden"],)
+    if forward.head_norms:
+        for name, width in (("q_norm", "queries"), ("k_norm", "keys")):
+            count = size[width] if forward.head_norms == "all" else config["head_dim"]
+            shapes[f"self_attn.{name}.weight"] = (count,)
+    return shapes
+
+
+def _matrix_shapes(forward: Forward, size: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the (outputs, inputs) of a layer's matrices as a checkpoint has them, without experts."""
+    shapes = {name: (size[outputs], size[inputs]) for name, (outputs, inputs) in MATRICES.items()}
+    for name, parts in forward.fused.items():
+        outputs = 0
+        for part in parts:
+            rows, inputs = shapes.pop(part)
+            outputs += rows
+        shapes[name] = (outputs, inputs)
+    if forward.has_experts:
+        for name in _MLP:
+            shapes.pop(name, None)
+    return shapes
+
+
+def _expert_shapes(config: Config, are_clamped: bool) -> Shapes:
+    """Return the shapes of a layer's router and experts. are_clamped: see `Forward.clamps_experts`."""
+    count = config.get("num_experts") or config["num_local_experts"]
+    hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "router.weight" if are_clamped else "gate.weight": (count, hidden)
-    }
-    for expert in (f"experts.{number}." for number in range(count)):
-        shapes |= {f"{expert}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        shapes[f"{expert}down_proj.weight"] = hidden, inner
-    biases = {
-        name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items() if are_clamped
-    }
-    return shapes | biases
+    matrices = {"router" if are_clamped else "gate": (count, hidden)}
+    for number in range(count):
+        matrices[f"experts.{number}.gate_proj"] = (inner, hidden)
+        matrices[f"experts.{number}.up_proj"] = (inner, hidden)
+        matrices[f"experts.{number}.down_proj"] = (hidden, inner)
+    shapes: Shapes = {}
+    for name, shape in matrices.items():
+        shapes[f"mlp.{name}.weight"] = shape
+        if are_clamped:
+            shapes[f"mlp.{name}.bias"] = shape[:1]
+    return shapes

@@ -37,52 +37,57 @@ class Feed:
         assert 0 <= self.rows <= len(self.tokens)
         if self.parents is not None:
             assert len(self.parents) == len(self.tokens)
-            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), (
-                self.parents
-            )
+            for node, parent in enumerate(self.parents):
+                assert -1 <= parent < node, self.parents
 
     @property
     def depth(self) -> int:
         """Number of positions by which the feed extends the slot's sequence."""
-        return len(self.tokens) if self.parents is None else 1 + max(depths(self.parents))
+        if self.parents is None:
+            return len(self.tokens)
+        return 1 + max(depths(self.parents))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Return the depth of each node of a tree; 0 for a node that follows the slot's sequence."""
-    found: list[int] = []
+    node_depths: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        node_depths.append(0 if parent < 0 else node_depths[parent] + 1)
+    return node_depths
 
 
 def paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
     """Return for each node of a tree its ancestors and itself, in the order of the text."""
-    found: list[tuple[int, ...]] = []
+    node_paths: list[tuple[int, ...]] = []
     for node, parent in enumerate(parents):
-        found.append((*(() if parent < 0 else found[parent]), node))
-    return found
+        path = () if parent < 0 else node_paths[parent]
+        node_paths.append((*path, node))
+    return node_paths
 
 
 def parent_rows(parents: Sequence[int], first: int) -> list[int]:
-    """The row of the parent of each node of a tree in rows from `first` on; -1: it follows the slot's sequence."""
+    """Return the row of each node's parent, for a tree in rows from `first` on; -1: it follows the slot's sequence."""
     return [first + parent if parent >= 0 else -1 for parent in parents]
 
 
 def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
-    """Whether `path` begins at a child of the slot's sequence, and each of its nodes is the parent of the next."""
-    return all(0 <= node < len(parents) for node in path) and all(
-        parents[node] == above for above, node in zip([-1, *path], path, strict=False)
-    )
+    """Return whether `path` begins at a child of the slot's sequence, and each node is the parent of the next."""
+    expected_parent = -1
+    for node in path:
+        if not 0 <= node < len(parents) or parents[node] != expected_parent:
+            return False
+        expected_parent = node
+    return True
 
 
 class Layout(NamedTuple):
-    """Several feeds as the rows of one forward, one behind the other.
+    """Several feeds as the rows of one forward, one after the other.
 
     Attributes:
         ids: [rows], token ids.
-        table: [rows, 4]: slot, position, how many positions of the slot are seen, and in trees the row of the parent,
-            which is seen too, else -1.
-        fed: of each feed, its rows.
+        table: [rows, 4]: slot, position, number of the slot's positions attended to, and the row of the parent, which
+            is attended to as well; -1 in chains.
+        fed: the rows of each feed.
     """
 
     ids: torch.Tensor
@@ -99,13 +104,16 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
     table: list[tuple[int, int, int, int]] = []
     fed: list[range] = []
     for feed in feeds:
-        start, slot, first, count = lengths[feed.slot], feed.slot, len(table), len(feed.tokens)
+        slot = feed.slot
+        start = lengths[slot]
+        first = len(table)
         if feed.parents is None:
-            table += [(slot, at, at + 1, -1) for at in range(start, start + count)]
+            for position in range(start, start + len(feed.tokens)):
+                table.append((slot, position, position + 1, -1))
         else:
-            above = zip(depths(feed.parents), parent_rows(feed.parents, first), strict=True)
-            table += [(slot, start + depth, start, parent) for depth, parent in above]
-        fed.append(range(first, first + count))
-    return Layout(
-        torch.cat([torch.as_tensor(feed.tokens) for feed in feeds]), torch.tensor(table), fed
-    )
+            rows = parent_rows(feed.parents, first)
+            for depth, row in zip(depths(feed.parents), rows, strict=True):
+                table.append((slot, start + depth, start, row))
+        fed.append(range(first, len(table)))
+    ids = torch.cat([torch.as_tensor(feed.tokens) for feed in feeds])
+    return Layout(ids, torch.tensor(table), fed)

@@ -23,21 +23,20 @@ _WEIGHT = torch.ones(64, 64)
 
 
 def pace(runner: ModelRunner, seconds: float) -> None:
-    """From now on each forward of the runner lasts this long, whatever it is fed."""
+    """Make each forward of the runner last this long from now on, whatever it is fed."""
     forward = runner.forward
 
     def paced(feeds: Sequence[Feed]) -> list[torch.Tensor]:
         end = time.perf_counter() + seconds
         logits = forward(feeds)
         runner.synchronize()
-        while (left := end - time.perf_counter()) > 0:
-            if left > _SPIN_SECONDS:
+        while (seconds_left := end - time.perf_counter()) > 0:
+            if seconds_left > _SPIN_SECONDS:
                 time.sleep(_NAP_SECONDS)
-            elif left > _OPERATION_SECONDS:
+            elif seconds_left > _OPERATION_SECONDS:
                 softmax(linear(_WEIGHT[:1], _WEIGHT), -1)
         return logits
 
     runner.forward = paced  # type: ignore[method-assign]
-    runner.capabilities = replace(
-        runner.capabilities, launches=False
-    )  # a paced forward is done when it returns
+    # A paced forward is done when it returns.
+    runner.capabilities = replace(runner.capabilities, launches=False)

@@ -17,7 +17,7 @@ __all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "check_feeds", "feed
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a runner can do beyond one chain in one slot.
+    """The features of a runner beyond one chain in one slot.
 
     Attributes:
         slots: sequences that it holds side by side.
@@ -25,7 +25,7 @@ class Capabilities:
         launches: whether a forward of few tokens returns before it is done, so that it accepts tokens not yet drawn.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
-        features: numbers of hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
+        features: size of the hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
         together: whether the feeds of several slots are one forward; else they are computed one after the other.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
             whole pieces only, for later positions have other bits; 1: up to any position.
@@ -58,7 +58,7 @@ class ModelRunner(Protocol):
     weights: str = ""
 
     def length(self, slot: int = 0) -> int:
-        """Tokens that the slot holds; a tree that waits for `keep` does not count."""
+        """Return the number of tokens that the slot holds; a tree that waits for `keep` does not count."""
         ...
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
@@ -103,13 +103,12 @@ class ModelRunner(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all forwards; returns at once on a CPU."""
-        if (
-            self.device.type == "cuda"
-        ):  # this stream only, not the one that sends rows to the other worker
+        if self.device.type == "cuda":
+            # This stream only, not the one that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_done(self) -> bool:
-        """Whether `synchronize` would return at once."""
+        """Return whether `synchronize` would return at once."""
         return self.device.type != "cuda" or bool(torch.cuda.current_stream(self.device).query())
 
 
@@ -122,17 +121,16 @@ def feed_chain(
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
     """Raise `RequestError` for feeds that `runner`, called `name`, cannot take, before anything has changed."""
-    can = runner.capabilities
+    slots = runner.capabilities.slots
+    tree_nodes = runner.capabilities.tree_nodes
     for feed in feeds:
-        if not 0 <= feed.slot < can.slots:
-            raise RequestError(f"{name} holds {can.slots} sequences; there is no slot {feed.slot}")
-        if feed.parents is not None and len(feed.tokens) > can.tree_nodes:
-            most = (
-                f"trees of at most {can.tree_nodes} tokens"
-                if can.tree_nodes
-                else "chains of tokens, and no trees"
-            )
-            raise RequestError(f"{name} takes {most}")
+        if not 0 <= feed.slot < slots:
+            raise RequestError(f"{name} holds {slots} sequences; there is no slot {feed.slot}")
+        if feed.parents is not None and len(feed.tokens) > tree_nodes:
+            limit = "chains of tokens, and no trees"
+            if tree_nodes:
+                limit = f"trees of at most {tree_nodes} tokens"
+            raise RequestError(f"{name} takes {limit}")
         end = runner.length(feed.slot) + feed.depth
         if end > runner.context:
             raise RequestError(
@@ -140,9 +138,8 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
                 "max_tokens, or load the model with a larger context."
             )
         # On a GPU an id outside the table would abort the whole process, not this request.
-        if not isinstance(feed.tokens, torch.Tensor) and not (
-            min(feed.tokens) >= 0 and max(feed.tokens) < runner.vocab_size
-        ):
+        is_known = isinstance(feed.tokens, torch.Tensor)
+        if not is_known and not 0 <= min(feed.tokens) <= max(feed.tokens) < runner.vocab_size:
             raise RequestError(
                 f"A token id lies outside the model's vocabulary of {runner.vocab_size}: "
                 "the prompt was made with another model's tokenizer."

@@ -1,4 +1,4 @@
-"""The threads of torch, by their native ids: those that its operations on a CPU are split between.
+"""The threads of torch, by their native ids: its operations on a CPU are split between them.
 
 OpenMP starts them for each thread that calls torch. Between two operations they spin, and at the end of each they wait
 for one another: milliseconds, where another process has the core of one of them.
@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import torch
 
 _GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
-_own = (
-    threading.local()
-)  # `pool`: the threads with which this one computes, in their order in OpenMP's team
+_local = threading.local()  # `pool`: the calling thread's team, in OpenMP's order
 
 
 def use_torch_threads(count: int) -> Sequence[int]:
@@ -23,14 +21,14 @@ def use_torch_threads(count: int) -> Sequence[int]:
     torch.set_num_threads(count)
     if count == 1:  # no other thread takes part
         return ()
-    before = _threads() | {thread.native_id for thread in threading.enumerate()}
-    torch.zeros(count * _GRAIN).add_(
-        1
-    )  # starts those that are missing; of those that are too many the last end
-    now = _threads()
-    kept = [thread for thread in getattr(_own, "pool", ()) if thread in now]
-    _own.pool = [*kept, *sorted(now - before)][: count - 1]
-    return tuple(_own.pool)
+    started = _threads() | {thread.native_id for thread in threading.enumerate()}
+    # Starts those that are missing; of those that are too many the last end.
+    torch.zeros(count * _GRAIN).add_(1)
+    running = _threads()
+    pool = [thread for thread in getattr(_local, "pool", ()) if thread in running]
+    pool += sorted(running - started)
+    _local.pool = pool[: count - 1]
+    return tuple(_local.pool)
 
 
 def _threads() -> set[int]:

@@ -20,12 +20,13 @@ from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 from pearl.spec.methods import BRANCHES
 
-NextToken = Callable[
-    [Sequence[int]], torch.Tensor
-]  # the tokens so far -> probabilities of the next [vocab_size]
+# The tokens so far -> probabilities of the next [vocab_size].
+NextToken = Callable[[Sequence[int]], torch.Tensor]
 
-_SLOTS, _TREE_NODES = 8, 256
-_COIN_ROWS, _COIN_SIDES = 32, 1 << 32
+_SLOTS = 8
+_TREE_NODES = 256
+_COIN_ROWS = 32
+_COIN_SIDES = 1 << 32
 
 
 class ToyRunner(ModelRunner):
@@ -56,29 +57,32 @@ class ToyRunner(ModelRunner):
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "the toy model")
-        return [self._chain(feed) if feed.parents is None else self._tree(feed) for feed in feeds]
+        logits = []
+        for feed in feeds:
+            logits.append(self._chain(feed) if feed.parents is None else self._tree(feed))
+        return logits
 
     def _chain(self, feed: Feed) -> torch.Tensor:
         tokens = self._tokens[feed.slot]
         tokens.extend(map(int, feed.tokens))
         self._trees[feed.slot] = None
-        return self._logits(
-            [tokens[:end] for end in range(len(tokens) - feed.rows + 1, len(tokens) + 1)]
-        )
+        ends = range(len(tokens) - feed.rows + 1, len(tokens) + 1)
+        return self._logits([tokens[:end] for end in ends])
 
     def _tree(self, feed: Feed) -> torch.Tensor:
         assert feed.parents is not None
         contexts: list[list[int]] = []
         for token, parent in zip(feed.tokens, feed.parents, strict=True):
-            contexts.append(
-                [*(contexts[parent] if parent >= 0 else self._tokens[feed.slot]), int(token)]
-            )
+            prefix = contexts[parent] if parent >= 0 else self._tokens[feed.slot]
+            contexts.append([*prefix, int(token)])
         self._trees[feed.slot] = feed
         return self._logits(contexts[len(contexts) - feed.rows :])
 
     def _logits(self, contexts: list[list[int]]) -> torch.Tensor:
         probs = [self._distribution(context) for context in contexts]
-        return torch.log(torch.stack(probs)) if probs else torch.empty(0, self.vocab_size)
+        if probs:
+            return torch.log(torch.stack(probs))
+        return torch.empty(0, self.vocab_size)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         assert 0 <= length <= self.length(slot)
@@ -86,7 +90,8 @@ class ToyRunner(ModelRunner):
         del self._tokens[slot][length:]
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        tree, self._trees[slot] = self._trees[slot], None
+        tree = self._trees[slot]
+        self._trees[slot] = None
         assert tree is not None, "no tree was fed to this slot"
         assert tree.parents is not None
         assert is_path(tree.parents, path), (tree.parents, path)
@@ -101,25 +106,26 @@ class ToyRunner(ModelRunner):
 def alpha_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """(target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
+    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
 
     @lru_cache(maxsize=4096)
-    def halves(context: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        digest = blake2b(repr((seed, context)).encode(), digest_size=8).digest()
-        generator = _generator(int.from_bytes(digest, "little") >> 1)
-        order_ = torch.randperm(vocab_size, generator=generator)
+    def pair(context: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = _generator(_hash(seed, context) >> 1)
+        permutation = torch.randperm(vocab_size, generator=generator)
         weights = torch.rand(vocab_size, generator=generator) ** 3 + 1e-3
-        target, other = torch.zeros(vocab_size), torch.zeros(vocab_size)
-        mine, rest = order_[: vocab_size // 2], order_[vocab_size // 2 :]
-        target[mine] = weights[mine] / weights[mine].sum()
-        other[rest] = weights[rest] / weights[rest].sum()
-        return target, alpha * target + (1 - alpha) * other
+        halves = []
+        for tokens in (permutation[: vocab_size // 2], permutation[vocab_size // 2 :]):
+            probs = torch.zeros(vocab_size)
+            probs[tokens] = weights[tokens] / weights[tokens].sum()
+            halves.append(probs)
+        target, rival = halves
+        return target, alpha * target + (1 - alpha) * rival
 
     def target(tokens: Sequence[int]) -> torch.Tensor:
-        return halves(tuple(tokens[-order:]))[0]
+        return pair(tuple(tokens[-order:]))[0]
 
     def draft(tokens: Sequence[int]) -> torch.Tensor:
-        return halves(tuple(tokens[-order:]))[1]
+        return pair(tuple(tokens[-order:]))[1]
 
     return target, draft
 
@@ -127,7 +133,7 @@ def alpha_pair(
 def coin_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """(target, draft) distributions: equal in a share `alpha` of the contexts of `order` tokens, else almost disjoint.
+    """Return (target, draft) distributions, equal in a share `alpha` of the contexts of `order` tokens, else disjoint.
 
     So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule, filter of probabilities
     and size of the vocabulary.  A row has no zeros, and is peaked as text is: the r-th likeliest token's probability is
@@ -136,44 +142,46 @@ def coin_pair(
     generator = _generator(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
     likely = (weights / weights.sum()).float()
-    rows = torch.full(
-        (_COIN_ROWS, 2, vocab_size), 1e-18
-    )  # two for each kind of context, likely in different halves
-    for one, other in rows:
-        order_ = torch.randperm(vocab_size, generator=generator)
-        one[order_[: len(likely)]] = likely
-        other[order_[len(likely) : 2 * len(likely)]] = likely
+    # Two for each kind of context, likely in different halves.
+    rows = torch.full((_COIN_ROWS, 2, vocab_size), 1e-18)
+    for target_row, draft_row in rows:
+        permutation = torch.randperm(vocab_size, generator=generator)
+        target_row[permutation[: len(likely)]] = likely
+        draft_row[permutation[len(likely) : 2 * len(likely)]] = likely
 
     def toss(tokens: Sequence[int]) -> tuple[int, bool]:
-        """(which rows this context has, whether the draft is right here)."""
-        digest = blake2b(repr((seed, tuple(tokens[-order:]))).encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
+        """Return (which rows the context has, whether the draft is right there)."""
+        number = _hash(seed, tuple(tokens[-order:]))
         return number % _COIN_ROWS, (number // _COIN_ROWS % _COIN_SIDES) < alpha * _COIN_SIDES
 
     def target(tokens: Sequence[int]) -> torch.Tensor:
         return rows[toss(tokens)[0], 0]
 
     def draft(tokens: Sequence[int]) -> torch.Tensor:
-        which, right = toss(tokens)
-        return rows[which, 0 if right else 1]
+        number, is_right = toss(tokens)
+        return rows[number, 0 if is_right else 1]
 
     return target, draft
 
 
+def _hash(seed: int, context: tuple[int, ...]) -> int:
+    digest = blake2b(repr((seed, context)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def _generator(seed: int) -> torch.Generator:
-    """A generator of its own. `torch.Generator()` needs what a worker leaves out of torch: see `meta_device`."""
+    """Return a generator. `torch.Generator()` needs modules that a worker leaves out of torch: see `meta_device`."""
     return torch.default_generator.clone_state().manual_seed(seed)
 
 
 def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:
-    """A runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`, of `texts` sequences and a draft's branches.
+    """Return a runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`, of `texts` sequences and branches.
 
     `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
     """
     values = toy_options(spec)
     vocab = int(values["vocab"])
-    pair = (coin_pair if values["coin"] else alpha_pair)(
-        vocab, values["alpha"], int(values["seed"])
-    )
+    make_pair = coin_pair if values["coin"] else alpha_pair
+    target, draft = make_pair(vocab, values["alpha"], int(values["seed"]))
     context = min(int(values["context"]), max_context or 1 << 20)
-    return ToyRunner(vocab, pair[role == "draft"], context, texts + BRANCHES)
+    return ToyRunner(vocab, draft if role == "draft" else target, context, texts + BRANCHES)

@@ -1,8 +1,9 @@
-"""A draft model that speaks its target's vocabulary, which is not its own: a `ModelRunner` around another one."""
+"""A draft model with another vocabulary speaks its target's: a `ModelRunner` around another one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,15 @@ from pearl.text.translation import Translation
 _LONGEST = 2  # draft tokens for a token, on average from the text's beginning
 
 
+class _Spelling(NamedTuple):
+    """A feed in the draft's tokens, and where each of the target's tokens ends in the draft's cache."""
+
+    feed: Feed
+    ends: list[int]
+
+
 class TranslatedRunner(ModelRunner):
-    """Takes and gives token ids of `translation`'s target, over a vocabulary of `vocab_size`.
+    """Reads and proposes token ids of `translation`'s target, over a vocabulary of `vocab_size`.
 
     Logits of tokens that the draft does not have are minus infinity, so its distribution is renormalised over those
     that both have: it never proposes others.  A token that only the target has is fed as it is spelled; where a text
@@ -22,20 +30,24 @@ class TranslatedRunner(ModelRunner):
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:
-        self._runner, self._translation, can = runner, translation, runner.capabilities
-        self.vocab_size, self.context = vocab_size, runner.context // _LONGEST
-        self.device, self.weights = runner.device, runner.weights
+        slots = runner.capabilities.slots
+        self._runner = runner
+        self._translation = translation
+        self.vocab_size = vocab_size
+        self.context = runner.context // _LONGEST
+        self.device = runner.device
+        self.weights = runner.weights
         # No trees, and no launches: tokens must be known on the host to be translated.
-        self.capabilities = Capabilities(slots=can.slots, together=can.together)
-        self._ends: list[list[int]] = [
-            [] for _ in range(can.slots)
-        ]  # in the draft's cache, by token
+        self.capabilities = Capabilities(slots=slots, together=runner.capabilities.together)
+        # Where each token of a slot ends in the draft's cache.
+        self._ends: list[list[int]] = [[] for _ in range(slots)]
         sources = [-1] * vocab_size
-        for token, own in translation.shared.items():
-            if token < vocab_size and own < runner.vocab_size:
-                sources[token] = own
+        for token, draft_token in translation.shared.items():
+            if token < vocab_size and draft_token < runner.vocab_size:
+                sources[token] = draft_token
         source = torch.tensor(sources, device=runner.device)
-        self._source, self._missing = source.clamp_min(0), source < 0
+        self._source = source.clamp_min(0)
+        self._missing = source < 0
 
     def length(self, slot: int = 0) -> int:
         return len(self._ends[slot])
@@ -43,32 +55,41 @@ class TranslatedRunner(ModelRunner):
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """See `ModelRunner.forward`."""
         check_feeds(feeds, self, "a draft of another vocabulary")
-        spelled, ends = zip(*map(self._spell, feeds), strict=True)
-        found = list[torch.Tensor]()
-        for feed, rows, its in zip(feeds, self._runner.forward(spelled), ends, strict=True):
-            last = self._end(feed.slot, self.length(feed.slot)) + len(spelled[len(found)].tokens)
-            asked = [end - last + len(rows) - 1 for end in its[len(its) - feed.rows :]]
-            found.append(
-                rows[asked].index_select(1, self._source).masked_fill_(self._missing, -torch.inf)
-            )
-        for feed, its in zip(feeds, ends, strict=True):
-            self._ends[feed.slot] += its
-        return found
+        spellings = [self._spell(feed) for feed in feeds]
+        logits = self._runner.forward([spelling.feed for spelling in spellings])
+        translated = []
+        for feed, spelling, rows in zip(feeds, spellings, logits, strict=True):
+            first = spelling.ends[-1] - len(rows) + 1  # where the token of row 0 ends
+            ends = spelling.ends[len(spelling.ends) - feed.rows :]
+            known = rows[[end - first for end in ends]].index_select(1, self._source)
+            translated.append(known.masked_fill_(self._missing, -torch.inf))
+            self._ends[feed.slot] += spelling.ends
+        return translated
 
-    def _spell(self, feed: Feed) -> tuple[Feed, list[int]]:
-        """The feed in the draft's tokens, and where each of its own tokens ends in the draft's cache."""
-        before, tokens, ends = self.length(feed.slot), list[int](), list[int]()
-        start = self._end(feed.slot, before)
-        given = feed.tokens.tolist() if isinstance(feed.tokens, torch.Tensor) else feed.tokens
-        for number, token in enumerate(given, before + 1):
-            room = _LONGEST * number - start - len(tokens)
-            tokens += self._translation.spell(token)[:room]
-            ends.append(start + len(tokens))
-        first = ends[-feed.rows] if feed.rows else ends[-1] + 1
-        return Feed(tokens, ends[-1] + 1 - first, feed.slot, prompt=feed.prompt), ends
+    def _spell(self, feed: Feed) -> _Spelling:
+        """Translate a feed into the draft's tokens."""
+        length = self.length(feed.slot)
+        start = self._end(feed.slot, length)
+        spelled: list[int] = []
+        ends: list[int] = []
+        tokens = feed.tokens
+        if isinstance(tokens, torch.Tensor):
+            tokens = tokens.tolist()
+        for number, token in enumerate(tokens, length + 1):
+            room = _LONGEST * number - start - len(spelled)
+            spelled += self._translation.spell(token)[:room]
+            ends.append(start + len(spelled))
+        if feed.rows:
+            first = ends[-feed.rows]
+        else:
+            first = ends[-1] + 1
+        rows = ends[-1] + 1 - first
+        return _Spelling(Feed(spelled, rows, feed.slot, prompt=feed.prompt), ends)
 
     def _end(self, slot: int, length: int) -> int:
-        return self._ends[slot][length - 1] if length else 0
+        if length:
+            return self._ends[slot][length - 1]
+        return 0
 
     def use_threads(self, count: int) -> Sequence[int]:
         return self._runner.use_threads(count)
@@ -78,6 +99,9 @@ class TranslatedRunner(ModelRunner):
         del self._ends[slot][length:]
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        length = self.length(slot) if length is None else length
+        if length is None:
+            length = self.length(slot)
+        else:
+            length = length
         self._runner.fork(slot, into, self._end(slot, length), self._end(slot, shared))
         self._ends[into] = self._ends[slot][:length]

@@ -20,7 +20,7 @@ from pearl.errors import (
 from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
-from pearl.models.checkpoints.memory import memory_errors
+from pearl.models.out_of_memory import memory_errors
 from pearl.protocol.drafter import Drafter, DrafterState
 from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
 from pearl.protocol.messages import (

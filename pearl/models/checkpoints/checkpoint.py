@@ -20,7 +20,7 @@ from pearl.models.checkpoints.hub import HubName, in_cache, pull
 
 
 def toy_options(spec: str) -> dict[str, Any]:
-    """The options of "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
+    """Return the options of "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only if it is set.
 
     Raises `ModelError` for an unknown key or a bad value.
     """
@@ -30,8 +30,8 @@ def toy_options(spec: str) -> dict[str, Any]:
         "seed": int,
         "context": int,
         "eos": int,
+        "coin": int,
     }
-    kinds |= {"coin": int}
     values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "coin": 0}
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
@@ -50,13 +50,12 @@ def toy_options(spec: str) -> dict[str, Any]:
     return values
 
 
-_fetched: dict[
-    tuple[str, bool], Path
-] = {}  # by this process, so that a hub that does not answer is asked once
+# Paths that this process has fetched, so that a hub that does not answer is asked once.
+_fetched: dict[tuple[str, bool], Path] = {}
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
-    """The directory of `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
+    """Return the directory of `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
 
     Builds the embedded models, and what describes a .gguf file, where they are not in the cache yet; fetches a hub's
     model.  Raises `ModelError`.
@@ -68,41 +67,49 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
         return embedded_target(progress)
     if spec == "embedded-draft":
         return embedded_draft(progress)
-    path, named = Path(spec).expanduser(), HubName.parse(spec)
+    path = Path(spec).expanduser()
     if spec and path.is_dir():
         return path
     if path.is_file() and path.suffix == ".gguf":
         return directory_of(path, progress)
-    if path.is_file() or path.suffix == ".gguf" or not named:
-        what = (
-            "it is a file, but no .gguf file"
-            if path.is_file()
-            else "no such directory or .gguf file"
-        )
+    hub_name = HubName.parse(spec)
+    if path.is_file() or path.suffix == ".gguf" or not hub_name:
+        problem = "no such directory or .gguf file"
+        if path.is_file():
+            problem = "it is a file, but no .gguf file"
         raise ModelError(
-            f"Model {spec!r}: {what}. Give a directory with config.json, a .gguf "
+            f"Model {spec!r}: {problem}. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    if (found := _fetched.get((spec, weights))) is None or not found.exists():
-        found = (in_cache(spec) if named.file else None) or pull(spec, progress, weights)
-        _fetched[spec, weights] = found
-    return directory_of(found, progress) if found.suffix == ".gguf" else found
+    place = _fetched.get((spec, weights))
+    if place is None or not place.exists():
+        cached = None
+        if hub_name.file:
+            cached = in_cache(spec)
+        place = cached or pull(spec, progress, weights)
+        _fetched[spec, weights] = place
+    if place.suffix == ".gguf":
+        return directory_of(place, progress)
+    return place
 
 
 _OF_HEADS = frozenset(("draft_vocab_size", "speculators_model_type"))  # settings that no model has
 
 
 def is_head(spec: str) -> bool:
-    """Whether it names a head of another model, and not a model."""
+    """Return whether `spec` names a head of another model, and not a model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
         return False
-    directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
+    directory: Path | None = Path(spec)
+    if not Path(spec).is_dir():
+        directory = in_cache(spec)
     return directory is not None and not _OF_HEADS.isdisjoint(config_in(directory))
 
 
 def config_in(directory: Path) -> dict[str, Any]:
-    """What config.json says; nothing where there is none that can be read."""
+    """Return config.json; empty where there is none that can be read."""
     with suppress(OSError, ValueError):
-        if isinstance(found := json.loads((directory / "config.json").read_text()), dict):
-            return found
+        config = json.loads((directory / "config.json").read_text())
+        if isinstance(config, dict):
+            return config
     return {}

@@ -1,4 +1,4 @@
-"""What a model on this machine's disk is, and how it would run here: from its files, without its weights."""
+"""Describes a model on this machine's disk, and how it would run here, from its files without its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, langua
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
 from pearl.models.cpu import native
-from pearl.models.families import OWN_FORWARD, QUANTISED, forward_of, weight_shapes
+from pearl.models.families import OWN_FORWARD, QUANTISED, not_computed, weight_shapes
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.runner import has_own_forward
 from pearl.text.reasoning import tags_of
@@ -30,30 +30,41 @@ _NOT_HERE = "our own forward does not compute its layers or sizes here"
 
 
 def describe(spec: str, progress: Progress) -> dict[str, Any]:
-    """A model as `stored` or `resolve_checkpoint` names it, without the network; None: unknown.
+    """Describe a model that `stored` or `resolve_checkpoint` names, without the network; None: unknown.
 
     Raises `ModelError` for a model that is not on this machine.
     """
-    is_file = (
-        Path(spec).expanduser().is_file()
-    )  # the caches take a quarter of a second to look through
-    found = None if is_file else next((each.path for each in stored() if each.name == spec), None)
-    is_here = is_file or spec.startswith("embedded") or Path(spec).expanduser().exists()
-    if found is None and not (is_here or in_cache(spec)):
-        raise ModelError(f"{spec!r} is not on this machine: get it with `pearl pull {spec}`.")
-    path = Path(found or resolve_checkpoint(spec, progress))
+    path = _path(spec, progress)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE."
         )
     need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True)
-    about = {"model": spec, "path": str(path), "weights": kind_of(path)[0] or None}
-    model = _model(path) if table_in(path) is None else _of_gguf(path)
-    return about | model | {"memory": str(need) if need else None} | _chat(path)
+    description = {
+        "model": spec,
+        "path": str(path),
+        "weights": kind_of(path).weights or None,
+    }
+    description |= _model(path) if table_in(path) is None else _of_gguf(path)
+    description["memory"] = str(need) if need else None
+    return description | _chat(path)
+
+
+def _path(spec: str, progress: Progress) -> Path:
+    """Return the directory of a model on this machine. Raises `ModelError` for others."""
+    path = Path(spec).expanduser()
+    if not path.is_file():  # the caches take a quarter of a second to look through
+        for model in stored():
+            if model.name == spec:
+                return Path(model.path)
+    is_here = spec.startswith("embedded") or path.exists()
+    if not (is_here or in_cache(spec)):
+        raise ModelError(f"{spec!r} is not on this machine: get it with `pearl pull {spec}`.")
+    return resolve_checkpoint(spec, progress)
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
-    """Of a GGUF file, whose weights are exactly those of its family: no model is built to count them."""
+    """Describe a GGUF file, whose weights are exactly those of its family: no model is built to count them."""
     config = config_in(path)
     architecture = config["architectures"][0]
     forward = OWN_FORWARD[architecture].forward
@@ -64,10 +75,9 @@ def _of_gguf(path: Path) -> dict[str, Any]:
     except ModelError as error:
         return {"architecture": None, "forward": None, "why": str(error)}
     here = _here()
-    is_ours = native.takes_model(here, config) and (
-        not forward.has_experts or computes_experts(here)
-    )
-    is_ours = is_ours and forward_of(architecture, config) is not None
+    lacks_experts = forward.has_experts and not computes_experts(here)
+    is_ours = native.takes_model(here, config) and not lacks_experts
+    is_ours = is_ours and not not_computed(architecture, config)
     return {
         "architecture": architecture,
         "parameters": sum(math.prod(shape) for shape in weight_shapes(forward, config).values()),
@@ -83,7 +93,7 @@ def _here() -> torch.device:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """From a model on the meta device, where it has no weights."""
+    """Describe a model by building it on the meta device, where it has no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -96,13 +106,7 @@ def _model(path: Path) -> dict[str, Any]:
         context = context_of(str(path), model, None)
     except Exception as error:  # whatever transformers raises
         return {"architecture": None, "forward": None, "why": " ".join(str(error).split())[:300]}
-    family = OWN_FORWARD.get(type(model).__name__)
-    is_read = not method or (method in QUANTISED and family and family.forward.reads_directly)
-    why = "our own forward does not compute its family" if family is None else ""
-    why = why or ("" if has_own_forward(model, _here()) else _NOT_HERE)
-    why = why or (
-        "" if is_read else f"our own forward does not read its weights, quantised by {method}"
-    )
+    why = _why_general(model, method)
     return {
         "architecture": type(model).__name__,
         "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -113,14 +117,28 @@ def _model(path: Path) -> dict[str, Any]:
     }
 
 
+def _why_general(model: Any, method: str) -> str:
+    """Return why a model runs through transformers; "" if our own forward computes it. method: of its quantisation."""
+    family = OWN_FORWARD.get(type(model).__name__)
+    if family is None:
+        return "our own forward does not compute its family"
+    if not has_own_forward(model, _here()):
+        return _NOT_HERE
+    if method and not (method in QUANTISED and family.forward.reads_directly):
+        return f"our own forward does not read its weights, quantised by {method}"
+    return ""
+
+
 def _chat(path: Path) -> dict[str, Any]:
+    """Describe the chat template, tools and sampling defaults."""
     with suppress(Exception):  # files and their readers raise anything
         tokenizer, defaults = load(path, trust_remote_code=False, encodes=False)
-        known = next(name for name, each in FORMATS.items() if each is format_of(tokenizer))
+        tool_format = format_of(tokenizer)
+        names = [name for name, value in FORMATS.items() if value is tool_format]
         template = tokenizer.tool_template or tokenizer.chat_template
         return {
             "chat_template": bool(tokenizer.chat_template),
-            "tools": known if template and knows_tools(tokenizer) else None,
+            "tools": names[0] if template and knows_tools(tokenizer) else None,
             "reasoning": tags_of(tokenizer.chat_template) is not None,
             "sampling": str(defaults),
         }

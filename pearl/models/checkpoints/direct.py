@@ -1,7 +1,7 @@
 """Checkpoints of the families of our own forward, read straight from their files, without transformers.
 
-Importing what builds a model there takes a worker seconds, most of them in torch's compiler.  `read_decoder` returns
-None for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
+Importing what builds a model there takes a worker seconds, most of them in torch's compiler.  `read_decoder` raises
+`Unsupported` for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -27,8 +28,10 @@ from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.packed import is_of_cache
 from pearl.models.checkpoints.recipes import Unread
+from pearl.models.checkpoints.rope import RotaryEmbedding, parameters_of_rope, rope_of
 from pearl.models.cpu import native
-from pearl.models.families import OWN_FORWARD, ROPES, forward_of, weight_shapes
+from pearl.models.families import OWN_FORWARD, Config, Forward, Shapes, not_computed, weight_shapes
+from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
@@ -36,34 +39,45 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights
 log = logging.getLogger(__name__)
 
 _NEEDED = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *("rms_norm_eps", "vocab_size", "max_position_embeddings", "hidden_act", "tie_word_embeddings"),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_act",
+    "tie_word_embeddings",
 )
 _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit")
 _DTYPES = ("float32", "bfloat16", "float16")
-# gpt-oss's experts, which files have stacked, in MXFP4 or transposed: (stack, the rows of an expert there).
-_BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
+_BLOCKS = "_blocks"  # suffixes of tensors in MXFP4
+_SCALES = "_scales"
+# Files of gpt-oss stack its experts, in MXFP4 or transposed: matrix -> (stack, its rows of an expert there).
 _STACKS = {
     "gate": ("gate_up_proj", slice(0, None, 2)),
     "up": ("gate_up_proj", slice(1, None, 2)),
     "down": ("down_proj", slice(None)),
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_FILE, _EMBEDDING, _HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
+_FILE = "model.safetensors"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
-Frequencies = tuple[torch.Tensor, float]  # [rotated / 2], and yarn's scale of what is rotated
+
+class Unsupported(Exception):
+    """A checkpoint is not read directly, though transformers may load it; the text is the reason."""
+
+
+class UnsupportedWeights(Unsupported):
+    """The quantised weights of a checkpoint are not read; the text names the setting or the tensor."""
 
 
 class Weight(nn.Module):
     """A weight, and a bias if any: a linear layer, a norm, or the embedding.
 
-    A quantised matrix is made when it is first asked for: it takes a byte a weight until our products have laid it out.
+    A quantised matrix is made at its first use: it takes a byte a weight until our products have laid it out.
     """
 
     def __init__(
@@ -83,56 +97,6 @@ class Weight(nn.Module):
         return super().__getattr__(name)
 
 
-class Rope(nn.Module):
-    """Cosines and sines of positions, bit for bit those of transformers."""
-
-    def __init__(self, each: Mapping[str, Frequencies]) -> None:
-        super().__init__()
-        self._each = each  # by the kind of layer, "" if there is one; no buffers, for they stay float32 on the CPU
-
-    def forward(
-        self, like: torch.Tensor, positions: torch.Tensor, kind: str = ""
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
-        frequencies, scale = self._each[kind]
-        angles = positions[..., None].float() * frequencies.to(like.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
-
-
-class Decoder(nn.Module):
-    """Weights and config of a model, with their names in transformers. Computes nothing."""
-
-    model: Any
-    lm_head: Any
-
-    def __init__(self, config: SimpleNamespace) -> None:
-        super().__init__()
-        self.config: Any = config
-
-    def place(self, name: str, module: nn.Module | nn.Parameter) -> None:
-        """Add `module` under its dotted name; the modules above it are made where they are missing."""
-        above: nn.Module = self
-        *path, last = name.split(".")
-        for part in path:
-            if not hasattr(above, part):
-                above.add_module(
-                    part, nn.ModuleList() if part in ("layers", "experts") else nn.Module()
-                )
-            above = getattr(above, part)
-        setattr(above, last, module)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.embed_tokens.weight.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.embed_tokens.weight.device
-        return device
-
-
 def read_decoder(
     directory: Path,
     dtype: torch.dtype | None,
@@ -140,122 +104,176 @@ def read_decoder(
     progress: Progress = silent,
     keeps_bits: bool = False,
     only_embedding: bool = False,
-) -> Decoder | None:
-    """The checkpoint in `directory`, with weights in `dtype`; None for the checkpoint's own.
+) -> Decoder:
+    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's own.
 
     Weights whose dtype does not change are mapped, not read.  Reports each of several files to `progress`.  Raises
-    what safetensors raises for a damaged file.
+    `Unsupported`, and what safetensors raises for a damaged file.
 
     Args:
         keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
         only_embedding: all other weights are left out.
     """
-    if (config := _config(directory)) is None:
-        return None
+    config = _config(directory)
     scheme = config.pop("quantization_config", None)
-    forward, rope = forward_of(config["architectures"][0], config), rope_of(config)
-    own = config.get("dtype") or config.get("torch_dtype")
-    if forward is None or rope is None or own not in _DTYPES:
-        return None
-    if (forward.has_experts and not computes_experts(device)) or not native.takes_model(
-        device, config
-    ):
-        return None
-    expected = weight_shapes(forward, config)
-    if (table := table_in(directory)) is not None:
+    stored_dtype = config.get("dtype") or config.get("torch_dtype")
+    if stored_dtype not in _DTYPES:
+        raise Unsupported(f"its dtype is {stored_dtype!r}")
+    forward, rope = _forward(config, device)
+    shapes = weight_shapes(forward, config)
+    table = table_in(directory)
+    if table is not None:
         mapped = GgufWeights(table, forward)
-        plain, quantised = mapped.plain, mapped.matrices() if keeps_bits else {}
-    elif (files := files_of(directory)) is None or not forward.reads_directly:
-        return None
+        stored = _Stored(mapped.plain, mapped.matrices() if keeps_bits else {})
     else:
-        source = (_StackedSource if forward.clamps_experts else _Source)(directory, files, progress)
-        try:
-            quantised = (
-                packed.matrices(scheme, files, source.get) if scheme else source.matrices(expected)
-            )
-        except Unread as cause:
-            told = "our own forward does not read its weights, transformers may:"
-            log.warning("%s (quantization_config of config.json): %s %s", directory, told, cause)
-            return None
-        if source.shapes(quantised, expected) != {
-            name: expected[name] for name in {*expected} - {*quantised}
-        }:
-            return None
-        plain = partial(source.plain_or_dequantised, quantised)
-        if any(map(is_of_cache, files)) and not only_embedding:
+        files = files_of(directory)
+        if files is None:
+            raise Unsupported("it has no safetensors files")
+        if not forward.reads_directly:
+            raise Unsupported("transformers completes the configurations of its family")
+        source_type = _StackedSource if forward.clamps_experts else _Source
+        stored = _stored(source_type(directory, files, progress), scheme, shapes)
+        if not only_embedding and any(map(is_of_cache, files)):
             log.warning(
                 "%s: keys and values stay whole, and the scales of a smaller cache unused",
                 directory,
             )
-    if (
-        keeps_bits and quantised
-    ):  # the rest is in the products' dtype, without instructions for it too
-        own, dtype = "bfloat16" if own == "float16" else own, None
-    wanted = dtype or getattr(torch, own)
+    if keeps_bits and stored.matrices:
+        # The rest is in the products' dtype, without instructions for it too.
+        dtype = None
+        if stored_dtype == "float16":
+            stored_dtype = "bfloat16"
     if only_embedding:
-        expected, config["tie_word_embeddings"] = {_EMBEDDING: expected[_EMBEDDING]}, False
-    decoder = _placed(config, plain, quantised, expected, device, wanted, keeps_bits)
+        shapes = {_EMBEDDING: shapes[_EMBEDDING]}
+        config["tie_word_embeddings"] = False
+    builder = _Builder(stored, shapes, device, dtype or getattr(torch, stored_dtype), keeps_bits)
+    decoder = builder.decoder(config)
     decoder.place("model.rotary_emb", rope)
     return decoder
 
 
-def _placed(
-    config: dict[str, Any],
-    plain: Callable[[str, torch.device, torch.dtype], torch.Tensor],
-    quantised: Mapping[str, Make],
-    expected: Mapping[str, tuple[int, ...]],
-    device: torch.device,
-    wanted: torch.dtype,
-    keeps_bits: bool,
-) -> Decoder:
-    """The weights that are expected, in their modules."""
-    settings = SimpleNamespace(**config)
-    settings.get_text_config = lambda decoder=True: settings
-    decoder = Decoder(settings)
+def _forward(config: Config, device: torch.device) -> tuple[Forward, RotaryEmbedding]:
+    """Return how our own forward computes the model on `device`. Raises `Unsupported` where it does not."""
+    architecture = config["architectures"][0]
+    reason = not_computed(architecture, config)
+    if reason:
+        raise Unsupported(reason)
+    rope = rope_of(config)
+    if rope is None:
+        raise Unsupported(f"its rope is not computed: {config['rope_parameters']}")
+    forward = OWN_FORWARD[architecture].forward
+    if forward.has_experts and not computes_experts(device):
+        raise Unsupported(f"experts are not computed on {device}")
+    if not native.takes_model(device, config):
+        raise Unsupported(f"its sizes are not computed on {device}")
+    return forward, rope
 
-    def matrix(name: str) -> Weights:
-        made = quantised[name]()
-        if made.shape != expected.get(name, made.shape):
-            raise ValueError(f"its weight {name} has the shape {list(made.shape)}")
-        return (
-            made.changed(lambda tensor: tensor.to(device))
-            if keeps_bits
-            else made.dequantised().to(device, wanted)
-        )
 
-    for name in expected:
-        module, _, kind = name.rpartition(".")
-        if kind == "weight":
-            is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
-            bias = plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
-            decoder.place(
-                module,
-                Weight(partial(matrix, name) if is_matrix else plain(name, device, wanted), bias),
-            )
-        elif kind != "bias":
-            decoder.place(name, nn.Parameter(plain(name, device, wanted), requires_grad=False))
-    if config[
-        "tie_word_embeddings"
-    ]:  # a module of its own: the runner takes the head's weight away
-        head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
-        decoder.place(
-            "lm_head", Weight(partial(matrix, head) if head else decoder.model.embed_tokens.weight)
-        )
-    return decoder
+class _Stored(NamedTuple):
+    """Reads the weights of a checkpoint.
+
+    Attributes:
+        plain: reads a weight, dequantised, to a device and a dtype.
+        matrices: loaders of the quantised matrices, by weight name.
+    """
+
+    plain: Callable[[str, torch.device, torch.dtype], torch.Tensor]
+    matrices: Mapping[str, Make]
+
+
+def _stored(source: _Source, scheme: Mapping[str, Any] | None, shapes: Shapes) -> _Stored:
+    """Return the weights in safetensors files. Raises `Unsupported` unless they are exactly those of `shapes`."""
+    if scheme:
+        try:
+            matrices = packed.matrices(scheme, source.names, source.get)
+        except Unread as cause:
+            raise UnsupportedWeights(str(cause)) from cause
+    else:
+        matrices = source.matrices(shapes)
+    plain_shapes = {name: shape for name, shape in shapes.items() if name not in matrices}
+    differing = source.shapes(matrices, shapes).items() ^ plain_shapes.items()
+    if differing:
+        name, shape = min(differing)
+        raise Unsupported(f"its tensors are not those of its family: {name} {list(shape)} differs")
+    return _Stored(partial(source.plain_or_dequantised, matrices), matrices)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Places the weights that `shapes` names in the modules of a decoder; see `read_decoder`."""
+
+    stored: _Stored
+    shapes: Shapes
+    device: torch.device
+    dtype: torch.dtype
+    keeps_bits: bool
+
+    def decoder(self, config: dict[str, Any]) -> Decoder:
+        settings = SimpleNamespace(**config)
+        settings.get_text_config = lambda decoder=True: settings
+        decoder = Decoder(settings)
+        for name in self.shapes:
+            module, _, kind = name.rpartition(".")
+            if kind == "weight":
+                bias = f"{module}.bias"
+                has_bias = bias in self.shapes
+                decoder.place(
+                    module, Weight(self._weight(name), self._plain(bias) if has_bias else None)
+                )
+            elif kind != "bias":
+                decoder.place(name, nn.Parameter(self._plain(name), requires_grad=False))
+        if config["tie_word_embeddings"]:
+            decoder.place("lm_head", Weight(self._tied_head(decoder)))
+        return decoder
+
+    def _tied_head(self, decoder: Decoder) -> Weights | Callable[[], Weights]:
+        """Return the weight of a head of its own module, which the runner takes away."""
+        for name in (_HEAD, _EMBEDDING):
+            if name in self.stored.matrices:
+                return partial(self._matrix, name)
+        weight: torch.Tensor = decoder.model.embed_tokens.weight
+        return weight
+
+    def _weight(self, name: str) -> Weights | Callable[[], Weights]:
+        stays_plain = self.keeps_bits and name == _EMBEDDING
+        if name in self.stored.matrices and not stays_plain:
+            return partial(self._matrix, name)
+        return self._plain(name)
+
+    def _plain(self, name: str) -> torch.Tensor:
+        return self.stored.plain(name, self.device, self.dtype)
+
+    def _matrix(self, name: str) -> Weights:
+        matrix = self.stored.matrices[name]()
+        if matrix.shape != self.shapes.get(name, matrix.shape):
+            raise ValueError(f"its weight {name} has the shape {list(matrix.shape)}")
+        if self.keeps_bits:
+            return matrix.changed(lambda tensor: tensor.to(self.device))
+        return matrix.dequantised().to(self.device, self.dtype)
 
 
 class _Source:
-    """The tensors in a checkpoint's files. `files`: name of a tensor -> its file."""
+    """The tensors in a checkpoint's files.
+
+    Args:
+        files: name of a tensor -> its file.
+    """
 
     def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
-        self._directory, self._files, self._progress = directory, files, progress
-        self._opened = {
-            name: safe_open(directory / name, framework="pt") for name in set(files.values())
-        }
+        self._directory = directory
+        self._files = files
+        self._progress = progress
+        self._opened = {}
+        for file in set(files.values()):
+            self._opened[file] = safe_open(directory / file, framework="pt")
         self._begun: set[str] = set()
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._files
+
     def get(self, name: str) -> torch.Tensor:
-        """A tensor as it is in its file."""
+        """Return a tensor as it is in its file."""
         file = self._files[name]
         if len(self._opened) > 1 and file not in self._begun:
             self._begun.add(file)
@@ -266,7 +284,7 @@ class _Source:
         return tensor
 
     def part(self, name: str, number: int) -> torch.Tensor:
-        """One of the tensors that are stacked in one."""
+        """Return tensor `number` of those that are stacked in one."""
         tensor: torch.Tensor = self._opened[self._files[name]].get_slice(name)[number]
         return tensor
 
@@ -276,154 +294,160 @@ class _Source:
     def plain_or_dequantised(
         self, quantised: Mapping[str, Make], name: str, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A weight that is no matrix of ours, such as the embedding, which may be quantised."""
+        """Return a weight that is no matrix of ours, such as the embedding, which may be quantised."""
         if name in quantised:
             return quantised[name]().dequantised().to(device=device, dtype=dtype)
         return self.plain(name, device, dtype)
 
     def matrices(self, names: Collection[str]) -> dict[str, Make]:
-        """What makes those of these weights that the model's makers have quantised."""
+        """Return loaders of those of the weights `names` that the model's makers have quantised."""
         return {}
 
-    def shapes(
-        self, quantised: Collection[str], expected: Collection[str]
-    ) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors, without those of quantised modules and of a quantised cache.
+    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> Shapes:
+        """Return the shapes of tensors, without those of quantised modules and of a quantised cache.
 
-        Also without a head that is the embedding; transformers ties no other, which is trained by itself.
+        A head that equals the embedding is left out; transformers ties no other, which is trained by itself.
         """
-        found = {
-            name: tuple(self._opened[file].get_slice(name).get_shape())
-            for name, file in self._files.items()
-            if not is_of_cache(name)
-            and (
-                name.endswith(".bias")
-                or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised}
-            )
-        }
-        if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
-            del found[_HEAD]
-        return found
+        shapes: Shapes = {}
+        for name, file in self._files.items():
+            weights = {f"{name.rpartition('.')[0]}.weight", _weight(name)}
+            is_plain = name.endswith(".bias") or weights.isdisjoint(quantised)
+            if is_plain and not is_of_cache(name):
+                shapes[name] = tuple(self._opened[file].get_slice(name).get_shape())
+        has_surplus_head = _HEAD in shapes and _HEAD not in expected
+        if has_surplus_head and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
+            del shapes[_HEAD]
+        return shapes
+
+
+class _Slice(NamedTuple):
+    """Where a stack holds a weight or bias of an expert."""
+
+    stack: str
+    expert: int
+    rows: slice
 
 
 class _StackedSource(_Source):
-    """Of gpt-oss, with each expert by itself."""
+    """The tensors of gpt-oss, with each expert by itself."""
 
-    def _stack(self, name: str) -> tuple[str, int, slice] | None:
-        """The stack that has a weight or bias of an expert, the expert's number and its rows."""
-        if (found := _EXPERT.fullmatch(name)) is None:
+    def _slice(self, name: str) -> _Slice | None:
+        """Return the place of a weight or bias of an expert; None for other tensors.
+
+        Example: "model.layers.0.mlp.experts.3.up_proj.bias" is the odd numbers of number 3 of
+        "model.layers.0.mlp.experts.gate_up_proj_bias".
+        """
+        match = _EXPERT.fullmatch(name)
+        if match is None:
             return None
-        stack, rows = _STACKS[found[3]]
-        return f"{found[1]}.{stack}{'_bias' * (found[4] == 'bias')}", int(found[2]), rows
+        experts, number, matrix, kind = match.groups()
+        stack, rows = _STACKS[matrix]
+        suffix = "_bias" if kind == "bias" else ""
+        return _Slice(f"{experts}.{stack}{suffix}", int(number), rows)
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        if (its := self._stack(name)) is None:
+        place = self._slice(name)
+        if place is None:
             return super().plain(name, device, dtype)
-        stack, number, rows = its
-        whole = self.part(stack, number)
-        return (
-            (whole.mT if name.endswith(".weight") else whole)[rows].contiguous().to(device, dtype)
-        )
+        tensor = self.part(place.stack, place.expert)
+        if name.endswith(".weight"):
+            tensor = tensor.mT
+        return tensor[place.rows].contiguous().to(device, dtype)
 
     def matrices(self, names: Collection[str]) -> dict[str, Make]:
-        def maker(stack: str, number: int, rows: slice) -> Make:
-            return lambda: mxfp4(
-                *(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES))
-            )
+        matrices: dict[str, Make] = {}
+        for name in names:
+            place = self._slice(name)
+            if place is not None and place.stack + _BLOCKS in self._files:
+                matrices[name] = partial(self._mxfp4, place)
+        return matrices
 
-        found = {name: its for name in names if (its := self._stack(name)) is not None}
-        return {name: maker(*its) for name, its in found.items() if its[0] + _BLOCKS in self._files}
+    def _mxfp4(self, place: _Slice) -> QuantisedMatrix:
+        blocks = self.part(place.stack + _BLOCKS, place.expert)
+        scales = self.part(place.stack + _SCALES, place.expert)
+        return mxfp4(blocks[place.rows], scales[place.rows])
 
-    def shapes(
-        self, quantised: Collection[str], expected: Collection[str]
-    ) -> dict[str, tuple[int, ...]]:
-        found = super().shapes(quantised, expected)
-        for name in [name for name in found if ".experts." in name]:
-            count, *shape = found.pop(name)
-            stem, _, part = name.rpartition(".")
-            if part.endswith((_BLOCKS, _SCALES)):  # their matrices are checked as they are made
-                continue
-            kind = "bias" if part.endswith("_bias") else "weight"
-            for each, (stack, _) in _STACKS.items():
-                if part.startswith(stack):
-                    own = shape[-1] // (2 if each != "down" else 1), *shape[:-1]
-                    found |= {f"{stem}.{number}.{each}_proj.{kind}": own for number in range(count)}
-        return found
+    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> Shapes:
+        shapes: Shapes = {}
+        for name, shape in super().shapes(quantised, expected).items():
+            if ".experts." not in name:
+                shapes[name] = shape
+            elif not name.endswith((_BLOCKS, _SCALES)):  # those are checked as they are made
+                shapes |= _shapes_in_stack(name, shape)
+        return shapes
+
+
+def _shapes_in_stack(name: str, shape: tuple[int, ...]) -> Shapes:
+    """Return the shape of each weight or bias in a stack [experts, inputs, outputs] or [experts, outputs]."""
+    stem, _, part = name.rpartition(".")
+    kind = "weight"
+    if part.endswith("_bias"):
+        kind = "bias"
+    count, *inputs, outputs = shape
+    shapes = {}
+    for matrix, (stack, _) in _STACKS.items():
+        if part.startswith(stack):
+            if matrix == "down":
+                rows = outputs
+            else:
+                rows = outputs // 2
+            for number in range(count):
+                shapes[f"{stem}.{number}.{matrix}_proj.{kind}"] = (rows, *inputs)
+    return shapes
 
 
 def _weight(name: str) -> str:
-    """The weight that a tensor is part of, in files that name it so."""
+    """Return the weight that a tensor is part of: "a.weight" of "a.weight.absmax"."""
     weight, dot, _ = name.partition(".weight")
     return weight + dot
 
 
-def _config(directory: Path) -> dict[str, Any] | None:
-    """config.json, with `rope_parameters` and `head_dim`; None where it is not exactly of one of the families."""
+def _config(directory: Path) -> dict[str, Any]:
+    """Return config.json, with `rope_parameters` and `head_dim`.
+
+    Raises `Unsupported` where it is not exactly that of one of the families.
+    """
+    config = config_in(directory)
     try:
-        config = config_in(directory)
-        architecture = config["architectures"][0]
-        family = OWN_FORWARD[architecture]
-        has_experts = family.forward.clamps_experts
-        needed = (*_NEEDED, *(_NEEDED_BY_EXPERTS if has_experts else ()))
-        if (
-            any(config[name] is None for name in needed)
-            or family.model_type != config["model_type"]
-        ):
-            return None
-        if has_experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-            del config["quantization_config"]
-            config.setdefault("dtype", "bfloat16")
-    except (LookupError, TypeError, AttributeError):
-        return None
-    # Code of its own; a scaling or a length that transformers reads before that of the rope.
-    if "auto_map" in config or "original_max_position_embeddings" in config:
-        return None
-    if (rope := parameters_of_rope(config)) is None:
-        return None
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return {**config, "rope_parameters": rope, "head_dim": width}
+        family = OWN_FORWARD[config["architectures"][0]]
+    except (LookupError, TypeError):
+        raise Unsupported("its architecture is none that our own forward computes") from None
+    has_experts = family.forward.clamps_experts
+    needed = [*_NEEDED]
+    if has_experts:
+        needed += _NEEDED_BY_EXPERTS
+    for name in needed:
+        if config.get(name) is None:
+            raise Unsupported(f"its config.json has no {name}")
+    if config.get("model_type") != family.model_type:
+        raise Unsupported(f"its model_type is not {family.model_type!r}")
+    if has_experts and "quantization_config" in config:
+        _drop_mxfp4(config)
+    # Code of its own; a length that transformers reads before that of the rope.
+    for name in ("auto_map", "original_max_position_embeddings"):
+        if name in config:
+            raise Unsupported(f"its config.json has {name}")
+    rope = parameters_of_rope(config)
+    if rope is None:
+        raise Unsupported("its config.json has both rope_parameters and rope_scaling")
+    config["rope_parameters"] = rope
+    if not config.get("head_dim"):
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    return config
 
 
-def parameters_of_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_parameters`, of the notation before transformers 5 too; None where both are given."""
-    rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
-    if rope and scaling:
-        return None
-    if rope is None:  # the notation before transformers 5; a scaling's own base has priority
-        scaling = scaling or {}
-        rope = {"rope_theta": config.get("rope_theta"), **scaling}
-        rope["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
-    return dict(rope)
-
-
-def rope_of(config: Mapping[str, Any]) -> Rope | None:
-    """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
-    named = config["rope_parameters"]
-    each = {"": named} if "rope_type" in named else named
-    try:
-        return Rope({kind: frequencies(rope, config) for kind, rope in each.items()})
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
-        return None
-
-
-def frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Frequencies:
-    """Of one kind of layer; a longrope's up to the length at which they change. Raises where `rope` does not say."""
-    kind = rope["rope_type"]
-    if kind == "default":
-        dim = int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
-    if kind not in ROPES:
-        raise ValueError(kind)
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes half a second
-
-    given: Any = SimpleNamespace(
-        **{**config, "rope_parameters": rope}, standardize_rope_params=lambda: None
-    )
-    return ROPE_INIT_FUNCTIONS[kind](given, torch.device("cpu"))
+def _drop_mxfp4(config: dict[str, Any]) -> None:
+    """Remove the scheme in which gpt-oss is published: `_StackedSource` reads it without."""
+    scheme = config["quantization_config"]
+    if not isinstance(scheme, Mapping):
+        raise Unsupported("its quantization_config is not a table of settings")
+    if scheme.get("quant_method") == "mxfp4":
+        del config["quantization_config"]
+        config.setdefault("dtype", "bfloat16")
 
 
 def files_of(directory: Path) -> dict[str, str] | None:
-    """Name of a tensor -> its file; None where there is neither model.safetensors nor its index."""
+    """Return name of a tensor -> its file; None where there is neither model.safetensors nor its index."""
     if (directory / _FILE).is_file():
         with safe_open(directory / _FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), _FILE)

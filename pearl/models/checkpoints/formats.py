@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -17,37 +18,38 @@ _TOGETHER = 8192  # rows taken apart at once: what is made on the way takes seve
 
 
 def _half(block: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at a byte of each block [out, blocks, bytes]: [out, blocks]."""
+    """Return the float16 at byte `at` of each block [out, blocks, bytes]: [out, blocks]."""
     return block[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(block: torch.Tensor) -> torch.Tensor:
-    """[..., n] bytes -> [..., 2 * n]: the low halves, then the high ones."""
+    """Split bytes [..., n] into 4 bits each [..., 2 * n]: the low halves, then the high ones."""
     return torch.cat((block & 15, block >> 4), -1)
 
 
 def _bits(block: torch.Tensor) -> torch.Tensor:
-    """[..., n] bytes -> [..., 8 * n] bits, the lowest of each byte first."""
+    """Split bytes [..., n] into bits [..., 8 * n], the lowest of each byte first."""
     return (block[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
 def fields(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Words [..., n] of 32 bits as unsigned fields [..., n * 32 / bits], the lowest first, or in `order`."""
+    """Split words of 32 bits [..., n] into unsigned fields [..., n * 32 / bits], the lowest first, or in `order`."""
     shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
 
 
 def _legacy(has_least: bool, bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: groups of 32."""
+    """Return a reader of Q4_0, Q4_1, Q5_0 or Q5_1: groups of 32 weights."""
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
-        at = 4 if has_least else 2
         steps = _nibbles(block[..., -16:])
         if bits == 5:
-            steps = steps | _bits(block[..., at : at + 4]) << 4
-        least = _half(block, 2) if has_least else None
-        offset = 0.0 if has_least else 2.0 ** (bits - 1)
-        return QuantisedMatrix(steps.flatten(1), bits, _half(block, 0), least=least, offset=offset)
+            steps = steps | _bits(block[..., -20:-16]) << 4
+        steps = steps.flatten(1)
+        scales = _half(block, 0)
+        if has_least:
+            return QuantisedMatrix(steps, bits, scales, least=_half(block, 2))
+        return QuantisedMatrix(steps, bits, scales, offset=2.0 ** (bits - 1))
 
     return read
 
@@ -59,7 +61,7 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Q4_K and Q5_K: groups of 32 weights; 8 groups share a factor of their scales, and one of their least weights."""
+    """Return a reader of Q4_K or Q5_K: groups of 32; 8 groups share a factor of their scales, and of their minima."""
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
         first, second, third = block[..., 4:16].split(4, -1)
@@ -67,9 +69,8 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
         least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
         steps = _nibbles(block[..., -128:].unflatten(-1, (4, 32)))  # [out, blocks, 4, 64]
         if bits == 5:
-            above = (
-                block[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1
-            )  # [out, blocks, 32, 8]
+            shifts = torch.arange(8, dtype=torch.uint8)
+            above = block[..., 16:48, None] >> shifts & 1  # [out, blocks, 32, 8]
             steps = steps | above.transpose(-1, -2).reshape(steps.shape) << 4
         return QuantisedMatrix(
             steps.flatten(1),
@@ -84,17 +85,13 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
 
 
 def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
-    """Groups of 16 weights; 16 groups share a factor of their scales."""
+    """Read Q6_K: groups of 16 weights; 16 groups share a factor of their scales."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
-    high = (
-        block[..., 128:192].unflatten(-1, (2, 1, 32))
-        >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-        & 3
-    )
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
+    steps = (low | high.flatten(-2) << 4).flatten(1)
     scales = block[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return QuantisedMatrix(
-        (low | high.flatten(-2) << 4).flatten(1), 6, scales, _half(block, 208), offset=32.0
-    )
+    return QuantisedMatrix(steps, 6, scales, _half(block, 208), offset=32.0)
 
 
 FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # in halves
@@ -102,12 +99,12 @@ _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def paired(pairs: torch.Tensor) -> torch.Tensor:
-    """Steps [out, in] of bytes that have two each, the first one low."""
+    """Return the steps [out, in] of bytes that hold two each, the first in the low half."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """The matrix of pairs [out, ...] of steps and exponents uint8 [out, groups].
+    """Return the matrix of pairs of steps [out, ...] and exponents uint8 [out, groups].
 
     Source: "OCP Microscaling Formats", 5.3.3.
     """
@@ -115,7 +112,7 @@ def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
 
 
 def _mx(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """steps [out, in]; exponents [out, groups]."""
+    """Return the matrix of steps [out, in] and exponents [out, groups]."""
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # 127, and a half
     return QuantisedMatrix(steps, 4, scales.bfloat16(), table=FP4)
 
@@ -129,7 +126,7 @@ def _iq4_nl(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
-    """Groups of 32 weights; 8 groups share a factor of their scales, which have 6 bits."""
+    """Read IQ4_XS: groups of 32 weights; 8 groups share a factor of their scales, which have 6 bits."""
     low = fields(block[..., 4:8].contiguous().view(torch.int32), 4)
     high = fields(block[..., 2:4].contiguous().view(torch.int16).int(), 2)[..., :8]
     scales = (low | high << 4).to(torch.int8) - 32
@@ -137,25 +134,34 @@ def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix(steps.flatten(1), 4, scales.flatten(1), _half(block, 0), table=_IQ4)
 
 
-GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatrix]]] = {
-    # type: (weights, bytes of a block, what takes blocks [out, blocks, bytes] apart)
-    "Q4_0": (32, 18, _legacy(False, 4)),
-    "Q4_1": (32, 20, _legacy(True, 4)),
-    "Q5_0": (32, 22, _legacy(False, 5)),
-    "Q5_1": (32, 24, _legacy(True, 5)),
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_K": (256, 144, _k(4)),
-    "Q5_K": (256, 176, _k(5)),
-    "Q6_K": (256, 210, _q6_k),
-    "IQ4_NL": (32, 18, _iq4_nl),
-    "IQ4_XS": (256, 136, _iq4_xs),
-    "MXFP4": (32, 17, _mxfp4),
+class Block(NamedTuple):
+    """How a type of GGUF's packs weights: `weights` of them in a block of `size` bytes.
+
+    `read` takes blocks [out, blocks, bytes] apart.
+    """
+
+    weights: int
+    size: int
+    read: Callable[[torch.Tensor], QuantisedMatrix]
+
+
+GGUF_BLOCKS: Mapping[str, Block] = {
+    "Q4_0": Block(32, 18, _legacy(False, 4)),
+    "Q4_1": Block(32, 20, _legacy(True, 4)),
+    "Q5_0": Block(32, 22, _legacy(False, 5)),
+    "Q5_1": Block(32, 24, _legacy(True, 5)),
+    "Q8_0": Block(32, 34, _q8_0),
+    "Q4_K": Block(256, 144, _k(4)),
+    "Q5_K": Block(256, 176, _k(5)),
+    "Q6_K": Block(256, 210, _q6_k),
+    "IQ4_NL": Block(32, 18, _iq4_nl),
+    "IQ4_XS": Block(256, 136, _iq4_xs),
+    "MXFP4": Block(32, 17, _mxfp4),
 }
 
 
 def from_gguf(kind: str, rows: torch.Tensor) -> QuantisedMatrix:
-    """A matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
-    _, size, read = GGUF_BLOCKS[kind]
-    return stacked(
-        (read(some.view(len(some), -1, size)) for some in rows.split(_TOGETHER)), len(rows)
-    )
+    """Return a matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
+    block = GGUF_BLOCKS[kind]
+    pieces = (block.read(piece.view(len(piece), -1, block.size)) for piece in rows.split(_TOGETHER))
+    return stacked(pieces, len(rows))

@@ -1,4 +1,4 @@
-"""GGUF files: read in place.  What a file states is written once, as the files of a Hugging Face directory.
+"""GGUF files: weights are read in place; what a file states is written once, as a Hugging Face directory.
 
 Making a tokenizer takes seconds, and every process of a run would do it.  So config.json, the tokenizer and how to
 sample are cached, with a table of where each weight is; `gguf_weights` maps them from the file.  What a file states is
@@ -20,10 +20,11 @@ import msgspec
 from pearl.cache import GGUF_FILES, Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
 from pearl.models.checkpoints.gguf_sampling import generation_config
-from pearl.models.families import GGUF, Family, weight_shapes
+from pearl.models.families import GGUF, Config, Family, weight_shapes
 from pearl.printable import cause_of
 
-TABLE, _GENERATION = "gguf.json", "generation_config.json"
+TABLE = "gguf.json"
+_GENERATION = "generation_config.json"
 # What the enumerations of `gguf` say of a number that they do not have, and what each of them numbers.
 _UNKNOWN = {"GGMLQuantizationType": "weights", "GGUFValueType": "fields"}
 _UNKNOWN_NUMBER = re.compile(rf"(?P<number>\d+)\)? is not a valid (?P<kind>{'|'.join(_UNKNOWN)})")
@@ -50,10 +51,11 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_FACTORS = {
+_FACTORS = {  # tensors of a longrope -> their settings
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
-}  # a longrope's
+}
+_FREQUENCIES = "rope_freqs.weight"
 # llama.cpp's defaults for what a config.json cannot state otherwise.
 _FIXED = {
     "attn_factor": 1.0,
@@ -74,12 +76,16 @@ class Tensor(NamedTuple):
     size: int
 
 
-class Table(NamedTuple):
+Fields = Mapping[str, Any]  # of a file, by name; those of an architecture without its prefix
+Tensors = Mapping[str, Tensor]  # by their names in the file
+
+
+class GgufTable(NamedTuple):
     """Where the weights of a model are.
 
     Attributes:
-        file: in this one, in the table's directory or elsewhere.
-        interleaved: the width of a head, where rows of queries and keys have its halves in turns; else 0.
+        file: that holds them, in the table's directory or elsewhere.
+        interleaved: head_dim, if rows of queries and keys interleave the halves of a head; else 0.
         tensors: by their names in transformers.
     """
 
@@ -91,16 +97,16 @@ class Table(NamedTuple):
         (directory / TABLE).write_bytes(msgspec.json.encode(self))
 
 
-def table_in(directory: Path) -> Table | None:
-    """That of the GGUF file which `directory` describes; None where it is an ordinary checkpoint."""
+def table_in(directory: Path) -> GgufTable | None:
+    """Return the table of the GGUF file that `directory` describes; None for an ordinary checkpoint."""
     if not (directory / TABLE).is_file():
         return None
-    table = msgspec.json.decode((directory / TABLE).read_bytes(), type=Table)
+    table = msgspec.json.decode((directory / TABLE).read_bytes(), type=GgufTable)
     return table._replace(file=str(directory / table.file))
 
 
 def directory_of(file: Path, progress: Progress) -> Path:
-    """The directory that describes `file`, made once: config.json, tokenizer, how to sample, and where weights are.
+    """Return the directory that describes `file`, which the first call makes; see `describe_file`.
 
     Raises `ModelError`.
     """
@@ -110,46 +116,46 @@ def directory_of(file: Path, progress: Progress) -> Path:
         building.mkdir()
         describe_file(file, building)
 
-    beside = file.parent / _GENERATION
-    name = (
-        re.sub(r"[^\w.-]", "_", file.stem)[:80]
-        + f"-{stamp([file, *([beside] if beside.is_file() else [])])}"
-    )
-    return built_once(name, build, progress, cache_directory() / GGUF_FILES)
+    sources = [file]
+    generation = file.parent / _GENERATION
+    if generation.is_file():
+        sources.append(generation)
+    name = re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    return built_once(f"{name}-{stamp(sources)}", build, progress, cache_directory() / GGUF_FILES)
 
 
 def describe_file(file: Path, directory: Path) -> None:
-    """Write into `directory` what `file` states. Raises `ModelError`."""
+    """Write config.json, tokenizer, generation_config.json and the table of weights of `file` into `directory`.
+
+    Raises `ModelError`.
+    """
     from pearl.text.gguf_tokenizer import tokenizer_of
 
     try:
         fields, tensors = read_header(file)
-        if (parts := fields.get("split.count", 1)) > 1:
+        parts = fields.get("split.count", 1)
+        if parts > 1:
             raise ValueError(
                 f"it is one of {parts} parts. Merge them with llama.cpp's `llama-gguf-split --merge FIRST-PART "
                 "WHOLE.gguf`, and name WHOLE.gguf"
             )
         architecture = str(fields.get("general.architecture"))
-        start = f"{architecture}."
-        stated = {
-            name.removeprefix(start): value
-            for name, value in fields.items()
-            if name.startswith(start)
-        }
+        stated = _below(f"{architecture}.", fields)
         family = _family_of(architecture, stated)
         config = _config(family, stated, tensors)
         config["rope_parameters"] = _ropes(family, stated, config, file, tensors)
-        table = Table(
-            file.name if file.parent == directory else str(file.absolute()),
-            config["head_dim"] if family.gguf.interleaves else 0,
-            _located(family, config, tensors),
+        table = GgufTable(
+            file=file.name if file.parent == directory else str(file.absolute()),
+            interleaved=config["head_dim"] if family.gguf.interleaves else 0,
+            tensors=_located(family, config, tensors),
         )
         _check_types(table.tensors)
         tokenizer, settings, ends = tokenizer_of(fields)
-        beside = file.parent / _GENERATION
-        generation = (
-            json.loads(beside.read_text()) if beside.is_file() else generation_config(fields)
-        )
+        stated_generation = file.parent / _GENERATION
+        if stated_generation.is_file():
+            generation = json.loads(stated_generation.read_text())
+        else:
+            generation = generation_config(fields)
     except Exception as error:  # files and their readers raise anything
         raise ModelError(f"Model {str(file)!r} could not be loaded: {cause_of(error)}.") from error
     if generation.get("eos_token_id") is None:
@@ -161,8 +167,17 @@ def describe_file(file: Path, directory: Path) -> None:
     table.write(directory)
 
 
+def _below(prefix: str, fields: Fields) -> dict[str, Any]:
+    """Return the fields whose names begin with `prefix`, by the rest of the name."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in fields.items()
+        if name.startswith(prefix)
+    }
+
+
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields and tensors by name. Raises `ValueError` for a file that cannot be read, with the reason; `OSError`."""
+    """Return fields and tensors by name. Raises `ValueError` with the reason if the file cannot be read; `OSError`."""
     from gguf import GGUF_VERSION
 
     with file.open("rb") as opened:
@@ -176,26 +191,34 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except Exception as error:
         raise ValueError(_problem(error)) from error
     tensors = {}
-    for each in reader.tensors:
-        shape = tuple(each.shape.tolist()[::-1])
-        tensors[each.name] = Tensor(
-            each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes)
+    for tensor in reader.tensors:
+        tensors[tensor.name] = Tensor(
+            kind=tensor.tensor_type.name,
+            shape=tuple(tensor.shape.tolist()[::-1]),
+            offset=int(tensor.data_offset),
+            size=int(tensor.n_bytes),
         )
     return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
 def _problem(error: Exception) -> str:
-    """Why `gguf` cannot read a file: it may know less than the file states, and has no class of error for that."""
+    """Return why `gguf` cannot read a file.
+
+    It may know less than the file states, and has no class of error for that.
+    """
     import gguf
 
     unknown = _UNKNOWN_NUMBER.search(str(error))
-    number = int(unknown["number"]) if unknown else _LEAST_DAMAGED
+    number = _LEAST_DAMAGED
+    if unknown:
+        number = int(unknown["number"])
     if unknown is None or number >= _LEAST_DAMAGED:
         return f"it is cut off or damaged ({cause_of(error)})"
     newest = max(getattr(gguf, unknown["kind"]))
+    values = f"{_UNKNOWN[unknown['kind']]} of the type {number}"
     if number < newest:
-        return f"it has {_UNKNOWN[unknown['kind']]} of the type {number}, which was withdrawn: {_OTHER_FILE}"
-    return f"it has {_UNKNOWN[unknown['kind']]} of the type {number}{_newer_than(newest)}"
+        return f"it has {values}, which was withdrawn: {_OTHER_FILE}"
+    return f"it has {values}{_newer_than(newest)}"
 
 
 def _newer_than(newest: int) -> str:
@@ -205,7 +228,7 @@ def _newer_than(newest: int) -> str:
     )
 
 
-def _check_types(tensors: Mapping[str, Tensor]) -> None:
+def _check_types(tensors: Tensors) -> None:
     """Raise `ValueError` where neither we nor `gguf` know how to dequantise a weight."""
     import gguf
     import numpy as np
@@ -222,19 +245,21 @@ def _check_types(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _reader_of(file: Path) -> Any:
-    """gguf-py's reader, made fast for vocabularies: by itself it takes four seconds for 262,144 tokens."""
+    """Return gguf-py's reader, made fast for vocabularies: it takes four seconds for 262,144 tokens."""
     import numpy as np
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
-            """Reads from a plain array: slices of a memmap take four times as long."""
-            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+            """Keep the data as a plain array: slices of a memmap take four times as long."""
+            if name == "data":
+                value = np.asarray(value)
+            super().__setattr__(name, value)
 
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[Any], list[int], list[Any]]:
-            """The parts of a field. An array's numbers are one part, and its strings have no parts of their lengths."""
+            """Return the parts of a field: an array's numbers as one part, its strings without their lengths."""
             kind = GGUFValueType(raw_type)
             if kind != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
@@ -249,13 +274,13 @@ def _reader_of(file: Path) -> Any:
             if kinds[1] != GGUFValueType.STRING:
                 return super()._get_field_parts(orig_offs, raw_type)
             strings, end = _strings(memoryview(data), start, count)
-            return end - orig_offs, strings, [*range(count)], kinds
+            return end - orig_offs, strings, list(range(count)), kinds
 
     return Reader(file)
 
 
 def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview], int]:
-    """`count` strings, each behind its length, and where they end. Raises `ValueError` where the data end first."""
+    """Return `count` strings, each preceded by its length, and where they end. Raises `ValueError` past the data."""
     strings = []
     for _ in range(count):
         (length,) = _LENGTH.unpack_from(data, start)
@@ -267,34 +292,31 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
     return strings, start
 
 
-def _family_of(architecture: str, stated: Mapping[str, Any]) -> Family:
-    """The family of a file. Raises `ValueError` where the file leaves something open, or cannot be computed."""
-    experts, used = stated.get("expert_count", 0), stated.get("expert_used_count", 0)
+def _family_of(architecture: str, stated: Fields) -> Family:
+    """Return the family of a file. Raises `ValueError` where the file leaves something open, or cannot be computed."""
+    experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
-    if family is None and architecture in {name for name, _ in GGUF}:
-        raise ValueError(
-            f"it has {experts} experts, which {architecture!r} files are not read with"
-        )
     if family is None:
+        if (architecture, experts == 0) in GGUF:
+            raise ValueError(
+                f"it has {experts} experts, which {architecture!r} files are not read with"
+            )
         raise ValueError(
             f"files of the architecture {architecture!r} are not read. Take the model as safetensors"
         )
-    needed = {
-        **_NEEDED,
-        **family.gguf.needed,
-        **(_NEEDED_BY_EXPERTS if family.forward.has_experts else {}),
-    }
+    needed = _NEEDED | dict(family.gguf.needed)
+    if family.forward.has_experts:
+        needed |= _NEEDED_BY_EXPERTS
     if "expert_feed_forward_length" in stated:
         needed.pop("feed_forward_length")  # every layer has experts
-    for name in (*needed, "attention.head_count_kv"):
-        if name in needed and name not in stated:
+    for name in needed:
+        if name not in stated:
             raise ValueError(
                 f"it does not say {name!r}, without which {architecture!r} files are not read"
             )
-        if isinstance(stated.get(name), list):
-            raise ValueError(
-                f"it says {name!r} for each layer, and {architecture!r} files are read with one for all"
-            )
+        _check_is_single(name, stated, architecture)
+    _check_is_single("attention.head_count_kv", stated, architecture)
+    used = stated.get("expert_used_count", 0)
     if family.forward.has_experts and not 0 < used <= experts:
         raise ValueError(f"it uses {used} experts of {experts}")
     if stated.get("expert_weights_scale", 0) not in (0, 1):
@@ -304,130 +326,139 @@ def _family_of(architecture: str, stated: Mapping[str, Any]) -> Family:
     return family
 
 
-def _config(
-    family: Family, stated: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """The config.json of a file, but its ropes. Raises `ValueError` where none can state what the file does."""
+def _check_is_single(name: str, stated: Fields, architecture: str) -> None:
+    if isinstance(stated.get(name), list):
+        raise ValueError(
+            f"it says {name!r} for each layer, and {architecture!r} files are read with one for all"
+        )
+
+
+def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
+    """Return the config.json of a file, without its ropes. Raises `ValueError` if none can state what the file does."""
     gguf = family.gguf
-    names = {**_NEEDED, **_NEEDED_BY_EXPERTS, **gguf.needed, **gguf.optional}
-    config = {
+    config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": "bfloat16",
         "hidden_act": "silu",
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **gguf.settings,
-        **{attribute: stated[name] for name, attribute in names.items() if name in stated},
-        "vocab_size": tensors["token_embd.weight"].shape[0]
-        if "token_embd.weight" in tensors
-        else 0,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
-    heads, hidden, layers = (
-        config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
-    config["head_dim"] = width = stated.get("attention.key_length", hidden // heads)
+    config |= gguf.settings
+    for settings in (_NEEDED, _NEEDED_BY_EXPERTS, gguf.needed, gguf.optional):
+        for name, setting in settings.items():
+            if name in stated:
+                config[setting] = stated[name]
+    embedding = tensors.get("token_embd.weight")
+    config["vocab_size"] = 0 if embedding is None else embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    heads = config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
+    width = config["hidden_size"] // heads
+    config["head_dim"] = stated.get("attention.key_length", width)
     config["num_key_value_heads"] = stated.get("attention.head_count_kv", heads)
     config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     if family.forward.has_experts:
         config["num_experts"] = config["num_local_experts"]  # families differ in the name
     if gguf.ropeless:
-        config["no_rope_layers"] = [
-            int((number + 1) % gguf.ropeless != 0) for number in range(layers)
-        ]
+        config["no_rope_layers"] = [int(n % gguf.ropeless != 0) for n in range(1, layers + 1)]
     if gguf.layers_of_27b:  # as llama.cpp, for no file states it
-        config["query_pre_attn_scalar"] = hidden // heads if layers == gguf.layers_of_27b else width
+        is_27b = layers == gguf.layers_of_27b
+        config["query_pre_attn_scalar"] = width if is_27b else config["head_dim"]
     return config | _windows(family, stated, layers)
 
 
-def _windows(family: Family, stated: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """How far attention looks back, and in which layers, as in config.json."""
+def _windows(family: Family, stated: Fields, layers: int) -> dict[str, Any]:
+    """Return the settings of config.json on sliding windows, and on the layers that have them."""
     period, window = family.gguf.window
     window = stated.get("attention.sliding_window", window)  # 0 where there is none
     if period:
-        period = stated.get("attention.sliding_window_pattern", period)
-        slide = (
-            period
-            if isinstance(period, list)
-            else [not period or n % period < period - 1 for n in range(layers)]
-        )
-        if len(slide) != layers:
+        has_window = stated.get("attention.sliding_window_pattern", period)
+        if not isinstance(has_window, list):
+            period = has_window
+            has_window = [not period or n % period < period - 1 for n in range(layers)]
+        if len(has_window) != layers:
             raise ValueError(
-                f"it says of {len(slide)} layers whether they have a window, and has {layers}"
+                f"it says of {len(has_window)} layers whether they have a window, and has {layers}"
             )
-        types = [f"{'sliding' if each and window else 'full'}_attention" for each in slide]
+        types = []
+        for slides in has_window:
+            types.append("sliding_attention" if slides and window else "full_attention")
         return {"layer_types": types, "sliding_window": window or stated["context_length"]}
     if family.forward.default_window is not None:
         return {"sliding_window": window or None}
     if 0 < window < stated["context_length"]:
-        of = family.gguf.architecture
         raise ValueError(
-            f"its attention has a window of {window} tokens, which {of!r} files are not read with"
+            f"its attention has a window of {window} tokens, "
+            f"which {family.gguf.architecture!r} files are not read with"
         )
     return {}
 
 
 def _ropes(
     family: Family,
-    stated: Mapping[str, Any],
-    config: Mapping[str, Any],
+    stated: Fields,
+    config: Config,
     file: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
 ) -> dict[str, Any]:
-    """The `rope_parameters`: their base, how many of a head's dimensions they turn, and how the file scales them.
+    """Return the `rope_parameters`: base, how many of a head's dimensions are rotated, and the file's scaling.
 
-    llama.cpp's defaults where a file states nothing. Without a scaling a text differs from its first token on.
+    What a file does not state has llama.cpp's defaults. Without a scaling a text differs from its first token on.
     """
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": float(stated.get("rope.freq_base", 1e4)),
     }
-    turned, width = stated.get("rope.dimension_count", config["head_dim"]), config["head_dim"]
+    width = config["head_dim"]
+    turned = stated.get("rope.dimension_count", width)
     if family.forward.rotates:
         rope["partial_rotary_factor"] = turned / width
     elif turned != width:
-        of = family.gguf.architecture
         raise ValueError(
-            f"its rope turns {turned} of {width} dimensions, which {of!r} files are not read with"
+            f"its rope turns {turned} of {width} dimensions, "
+            f"which {family.gguf.architecture!r} files are not read with"
         )
-    given = {
-        name: _numbers(file, tensor)
-        for name, tensor in tensors.items()
-        if name.startswith("rope_f")
-    }
-    scaling = _scaling(stated, config["max_position_embeddings"], {*given} == {*_FACTORS})
-    if {*given} == {*_FACTORS} and scaling.get("rope_type") == "longrope":
-        scaling |= {attribute: given[name].tolist() for name, attribute in _FACTORS.items()}
-    elif [*given] == ["rope_freqs.weight"] and not scaling and not family.gguf.has_two_ropes:
-        scaling = _llama3(rope["rope_theta"], given["rope_freqs.weight"])
-    elif given:
+    factors: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("rope_f"):
+            factors[name] = _numbers(file, tensor)
+    is_long = factors.keys() == _FACTORS.keys()
+    has_two_ropes = family.gguf.has_two_ropes
+    scaling = _scaling(stated, config["max_position_embeddings"], is_long)
+    if is_long and scaling.get("rope_type") == "longrope":
+        for name, setting in _FACTORS.items():
+            scaling[setting] = factors[name].tolist()
+    elif factors.keys() == {_FREQUENCIES} and not scaling and not has_two_ropes:
+        scaling = _llama3(rope["rope_theta"], factors[_FREQUENCIES])
+    elif factors:
         raise ValueError(
-            f"its rope is scaled by tensors that are not read from such files: {', '.join(given)}"
+            f"its rope is scaled by tensors that are not read from such files: {', '.join(factors)}"
         )
-    if not family.gguf.has_two_ropes:
-        return {**rope, **scaling, **family.gguf.rope}
+    if not has_two_ropes:
+        return rope | scaling | dict(family.gguf.rope)
     sliding = rope | {"rope_theta": float(stated.get("rope.freq_base_swa", 1e4))}
     return {"full_attention": rope | scaling, "sliding_attention": sliding}
 
 
-def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[str, Any]:
-    """Of a rope, as in config.json. Raises `ValueError` where that cannot state it.
+def _scaling(stated: Fields, positions: int, is_long: bool) -> dict[str, Any]:
+    """Return a rope's scaling as in config.json. Raises `ValueError` where config.json cannot state it.
 
-    is_long: the file has a longrope's factors.
+    Args:
+        is_long: whether the file has a longrope's factors.
     """
-    stated = {
-        name.removeprefix("rope.scaling."): stated[name]
-        for name in stated
-        if name.startswith("rope.scal")
-    }
-    factor = float(stated.get("factor") or stated.get("rope.scale_linear") or 1.0)
-    kind = stated.get("type", "longrope" if is_long else "linear")  # as llama.cpp
-    length = int(stated.get("original_context_length") or positions)
-    attention = float(stated.pop("attn_factor", 1.0)) if is_long else 1.0
-    if any(stated.get(name, usual) != usual for name, usual in _FIXED.items()):
-        raise ValueError(f"its rope is scaled in a way that is not computed: {stated}")
+    scaling = _below("rope.scaling.", stated)
+    factor = float(scaling.get("factor") or stated.get("rope.scale_linear") or 1.0)
+    kind = scaling.get("type", "longrope" if is_long else "linear")  # as llama.cpp
+    length = int(scaling.get("original_context_length") or positions)
+    attention = 1.0
+    if is_long:
+        attention = float(scaling.pop("attn_factor", 1.0))
+    if any(scaling.get(name, default) != default for name, default in _FIXED.items()):
+        raise ValueError(f"its rope is scaled in a way that is not computed: {scaling}")
     if kind == "longrope" and is_long:
         return {
             "rope_type": kind,
@@ -435,24 +466,24 @@ def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[s
             "original_max_position_embeddings": length,
         }
     if kind == "yarn":
-        betas = {
-            name: float(stated[f"yarn_{name}"])
-            for name in ("beta_fast", "beta_slow")
-            if f"yarn_{name}" in stated
-        }
-        return {
+        yarn = {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": length,
-            **betas,
         }
+        for name in ("beta_fast", "beta_slow"):
+            if f"yarn_{name}" in scaling:
+                yarn[name] = float(scaling[f"yarn_{name}"])
+        return yarn
     if kind not in ("linear", "none"):
         raise ValueError(f"its rope is scaled by {kind!r}, which is not read from such files")
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
+    if kind == "linear" and factor != 1:
+        return {"rope_type": "linear", "factor": factor}
+    return {}
 
 
 def _numbers(file: Path, tensor: Tensor) -> Any:
-    """A tensor of a rope, [n]."""
+    """Read a tensor of a rope, [n]."""
     import numpy as np
 
     (count,) = tensor.shape
@@ -464,65 +495,73 @@ def _numbers(file: Path, tensor: Tensor) -> Any:
 
 
 def _llama3(base: float, divisors: Any) -> dict[str, Any]:
-    """The scaling whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
+    """Return the scaling whose frequencies are the unscaled ones divided by `divisors` [head_dim / 2]."""
     import torch
 
-    from pearl.models.checkpoints.direct import frequencies
+    from pearl.models.checkpoints.rope import frequencies
 
-    given, size, theta = (
-        torch.from_numpy(divisors),
-        {"head_dim": 2 * len(divisors)},
-        {"rope_theta": base},
-    )
-    found = {"rope_type": "llama3", "factor": round(float(given.max()), 3), **_LLAMA3}
-    (plain, _), (scaled, _) = (
-        frequencies(theta | rope, size) for rope in ({"rope_type": "default"}, found)
-    )
-    if not torch.allclose(plain / given, scaled, rtol=1e-3, atol=0):
+    factors = torch.from_numpy(divisors)
+    config = {"head_dim": 2 * len(divisors)}
+    scaling = {"rope_type": "llama3", "factor": round(float(factors.max()), 3)} | _LLAMA3
+    plain = frequencies({"rope_theta": base, "rope_type": "default"}, config)
+    scaled = frequencies({"rope_theta": base} | scaling, config)
+    if not torch.allclose(plain.angles / factors, scaled.angles, rtol=1e-3, atol=0):
         raise ValueError(
             "its rope has frequencies that are not those of Llama 3.1, and no others are read"
         )
-    return found
+    return scaling
 
 
-def _located(
-    family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Each weight of the model. Raises `ValueError` where the file has not exactly these."""
+def _located(family: Family, config: Config, tensors: Tensors) -> dict[str, Tensor]:
+    """Return where each weight of the model is. Raises `ValueError` where the file has not exactly these."""
+    in_file = _names_in_file(family, config)
+    stored = _unstacked(tensors)
+    missing = sorted(name for name, source in in_file.items() if source not in stored)
+    if missing:
+        raise ValueError(f"{len(missing)} of its weights are in no file, {missing[0]} for one")
+    located = {name: stored[source] for name, source in in_file.items()}
+    for name, shape in weight_shapes(family.forward, config).items():
+        if located[name].shape != shape:
+            raise ValueError(
+                f"its weight {name} has the shape {list(located[name].shape)} where {list(shape)} is expected"
+            )
+    unplaced = stored.keys() - in_file.values()
+    surplus = sorted(name for name in unplaced if not name.startswith("rope_f"))
+    if surplus:
+        raise ValueError(
+            f"{len(surplus)} of its weights have no place in a {family.architecture}, {surplus[0]} for one"
+        )
+    return located
+
+
+def _names_in_file(family: Family, config: Config) -> dict[str, str]:
+    """Return the name of each weight in a file, where that of expert 3 in a stack is NAME.3."""
     import gguf
 
-    kind = next(
-        kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.architecture
+    architectures = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(
+        architectures[family.gguf.architecture], config["num_hidden_layers"]
     )
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    shapes, there, held = weight_shapes(family.forward, config), _apart(tensors), {}
-    for name in shapes:
-        number = _EXPERT.search(name)
-        its = names.get_name(_EXPERT.sub("", name), (".weight", ".bias"))
-        held[name] = f"{its}{'.weight' * name.endswith('.sinks')}{number[0] if number else ''}"
-    if missing := sorted(name for name in shapes if held[name] not in there):
-        raise ValueError(f"{len(missing)} of its weights are in no file, {missing[0]} for one")
-    for name, wanted in shapes.items():
-        if (shape := there[held[name]].shape) != wanted:
-            raise ValueError(
-                f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected"
-            )
-    if left := sorted(
-        name for name in {*there} - {*held.values()} if not name.startswith("rope_f")
-    ):
-        raise ValueError(
-            f"{len(left)} of its weights have no place in a {family.architecture}, {left[0]} for one"
-        )
-    return {name: there[its] for name, its in held.items()}
+    in_file = {}
+    for name in weight_shapes(family.forward, config):
+        source = names.get_name(_EXPERT.sub("", name), (".weight", ".bias"))
+        if name.endswith(".sinks"):
+            source = f"{source}.weight"
+        expert = _EXPERT.search(name)
+        in_file[name] = f"{source}{expert[0]}" if expert else f"{source}"
+    return in_file
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the matrices of experts, which files have stacked, each by itself: NAME.3 out of NAME."""
-    found = dict(tensors)
-    for name in [name for name in tensors if "_exps." in name]:
-        kind, (count, *shape), offset, size = found.pop(name)
-        each = size // count
-        found |= {
-            f"{name}.{at}": Tensor(kind, (*shape,), offset + at * each, each) for at in range(count)
-        }
-    return found
+def _unstacked(tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors with each expert of a stack by itself: NAME.3 out of NAME."""
+    unstacked: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if "_exps." not in name:
+            unstacked[name] = tensor
+            continue
+        count, *shape = tensor.shape
+        size = tensor.size // count
+        for number in range(count):
+            offset = tensor.offset + number * size
+            unstacked[f"{name}.{number}"] = Tensor(tensor.kind, tuple(shape), offset, size)
+    return unstacked

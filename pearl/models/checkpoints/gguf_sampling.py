@@ -18,14 +18,12 @@ _OPTIONS = {  # names in a file, and in a generation_config.json
     "penalty_repeat": "repetition_penalty",
 }
 UNSUPPORTED = "general.sampling"  # where `generation_config` lists options that are not supported
-_USUAL_XTC_THRESHOLD, _LARGEST_XTC_THRESHOLD = (
-    0.1,
-    0.5,
-)  # llama.cpp's default; above the other XTC is off
+_USUAL_XTC_THRESHOLD = 0.1  # llama.cpp's default
+_LARGEST_XTC_THRESHOLD = 0.5  # above it XTC is off
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of a file with these fields; empty where they state nothing of sampling.
+    """Return the generation_config.json of a file with `fields`; empty where they state nothing of sampling.
 
     As in llama.cpp, nothing is drawn at a temperature of 0 or less, and a `top_k` or `min_p` below 0 is off.
     """
@@ -44,7 +42,7 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a file by their names in it, without those whose value has a type that it cannot have."""
+    """Return the options of a file by their names in it, without those whose value has a wrong type."""
     options = {}
     for name, value in fields.items():
         option = name.removeprefix(_PREFIX)
@@ -55,12 +53,14 @@ def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(value: float | str) -> float | str:
-    """The shortest number that is this float32: 0.95 for 0.949999988."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    """Return the shortest number that is the float32 `value`: 0.95 for 0.949999988."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    return value
 
 
 def _unsupported(stated: Mapping[str, Any]) -> list[str]:
-    """The names of a file's options that llama-server would follow and PEARL does not."""
+    """Return the names of a file's options that llama-server would follow and PEARL does not."""
     names = [name for name in ("mirostat", "sequence") if stated.get(name)]
     threshold = stated.get("xtc_threshold", _USUAL_XTC_THRESHOLD)
     if stated.get("xtc_probability", 0) > 0 and threshold <= _LARGEST_XTC_THRESHOLD:

@@ -34,25 +34,24 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, spec: str) -> HubName | None:
-        """None for what cannot be one."""
-        found = _HUB_NAME.fullmatch(spec)
-        return found and cls(found["repo"], found["revision"], found["file"] or "")
+        """Return the name that `spec` is; None if it cannot be one."""
+        match = _HUB_NAME.fullmatch(spec)
+        return match and cls(match["repo"], match["revision"], match["file"] or "")
 
     def gguf(self, files: Iterable[str]) -> str:
-        """Which of a repository's files `file` names. Raises `ModelError`."""
+        """Return the one of a repository's `files` that `file` names. Raises `ModelError`."""
         ggufs = sorted(file for file in files if file.endswith(".gguf"))
-        found = [each for each in ggufs if each == self.file] or [
-            g for g in ggufs if self.file.lower() in g.lower()
-        ]
-        if len(found) == 1:
-            return found[0]
-        raise ModelError(
-            f"{self.repo} has {', '.join(found or ggufs) or 'no GGUF file'}: name one, as {self.repo}:FILE."
-        )
+        if self.file in ggufs:
+            return self.file
+        matching = [file for file in ggufs if self.file.lower() in file.lower()]
+        if len(matching) == 1:
+            return matching[0]
+        names = ", ".join(matching or ggufs) or "no GGUF file"
+        raise ModelError(f"{self.repo} has {names}: name one, as {self.repo}:FILE.")
 
 
 def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
-    """Fetch what we load of `spec`, a `HubName`, and return its directory, or its GGUF file, in the hub's cache.
+    """Fetch the files that we load of `spec`, a `HubName`; return its directory, or its GGUF file, in the hub's cache.
 
     Reports the size before a download.  Where the hub cannot be reached, takes what is in the cache.  Raises
     `ModelError`.
@@ -60,101 +59,130 @@ def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
     Args:
         weights: False: the tokenizer and how to sample are enough.
     """
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
+
+    name = HubName.parse(spec)
+    if name is None:
+        raise ModelError(
+            f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B."
+        )
+    try:
+        files = _looked_up(spec, name, progress, weights)
+        snapshot = snapshot_download(name.repo, revision=name.revision, allow_patterns=files)
+    except ModelError:
+        raise
+    except Exception as error:  # the network, a proxy, the disk: no common base
+        cause = _refusal(name, error)
+        if not cause:
+            cached = in_cache(spec)
+            if cached is not None:
+                progress(f"the hub cannot be reached: taking {spec} as it is in the cache")
+                return cached
+            cause = (
+                f"it is no directory, nor in its cache, and the hub cannot be reached ({cause_of(error)}). Check the "
+                "network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
+            )
+        raise ModelError(f"{name.repo} was not fetched: {cause}.") from error
+    return Path(snapshot) / next((file for file in files if file.endswith(".gguf")), "")
+
+
+def _looked_up(spec: str, name: HubName, progress: Progress, weights: bool) -> list[str]:
+    """Return the files to fetch, and report their size if some are not in the cache."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    info = HfApi().model_info(
+        name.repo, revision=name.revision, files_metadata=True, timeout=_HUB_SECONDS
+    )
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    files = _wanted(name, sizes, weights)
+    total = 0
+    missing = 0
+    for file in files:
+        total += sizes[file]
+        if not isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str):
+            missing += sizes[file]
+    if missing:
+        plural = ""
+        if len(files) > 1:
+            plural = "s"
+        text = f"{spec}: {size_text(total)} in {len(files)} file{plural}"
+        progress(f"{text}, {size_text(missing)} to download")
+    return list(files)
+
+
+def _refusal(name: HubName, error: Exception) -> str:
+    """Return why the hub refuses a name; "" for other errors, such as those of the network."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    if (name := HubName.parse(spec)) is None:
-        raise ModelError(
-            f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B."
+    if isinstance(error, GatedRepoError):
+        return f"it is gated: accept its terms at https://huggingface.co/{name.repo}, then `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "there is no such directory, and the hub has no such model that you may read. Check the name; a "
+            "private one needs `hf auth login`"
         )
-    try:
-        info = HfApi().model_info(
-            name.repo, revision=name.revision, files_metadata=True, timeout=_HUB_SECONDS
-        )
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = _wanted(name, sizes, weights)
-        there = {
-            file
-            for file in files
-            if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)
-        }
-        total, missing = (sum(sizes[file] for file in some) for some in (files, files - there))
-        if missing:
-            text = f"{spec}: {size_text(total)} in {len(files)} file{'s' * (len(files) > 1)}"
-            progress(f"{text}, {size_text(missing)} to download")
-        directory = Path(
-            snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files])
-        )
-        return directory / next((file for file in files if file.endswith(".gguf")), "")
-    except ModelError:
-        raise
-    except Exception as error:  # the network, a proxy, the disk: no common base
-        if isinstance(error, GatedRepoError):
-            cause = f"it is gated: accept its terms at https://huggingface.co/{name.repo}, then `hf auth login`"
-        elif isinstance(error, RepositoryNotFoundError):
-            cause = (
-                "there is no such directory, and the hub has no such model that you may read. Check the name; a "
-                "private one needs `hf auth login`"
-            )
-        elif isinstance(error, RevisionNotFoundError):
-            cause = f"it has no revision {name.revision}"
-        elif (found := in_cache(spec)) is not None:
-            progress(f"the hub cannot be reached: taking {spec} as it is in the cache")
-            return found
-        else:
-            cause = (
-                f"it is no directory, nor in its cache, and the hub cannot be reached ({cause_of(error)}). Check the "
-                "network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
-            )
-        raise ModelError(f"{name.repo} was not fetched: {cause}.") from error
+    if isinstance(error, RevisionNotFoundError):
+        return f"it has no revision {name.revision}"
+    return ""
 
 
 def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
-    """Config, tokenizer and weights; or a GGUF file, and how to sample."""
+    """Return config, tokenizer and weights; or a GGUF file and generation_config.json."""
 
     def matching(*patterns: str) -> set[str]:
-        return {
-            f for f in files for p in patterns if fnmatch(f, p) and f.count("/") == p.count("/")
-        }
+        names = set()
+        for pattern in patterns:
+            for file in files:
+                if fnmatch(file, pattern) and file.count("/") == pattern.count("/"):
+                    names.add(file)
+        return names
 
-    found = next((found for patterns in _WEIGHTS if (found := matching(*patterns))), None)
-    if (
-        name.file or found is None
-    ):  # without a file's name it is refused, with the names of those that there are
+    stored_weights: set[str] = set()
+    for patterns in _WEIGHTS:
+        stored_weights = stored_weights or matching(*patterns)
+    if name.file or not stored_weights:
+        # Without a file's name it is refused, with the names of those that there are.
         return {name.gguf(files), *matching("generation_config.json")}
     # The code of a tokenizer that is one's own, too.
-    return matching("config.json", "*.py", *FILES) | (found if weights else set())
+    names = matching("config.json", "*.py", *FILES)
+    if weights:
+        return names | stored_weights
+    return names
 
 
 def in_cache(name: str) -> Path | None:
-    """The directory of a model's files in the hub's cache, or the GGUF file, without the network; None: not there."""
-    named = HubName.parse(name)
-    if named is None:
+    """Return the directory of a model in the hub's cache, or its GGUF file, without the network; None: it has none."""
+    hub_name = HubName.parse(name)
+    if hub_name is None:
         return None
     from huggingface_hub import snapshot_download  # takes a process a quarter of a second
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        directory = Path(
-            snapshot_download(named.repo, revision=named.revision, local_files_only=True)
+        snapshot: str | None = snapshot_download(
+            hub_name.repo, revision=hub_name.revision, local_files_only=True
         )
     except LocalEntryNotFoundError as error:
-        if (found := getattr(error, "snapshot_path", None)) is None:
-            return None
-        directory = Path(
-            found
-        )  # some of the repository's files are missing: those that `pearl pull` leaves out, say
+        # Some of the repository's files may be missing: those that `pearl pull` leaves out, say.
+        snapshot = getattr(error, "snapshot_path", None)
     except ValueError:
         return None
+    if snapshot is None:
+        return None
+    directory = Path(snapshot)
     files = [str(file.relative_to(directory)) for file in directory.rglob("*.gguf")]
-    if not named.file and (len(files) != 1 or (directory / "config.json").exists()):
+    if not hub_name.file and (len(files) != 1 or (directory / "config.json").exists()):
         return directory
-    return directory / named.gguf(files) if files else None
+    if files:
+        return directory / hub_name.gguf(files)
+    return None
 
 
 def size_text(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB"

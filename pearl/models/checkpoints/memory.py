@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pearl.errors import ModelError, OutOfMemory
+from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import table_in
-from pearl.models.families import is_of_own_forward
+from pearl.models.families import Config, is_of_own_forward
 from pearl.models.gpu.recordings import PREFILL
+from pearl.models.transformers import SNAPSHOTS
+
+if TYPE_CHECKING:
+    from pearl.models.transformers.cache_layers import CacheSizes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 _REPORTED_FROM = 1e9  # bytes
 _SCARCE = 0.75  # share of a device's memory above which its size is told
-_MEMORY_WORDS = re.compile(
-    r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
-    r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
-)
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-SNAPSHOTS = 8  # the most copies of the state of a recurrent model: see `cache_layers`
+_EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
 _MEASURED_FROM = 1e8  # bytes of weights
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Need:
     Attributes:
         weights: in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
-        states: of recurrent layers, with the copies to which a rollback goes back.
+        states: of recurrent layers, with the copies that a rollback goes back to.
     """
 
     weights: int
@@ -54,22 +50,18 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Without what forwards take on their way."""
+        """Bytes of all three; activations come on top."""
         return self.weights + self.cache + self.states
 
     def __str__(self) -> str:
         parts = [f"{gigabytes(self.weights)} of weights"]
-        times = f"{self.slots} times " if self.slots > 1 else ""
-        parts += (
-            [f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens"]
-            if self.cache
-            else []
-        )
-        parts += (
-            [f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies"]
-            if self.states
-            else []
-        )
+        if self.cache:
+            times = ""
+            if self.slots > 1:
+                times = f"{self.slots} times "
+            parts.append(f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens")
+        if self.states:
+            parts.append(f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies")
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
 
@@ -93,60 +85,101 @@ def needed(
         slots: sequences that the KV cache holds.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
-    config, size = config_in(directory), 0
+    config = config_in(directory)
+    size = 0
     with suppress(OSError, ValueError):
         size = _size_of_weights(directory)
     if not config or not size:
         return None
-    in_own_bits = keeps_bits and is_of_own_forward(config)
-    if not in_own_bits and (added := _added(config)):
-        size, config = size + added, {**config, "dtype": "bfloat16"}
-        del config["quantization_config"]
-    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
-    weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
+    settings = config.get("text_config")
+    if not isinstance(settings, dict):
+        settings = config
+    context = context or min(most, settings.get("max_position_embeddings") or most)
     is_ours = is_of_own_forward(config)
-    config = text if isinstance(text := config.get("text_config"), dict) else config
-    if keeps_bits and is_ours and (table := table_in(directory)) is not None:
-        held = table.tensors.values()
-        weights = sum(
-            each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held
-        )
-        weights += config["vocab_size"] * config["hidden_size"] * item  # the embedding, dequantised
-    context = context or min(most, config.get("max_position_embeddings") or most)
-    if not is_ours and weights >= _MEASURED_FROM and (sizes := _sizes(directory, item)) is not None:
-        return Need(weights, context * sizes[0], context, states=(1 + SNAPSHOTS) * sizes[1])
-    if not all(isinstance(config.get(name), int) for name in _SHAPE):
-        return Need(weights)
+    if is_ours and keeps_bits:
+        weights = _weights_in_own_bits(directory, config, size, dtype)
+    else:
+        weights = _loaded_weights(config, size, dtype)
+    if not is_ours and weights.size >= _MEASURED_FROM:
+        sizes = _sizes(directory, weights.item)
+        if sizes is not None:
+            states = (1 + SNAPSHOTS) * sizes.states
+            return Need(weights.size, context * sizes.position, context, states=states)
+    if not all(isinstance(settings.get(name), int) for name in _SHAPE):
+        return Need(weights.size)
     positions = context + PREFILL  # padding rows are written after the text
-    return Need(weights, slots * cache_bytes(config, positions, item), context, slots)
+    cache = slots * cache_bytes(settings, positions, weights.item)
+    return Need(weights.size, cache, context, slots)
 
 
-def _added(config: Mapping[str, Any]) -> int:
-    """Bytes that experts in MXFP4 take more in bfloat16: 2 a number, not 17 / 32."""
+class _Weights(NamedTuple):
+    """Bytes of the weights once loaded, and of a number that is not quantised."""
+
+    size: int
+    item: int
+
+
+def _loaded_weights(config: Config, size: int, dtype: str) -> _Weights:
+    """Estimate weights as transformers loads them: experts in MXFP4 become bfloat16, other quantised weights stay."""
+    surplus = _surplus_of_experts(config)
+    if surplus:
+        item = _ITEMS.get("bfloat16" if dtype == "auto" else dtype, 2)
+        return _Weights((size + surplus) * item // 2, item)
+    return _stored_weights(config, size, dtype)
+
+
+def _stored_weights(config: Config, size: int, dtype: str) -> _Weights:
+    """Estimate weights of which quantised ones keep their bits, and others are converted to `dtype`."""
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    item = _ITEMS.get(stored if dtype == "auto" else dtype, 2)
+    if "quantization_config" in config:
+        return _Weights(size, item)
+    return _Weights(size * item // _ITEMS.get(stored, item), item)
+
+
+def _weights_in_own_bits(directory: Path, config: Config, size: int, dtype: str) -> _Weights:
+    """Estimate weights as our own forward keeps them: of a GGUF file all but the embedding in their own bits."""
+    weights = _stored_weights(config, size, dtype)
+    table = table_in(directory)
+    if table is None:
+        return weights
+    size = config["vocab_size"] * config["hidden_size"] * weights.item
+    for tensor in table.tensors.values():
+        if tensor.kind in GGUF_BLOCKS:
+            size += tensor.size
+        else:
+            size += math.prod(tensor.shape) * weights.item
+    return _Weights(size, weights.item)
+
+
+def _surplus_of_experts(config: Config) -> int:
+    """Return how many bytes more experts in MXFP4 take in bfloat16: 2 a number, not 17 / 32; 0 for other models."""
     with suppress(LookupError, TypeError, AttributeError):
         if config["quantization_config"]["quant_method"] == "mxfp4":
-            sizes = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
-            return 3 * math.prod(config[name] for name in sizes) * (64 - 17) // 32
+            return 3 * math.prod(config[name] for name in _EXPERTS) * (64 - 17) // 32
     return 0
 
 
 def _size_of_weights(directory: Path) -> int:
-    """In bytes, of the files that all weights are read from; of a GGUF file's in bfloat16.
+    """Return the bytes of the files that all weights are read from; of a GGUF file's in bfloat16.
 
     Mistral's repositories have them a second time, in consolidated files.
     """
-    if (table := table_in(directory)) is not None:
-        return sum(2 * math.prod(each.shape) for each in table.tensors.values())
-    found = (
-        [f for f in directory.glob(name) if not f.name.startswith("consolidated")]
-        for name in _WEIGHTS
-    )
-    return sum(file.stat().st_size for file in next((files for files in found if files), []))
+    table = table_in(directory)
+    if table is not None:
+        return sum(2 * math.prod(tensor.shape) for tensor in table.tensors.values())
+    for pattern in _WEIGHTS:
+        size = 0
+        for file in directory.glob(pattern):
+            if not file.name.startswith("consolidated"):
+                size += file.stat().st_size
+        if size:
+            return size
+    return 0
 
 
-def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
-    """The `cache_sizes` of a checkpoint that runs through transformers, with weights of `item` bytes; None: unknown.
+def _sizes(directory: Path, item: int) -> CacheSizes | None:
+    """Measure the cache of a checkpoint that runs through transformers, with weights of `item` bytes; None: unknown.
 
     On the meta device its model takes no memory, and under a second.
     """
@@ -154,17 +187,16 @@ def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
 
     from pearl.models.transformers.cache_layers import cache_sizes
 
-    with suppress(Exception), torch.device("meta"):  # whatever it is, loading will tell
+    with suppress(Exception), torch.device("meta"):  # loading will report what is wrong
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         # Some operations of experts are defined there for bfloat16 only.
-        return cache_sizes(
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), item
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return cache_sizes(model.eval(), item)
     return None
 
 
-def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
-    """Bytes of the KV cache of `positions` tokens, all layers and heads, of `item` bytes a number."""
+def cache_bytes(config: Config, positions: int, item: int) -> int:
+    """Return the bytes of a KV cache: 2 * layers * heads * head_dim * positions * item."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     key_value_heads = config.get("num_key_value_heads") or heads
@@ -172,7 +204,7 @@ def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """Return a line on the need, beside the memory where that is scarce; "" if it is below 1 GB or either is unknown.
+    """Return a line on the need, and on the memory where that is scarce; "" below 1 GB or if either is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.
@@ -180,118 +212,138 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     Raises `ModelError` if weights and KV cache cannot fit: on a GPU into its free memory; on a CPU into all of its
     memory, because what is free there depends on the page cache, which may hold these very files.
     """
-    if need is None or need.total < _REPORTED_FROM or (room := _room(device, gpus)) is None:
+    if need is None or need.total < _REPORTED_FROM:
         return ""
-    where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
-    there = (
-        f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
-    )
-    is_scarce = need.total > _SCARCE * room
+    room = _room(device, gpus)
+    if room is None:
+        return ""
+    if gpus == 1:
+        where = f"on {device}"
+    else:
+        where = f"on {gpus} GPUs"
+    extent = "are free" if device.type == "cuda" else "is all there is"
+    memory = f"{gigabytes(room)} {extent} {where}"
     if need.total > room:
-        advice = (
-            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread a target over "
-            "more GPUs: --target-device cuda:0-1."
-            if device.type == "cuda"
-            else "Lower max_context, or use a smaller model or dtype."
-        )
-        raise ModelError(f"Model {spec!r} needs {need}; {there}. {advice}")
-    return f"{spec} needs {need}; {there}" if is_scarce else f"{spec} needs {need}"
+        raise ModelError(f"Model {spec!r} needs {need}; {memory}. {_advice(device)}")
+    if need.total > _SCARCE * room:
+        return f"{spec} needs {need}; {memory}"
+    return f"{spec} needs {need}"
+
+
+def _advice(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "Lower max_context, or use a smaller model or dtype."
+    return (
+        "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread a target over "
+        "more GPUs: --target-device cuda:0-1."
+    )
 
 
 def _room(device: torch.device, gpus: int) -> int | None:
     if device.type == "cpu":
         return total_memory()
-    places = [device] if gpus == 1 else [torch.device("cuda", index) for index in range(gpus)]
-    return sum(int(torch.cuda.mem_get_info(place)[0]) for place in places)
+    if gpus == 1:
+        return int(torch.cuda.mem_get_info(device)[0])
+    devices = (torch.device("cuda", index) for index in range(gpus))
+    return sum(int(torch.cuda.mem_get_info(gpu)[0]) for gpu in devices)
 
 
-def check_cache_fits(spec: str, model: Any, context: int, each: int, slots: int) -> int:
-    """How many slots beyond `slots` would still fit into the device's memory; 0 if unknown. On a CPU, raises
-    `ModelError` if `slots` do not fit.
+def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots: int) -> int:
+    """Return how many slots beyond `slots` would still fit into the device's memory; 0 if unknown.
 
-    Checked before allocation, which would succeed: the kernel assigns pages only as the cache fills.
+    Raises `ModelError` if `slots` do not fit on a CPU.  Checked before allocation, which would succeed: the kernel
+    assigns pages only as the cache fills.
 
     Args:
-        each: bytes of a slot of `context` tokens; 0: unknown.
+        slot_bytes: size of a slot of `context` tokens; 0: unknown.
     """
-    free = available_memory() if model.device.type == "cpu" else _room(model.device, 1)
-    if model.device.type == "cpu" and free is not None and slots * each > free:
+    on_cpu = model.device.type == "cpu"
+    if on_cpu:
+        free = available_memory()
+    else:
+        free = _room(model.device, 1)
+    if free is None:
+        return 0
+    size = slots * slot_bytes
+    if on_cpu and size > free:
+        times = ""
+        if slots > 1:
+            times = f"{slots} times "
+        or_slots = " or slots" if slots > 1 else ""
         raise ModelError(
-            f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes "
-            f"{gigabytes(slots * each)}, and {gigabytes(free)} are free. "
-            f"Lower max_context{' or slots' * (slots > 1)}, or stop other programs."
+            f"The KV cache of {spec!r} for {times}{context} tokens takes "
+            f"{gigabytes(size)}, and {gigabytes(free)} are free. "
+            f"Lower max_context{or_slots}, or stop other programs."
         )
-    return 0 if free is None or not each else free // each - slots
+    if slot_bytes:
+        return free // slot_bytes - slots
+    return 0
 
 
 def fits_in_float32(directory: Path) -> bool:
-    """Whether the bfloat16 weights in `directory` would, in float32, take less than half the free memory."""
+    """Return whether the bfloat16 weights in `directory` would, in float32, take less than half the free memory."""
     free = available_memory()
     return free is None or 4 * _size_of_weights(directory) < free
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown.
+    """Return the bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown.
 
     Pages of files that were not used lately count as available in either: the kernel drops them for a program.
     """
-    left = [limit - max(0, used - idle) for limit, used, idle in _cgroup(group)]
-    return min([*_meminfo(proc, "MemAvailable"), *left], default=None)
+    sizes = _meminfo(proc, "MemAvailable")
+    for usage in _cgroup(group):
+        sizes.append(usage.limit - max(0, usage.used - usage.idle))
+    return min(sizes, default=None)
 
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Bytes in all: the machine's memory or the cgroup's limit, if less; None: unknown."""
-    return min(
-        [*_meminfo(proc, "MemTotal"), *(limit for limit, _, _ in _cgroup(group))], default=None
-    )
+    """Return all bytes: the machine's memory or the cgroup's limit, if less; None: unknown."""
+    sizes = _meminfo(proc, "MemTotal")
+    sizes += [usage.limit for usage in _cgroup(group)]
+    return min(sizes, default=None)
 
 
 def _meminfo(proc: Path, name: str) -> list[int]:
-    with suppress(OSError, ValueError, KeyError):
-        lines = (line.split() for line in proc.read_text().splitlines())
-        return [{words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3}[f"{name}:"]]
+    """Return the bytes of a line such as "MemTotal: 1024 kB", in a list that is empty where there is none."""
+    with suppress(OSError, ValueError):
+        for line in proc.read_text().splitlines():
+            label, _, value = line.partition(":")
+            if label == name:
+                return [int(value.removesuffix("kB")) * 1024]
     return []
 
 
-def _cgroup(group: Path) -> list[tuple[int, int, int]]:
-    """(limit, bytes in use, of these pages of files not used lately) of this process's cgroup, of version 2 or 1."""
-    for directory, limit, used, idle in (
-        (group, "memory.max", "memory.current", "inactive_file"),
-        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(
-            OSError, ValueError, KeyError
-        ):  # none of this version; or its limit is "max", i.e. none, which is no number
-            found = int((directory / limit).read_text()), int((directory / used).read_text())
-            lines = (line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            return [(*found, int(dict(lines)[idle]))]
+class _Usage(NamedTuple):
+    """A cgroup's limit, bytes in use, and of these pages of files that were not used lately."""
+
+    limit: int
+    used: int
+    idle: int
+
+
+_GROUP_FILES = (  # of version 2 and of version 1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def _cgroup(group: Path) -> list[_Usage]:
+    """Return the memory of this process's cgroup, in a list that is empty where it has no limit."""
+    for limit, used, statistics, idle in _GROUP_FILES:
+        # There are no files of this version; or the limit is "max", which is no number.
+        with suppress(OSError, ValueError, KeyError):
+            lines = (line.split() for line in (group / statistics).read_text().splitlines())
+            return [
+                _Usage(
+                    limit=int((group / limit).read_text()),
+                    used=int((group / used).read_text()),
+                    idle=int(dict(lines)[idle]),
+                )
+            ]
     return []
-
-
-def is_of_memory(error: BaseException) -> bool:
-    """Whether an error means "out of memory".
-
-    torch raises `OutOfMemoryError` only from its caching GPU allocator. Host and pinned memory, workspaces of cuBLAS
-    and cuDNN, and launches of CUDA graphs fail with a plain `RuntimeError`, recognised by its message.
-    """
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(
-        _MEMORY_WORDS.search(str(error))
-    )
-
-
-def memory_errors(execute: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`execute`, but raising `OutOfMemory`, in words for users, for an error that is one of memory."""
-
-    @wraps(execute)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return execute(*args, **kwargs)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not is_of_memory(error):
-                raise
-            cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-            raise OutOfMemory(
-                f"{cause}. Shorten the prompt, lower max_context, or take a smaller model."
-            ) from error
-
-    return wrapped

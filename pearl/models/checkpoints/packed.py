@@ -21,19 +21,19 @@ from pearl.models.forward.quantised import QuantisedMatrix
 
 # Tensors that only quantised modules have.
 _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
-# Of activations, and of keys and values, that other engines quantise as they compute; here they stay whole.
+# Tensors for activations, keys and values that other engines quantise as they compute; here they stay whole.
 _OF_ACTIVATION = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
 _GROUPED = 16  # a group has a multiple of so many inputs
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether a tensor of this name has to do with a quantised cache of keys and values."""
+    """Return whether a tensor belongs to a quantised cache of keys and values."""
     return _OF_CACHE.fullmatch(name.rpartition(".")[2]) is not None
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Words [rows, n] of 32 bits as unsigned fields uint8 [rows, count], packed without gaps from the lowest bit on."""
+    """Split words of 32 bits [rows, n] into fields uint8 [rows, count], packed without gaps from the lowest bit on."""
     if 32 % bits == 0:
         return fields(words, bits)[:, :count].contiguous()
     missing = -words.shape[1] % bits
@@ -42,8 +42,8 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     starts = torch.arange(32) * bits
     first = starts // 32
     second = (first + 1).clamp(max=bits - 1)
-    both = runs[..., first] >> starts % 32 | runs[..., second] << 32 - starts % 32
-    return (both & 2**bits - 1).to(torch.uint8).flatten(1)[:, :count].contiguous()
+    field = runs[..., first] >> starts % 32 | runs[..., second] << 32 - starts % 32
+    return (field & 2**bits - 1).to(torch.uint8).flatten(1)[:, :count].contiguous()
 
 
 def _integers(
@@ -53,30 +53,30 @@ def _integers(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> QuantisedMatrix:
-    """The matrix of unsigned steps: of 4 bits, or of 8 with a sign where these are more.
+    """Return the matrix of unsigned steps: in 4 bits, or in 8 with a sign where they have more.
 
     Args:
-        zeros: zero points [out, groups]; None: half of the range, as where it is symmetric.
+        zeros: zero points [out, groups]; None: half of the range, as in symmetric schemes.
     """
     half = 2 ** (bits - 1)
     if bits <= 4:
         if zeros is None:
             return QuantisedMatrix(steps, 4, scales, offset=float(half), order=order)
-        return QuantisedMatrix(
-            steps, 4, scales, zeros=zeros.to(torch.uint8).contiguous(), order=order
-        )
+        zeros = zeros.to(torch.uint8).contiguous()
+        return QuantisedMatrix(steps, 4, scales, zeros=zeros, order=order)
     signed = (steps.to(torch.int16) - half).to(torch.int8)
     if zeros is not None:
         zeros = (zeros.to(torch.int16) - half).contiguous()
-        zeros = zeros if bool(zeros.any()) else None
+        if not bool(zeros.any()):
+            zeros = None
     return QuantisedMatrix(signed, 8, scales, zeros=zeros, order=order)
 
 
 class Tensors(NamedTuple):
-    """The tensors of a quantised module, read when they are asked for.
+    """The tensors of a quantised module, each read at its use.
 
     Attributes:
-        parts: their names behind that of the module.
+        parts: their names without that of the module.
         get: reads a tensor of the checkpoint.
     """
 
@@ -98,21 +98,25 @@ def _awq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    words, zero_words, scales = (tensors.of(part) for part in ("qweight", "qzeros", "scales"))
+    words = tensors.of("qweight")
+    zero_words = tensors.of("qzeros")
+    scales = tensors.of("scales")
     groups, outputs = scales.shape
     inputs = len(words) * 32 // recipe.bits
     _check_shape("qweight", words, (inputs * recipe.bits // 32, outputs), recipe)
     _check_shape("qzeros", zero_words, (groups, -(-outputs * recipe.bits // 32)), recipe)
     steps = unpacked(words.T.contiguous(), recipe.bits, inputs)
     zeros = unpacked(zero_words, recipe.bits, outputs).T.to(torch.int16) + recipe.zero_shift
-    order = _order(tensors.of("g_idx"), groups) if "g_idx" in tensors.parts else None
+    order = None
+    if "g_idx" in tensors.parts:
+        order = _order(tensors.of("g_idx"), groups)
     if order is not None:
         steps = steps[:, order].contiguous()
     return _integers(steps, recipe.bits, scales.T.contiguous(), zeros, order)
 
 
 def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """The inputs sorted by their groups; None where they are so already."""
+    """Return the inputs sorted by their groups; None where they are sorted already."""
     counts = group_of.bincount(minlength=groups)
     if len(counts) != groups or bool((counts != counts[0]).any()):
         raise Unread("g_idx has groups of several sizes")
@@ -125,23 +129,22 @@ _FP8_BLOCK = 128
 
 
 def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
-    """The matrix with a scale for all, for each row, for each group of a row, or for each block of 128 by 128."""
+    """Return the matrix with one scale, or one for each row, group of a row, or block of 128 by 128."""
     outputs, inputs = weight.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
     elif scales.shape == (outputs,):
         scales = scales[:, None]
     if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
-        raise Unread(f"weight is {weight.dtype} with scales {[*scales.shape]}")
+        raise Unread(f"weight is {weight.dtype} with scales {list(scales.shape)}")
     down, across = scales.shape
     rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
     # A last block that is not whole would be a group of another size.
     has_groups = rows == 1 and inputs % across == 0
     if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
-        raise Unread(f"weight {[outputs, inputs]} has scales {[*scales.shape]}")
-    return QuantisedMatrix(
-        weight, 8, scales.float().repeat_interleave(rows, 0)[:outputs].contiguous()
-    )
+        raise Unread(f"weight {[outputs, inputs]} has scales {list(scales.shape)}")
+    scales = scales.float().repeat_interleave(rows, 0)[:outputs]
+    return QuantisedMatrix(weight, 8, scales.contiguous())
 
 
 def _fp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
@@ -153,7 +156,8 @@ def _float8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    words, scales = tensors.of("weight_packed"), tensors.of("weight_scale")
+    words = tensors.of("weight_packed")
+    scales = tensors.of("weight_scale")
     outputs, inputs = tensors.of("weight_shape").tolist()
     _check_shape("weight_packed", words, (outputs, -(-inputs * recipe.bits // 32)), recipe)
     steps = unpacked(words, recipe.bits, inputs)
@@ -164,10 +168,12 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Steps with a sign, a byte each whatever their bits."""
+    """Read steps with a sign, a byte each whatever their bits."""
     half = 2 ** (recipe.bits - 1)
     steps = (tensors.of("weight").to(torch.int16) + half).to(torch.uint8)
-    zeros = None if recipe.is_symmetric else tensors.of("weight_zero_point").to(torch.int16) + half
+    zeros = None
+    if not recipe.is_symmetric:
+        zeros = tensors.of("weight_zero_point").to(torch.int16) + half
     scales = tensors.of("weight_scale")
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).repeat(len(steps), 1)
@@ -175,18 +181,17 @@ def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Groups of 16 share a scale in e4m3, which a number of the whole matrix divides."""
-    steps, scales = paired(tensors.of("weight_packed")), tensors.of("weight_scale")
-    whole = tensors.of("weight_global_scale")
-    if (
-        scales.dtype != torch.float8_e4m3fn
-        or whole.numel() != 1
-        or scales.shape[1] * 16 != steps.shape[1]
-    ):
+    """Read groups of 16 that share a scale in e4m3, which is divided by a number of the whole matrix."""
+    steps = paired(tensors.of("weight_packed"))
+    scales = tensors.of("weight_scale")
+    divisor = tensors.of("weight_global_scale")
+    is_e4m3 = scales.dtype == torch.float8_e4m3fn
+    if not is_e4m3 or divisor.numel() != 1 or scales.shape[1] * 16 != steps.shape[1]:
         raise Unread(
-            f"weight_scale is {scales.dtype} {[*scales.shape]}, weight_global_scale {[*whole.shape]}"
+            f"weight_scale is {scales.dtype} {list(scales.shape)}, "
+            f"weight_global_scale {list(divisor.shape)}"
         )
-    divisors = 2 * whole.float().reshape(1, 1)  # the table has halves
+    divisors = 2 * divisor.float().reshape(1, 1)  # the table has halves
     return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
 
 
@@ -195,7 +200,8 @@ def _mxfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _mxfp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    weight, exponents = tensors.of("weight"), _exponents(tensors)
+    weight = tensors.of("weight")
+    exponents = _exponents(tensors)
     if weight.dtype != torch.float8_e4m3fn:
         raise Unread(f"weight is {weight.dtype}")
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
@@ -210,37 +216,32 @@ def _exponents(tensors: Tensors) -> torch.Tensor:
 
 
 def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """NF4 or FP4: blocks of a flattened matrix; their scales may be quantised too."""
+    """Read NF4 or FP4: blocks of a flattened matrix, whose scales may be quantised too."""
     name = next(part for part in sorted(tensors.parts) if part.startswith(_STATE))
     state = json.loads(bytes(tensors.of(name).tolist()))
     outputs, inputs = state["shape"]
     group = gcd(inputs, state["blocksize"])  # a block may hold several rows
-    packed, scales = tensors.of("weight").flatten(), tensors.of("weight.absmax")
+    packed = tensors.of("weight").flatten()
+    scales = tensors.of("weight.absmax")
     if "nested_blocksize" in state:
-        upper = tensors.of("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[
-            : len(scales)
-        ]
-        scales = (
-            tensors.of("weight.nested_quant_map")[scales.long()] * upper + state["nested_offset"]
-        )
+        factors = tensors.of("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])
+        steps_of_scales = tensors.of("weight.nested_quant_map")[scales.long()]
+        scales = steps_of_scales * factors[: len(scales)] + state["nested_offset"]
+    scales = scales.float().repeat_interleave(state["blocksize"] // group)
+    scales = scales[: outputs * inputs // group].view(outputs, -1)
     steps = torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
-    scales = scales.float().repeat_interleave(state["blocksize"] // group)[
-        : outputs * inputs // group
-    ]
-    return QuantisedMatrix(
-        steps, 4, scales.view(outputs, -1), table=tensors.of("weight.quant_map").float()
-    )
+    return QuantisedMatrix(steps, 4, scales, table=tensors.of("weight.quant_map").float())
 
 
 def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe: Recipe) -> None:
     if tensor.shape != shape:
         raise Unread(
-            f"{part} has the shape {[*tensor.shape]}, and {[*shape]} is of {recipe.bits} bits"
+            f"{part} has the shape {list(tensor.shape)}, and {list(shape)} is of {recipe.bits} bits"
         )
 
 
 class _Layout(NamedTuple):
-    """parts: the tensors of a module. optional: those that it may have besides."""
+    """How a module is laid out: the tensors it has, those it may have, and what reads them."""
 
     read: Callable[[Tensors, Recipe], QuantisedMatrix]
     parts: frozenset[str]
@@ -248,24 +249,24 @@ class _Layout(NamedTuple):
 
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_PACKED = ("weight_packed", "weight_scale")
-_BLOCKS = ("weight", "weight.absmax", "weight.quant_map")
-_WORDS = ("qweight", "qzeros", "scales")
+_PACKED = frozenset({"weight_packed", "weight_scale"})
+_BLOCKS = frozenset({"weight", "weight.absmax", "weight.quant_map"})
+_WORDS = frozenset({"qweight", "qzeros", "scales"})
+_SCALED = frozenset({"weight", "weight_scale"})
+_ZERO_POINT = frozenset({"weight_zero_point"})
 LAYOUTS: Mapping[str, _Layout] = {
-    "awq": _Layout(_awq, frozenset(_WORDS)),
-    "gptq": _Layout(_gptq, frozenset(_WORDS), frozenset({"g_idx"})),
+    "awq": _Layout(_awq, _WORDS),
+    "gptq": _Layout(_gptq, _WORDS, frozenset({"g_idx"})),
     "fp8": _Layout(_fp8, frozenset({"weight", "weight_scale_inv"})),
-    "float8": _Layout(_float8, frozenset({"weight", "weight_scale"})),
-    "int8": _Layout(_int8, frozenset({"weight", "weight_scale"}), frozenset({"weight_zero_point"})),
-    "packed": _Layout(
-        _packed, frozenset({*_PACKED, "weight_shape"}), frozenset({"weight_zero_point"})
-    ),
-    "nvfp4": _Layout(_nvfp4, frozenset({*_PACKED, "weight_global_scale"})),
-    "mxfp4": _Layout(_mxfp4, frozenset(_PACKED)),
-    "mxfp8": _Layout(_mxfp8, frozenset({"weight", "weight_scale"})),
+    "float8": _Layout(_float8, _SCALED),
+    "int8": _Layout(_int8, _SCALED, _ZERO_POINT),
+    "packed": _Layout(_packed, _PACKED | {"weight_shape"}, _ZERO_POINT),
+    "nvfp4": _Layout(_nvfp4, _PACKED | {"weight_global_scale"}),
+    "mxfp4": _Layout(_mxfp4, _PACKED),
+    "mxfp8": _Layout(_mxfp8, _SCALED),
     "bitsandbytes": _Layout(
         _bitsandbytes,
-        frozenset(_BLOCKS),
+        _BLOCKS,
         frozenset(
             {"weight.nested_absmax", "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4"}
         ),
@@ -276,63 +277,66 @@ LAYOUTS: Mapping[str, _Layout] = {
 def matrices(
     scheme: Mapping[str, Any], names: Collection[str], get: Callable[[str], torch.Tensor]
 ) -> dict[str, Make]:
-    """What makes each quantised matrix of a checkpoint, by the name of its weight.
+    """Return a loader of each quantised matrix of a checkpoint, by weight name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Of each recipe one matrix is made, to see.
+    Raises `Unread` for a setting or a tensor that is not read here.  One matrix of each recipe is loaded at once, as
+    a check.
 
     Args:
-        scheme: its `quantization_config`. names: of its tensors. get: reads one.
+        scheme: its `quantization_config`. names: of its tensors. get: reads a tensor.
     """
     choose = chooser(scheme)
-    made: dict[str, Make] = {}
+    loaders: dict[str, Make] = {}
     tried = set()
     for tensors in _quantised(names, get):
         recipe = choose(tensors.module)
         _check_parts(tensors, LAYOUTS[recipe.layout])
-        make = partial(_matrix, tensors, recipe)
-        made[f"{tensors.module}.weight"] = make
+        load = partial(_matrix, tensors, recipe)
+        loaders[f"{tensors.module}.weight"] = load
         if recipe not in tried:
             tried.add(recipe)
-            _check_group(tensors.module, make().group)
-    if (
-        not made and scheme.get("config_groups") != {}
-    ):  # a file may have no more than scales of a cache
+            _check_group(tensors.module, load().group)
+    # A file may have no more than scales of a cache.
+    if not loaders and scheme.get("config_groups") != {}:
         raise Unread(
             f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights"
         )
-    return made
+    return loaders
 
 
 def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     try:
-        made = LAYOUTS[recipe.layout].read(tensors, recipe)
+        matrix = LAYOUTS[recipe.layout].read(tensors, recipe)
     except Unread as cause:
         raise Unread(f"{tensors.module}: {cause}") from None
-    rows, groups = made.scales.shape
-    if rows != made.shape[0] or made.shape[1] % groups:
-        raise Unread(f"{tensors.module}: {[*made.shape]} weights have scales {[rows, groups]}")
-    return made
+    rows, groups = matrix.scales.shape
+    outputs, inputs = matrix.shape
+    if rows != outputs or inputs % groups:
+        raise Unread(f"{tensors.module}: {[outputs, inputs]} weights have scales {[rows, groups]}")
+    return matrix
 
 
 def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list[Tensors]:
-    """The quantised modules among tensors of these names."""
+    """Return the quantised modules that have tensors among `names`."""
     parts: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        above, has_more, _ = name.partition(".weight.")
-        module = above if has_more else name.rpartition(".")[0]
+        module, has_more, _ = name.partition(".weight.")
+        if not has_more:
+            module = name.rpartition(".")[0]
         parts[module].add(name.removeprefix(f"{module}."))
-    return [
-        Tensors(module, frozenset(each), get) for module, each in parts.items() if each & _MARKS
-    ]
+    modules = []
+    for module, tensors in parts.items():
+        if tensors & _MARKS:
+            modules.append(Tensors(module, frozenset(tensors), get))
+    return modules
 
 
 def _check_parts(tensors: Tensors, layout: _Layout) -> None:
-    unused = {
-        part
-        for part in tensors.parts
-        if _OF_ACTIVATION.fullmatch(part) or _OF_CACHE.fullmatch(part)
-    }
-    parts = tensors.parts - unused - {"bias"}
+    parts = set()
+    for part in tensors.parts:
+        if not _OF_ACTIVATION.fullmatch(part) and not _OF_CACHE.fullmatch(part):
+            parts.add(part)
+    parts.discard("bias")
     missing = sorted(layout.parts - parts)
     unknown = sorted(parts - layout.parts - layout.optional)
     if missing:

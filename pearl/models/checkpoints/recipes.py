@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from pearl.models.families import Config
+
 _CLASSES = ("Linear", "Module")  # of every quantised module, as compressed-tensors compares them
 
 
@@ -30,8 +32,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         layout: one of `packed.LAYOUTS`.
-        zero_shift: what is added to the file's zero points: 1 in the first version of GPTQ's format,
-            which stores them less one.
+        zero_shift: added to the file's zero points: 1 in the first version of GPTQ's format, which
+            stores them less one.
     """
 
     layout: str
@@ -47,19 +49,19 @@ def _same(recipe: Recipe) -> Choose:
     return lambda module: recipe
 
 
-def _awq(scheme: Mapping[str, Any]) -> Choose:
+def _awq(scheme: Config) -> Choose:
     for name in ("version", "format", "checkpoint_format"):
         _expect(scheme, name, "gemm", absent="gemm")
     _expect(scheme, "bits", 4, absent=scheme.get("w_bit"))
     return _same(Recipe("awq", 4))
 
 
-def _fp8(scheme: Mapping[str, Any]) -> Choose:
+def _fp8(scheme: Config) -> Choose:
     _expect(scheme, "weight_block_size", None, [128, 128])
     return _same(Recipe("fp8", 8))
 
 
-def _bitsandbytes(scheme: Mapping[str, Any]) -> Choose:
+def _bitsandbytes(scheme: Config) -> Choose:
     _expect(scheme, "load_in_4bit", True)
     _expect(scheme, "bnb_4bit_quant_type", "nf4", "fp4")
     return _same(Recipe("bitsandbytes", 4))
@@ -68,21 +70,22 @@ def _bitsandbytes(scheme: Mapping[str, Any]) -> Choose:
 # ---- GPTQ ----
 
 
-def _gptq(scheme: Mapping[str, Any]) -> Choose:
+def _gptq(scheme: Config) -> Choose:
     version = "checkpoint_format" if "checkpoint_format" in scheme else "format"
     _expect(scheme, version, "gptq", "gptq_v2", absent="gptq")
     _expect(scheme, "pack_dtype", "int32", absent="int32")
     shift = int(scheme.get(version) != "gptq_v2")
-    rules = [_rule(*item) for item in (scheme.get("dynamic") or {}).items()]
+    rules = [_rule(name, rule) for name, rule in (scheme.get("dynamic") or {}).items()]
 
     def choose(module: str) -> Recipe:
-        rule = next((rule for rule in rules if rule.pattern.match(module)), None)
-        if rule is None:
-            return Recipe("gptq", _bits(scheme, ""), zero_shift=shift)
-        if rule.skips:
-            raise Unread(f"{module} is quantised, which dynamic[{rule.name!r}] excludes")
-        overridden = {"bits": scheme.get("bits"), **rule.settings}
-        return Recipe("gptq", _bits(overridden, f"dynamic[{rule.name!r}]."), zero_shift=shift)
+        for rule in rules:
+            if rule.pattern.match(module):
+                where = f"dynamic[{rule.name!r}]"
+                if rule.skips:
+                    raise Unread(f"{module} is quantised, which {where} excludes")
+                overridden = {"bits": scheme.get("bits"), **rule.settings}
+                return Recipe("gptq", _bits(overridden, f"{where}."), zero_shift=shift)
+        return Recipe("gptq", _bits(scheme, ""), zero_shift=shift)
 
     return choose
 
@@ -91,11 +94,11 @@ class _Rule(NamedTuple):
     name: str
     skips: bool
     pattern: re.Pattern[str]
-    settings: Mapping[str, Any]
+    settings: Config
 
 
-def _rule(name: str, settings: Mapping[str, Any]) -> _Rule:
-    """A rule of `dynamic`, such as "+:.*k_proj" with {"bits": 8}, or "-:.*gate"."""
+def _rule(name: str, settings: Config) -> _Rule:
+    """Return a rule of `dynamic`, such as "+:.*k_proj" with {"bits": 8}, or "-:.*gate"."""
     accepted = ("bits", "group_size", "sym", "desc_act", "mse", "damp_percent")
     _accept(settings, f"dynamic[{name!r}].", accepted)
     skips = name.startswith("-:")
@@ -108,7 +111,7 @@ _OF_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size",
 _OF_FLOATS = {("nv_fp", 4): "nvfp4", ("mx_fp", 4): "mxfp4", ("mx_fp", 8): "mxfp8"}
 
 
-def _auto_round(scheme: Mapping[str, Any]) -> Choose:
+def _auto_round(scheme: Config) -> Choose:
     overrides = scheme.get("extra_config") or {}
     accepted = ("bits", "group_size", "sym", "data_type", *_OF_ACTIVATIONS)
     for name, settings in overrides.items():
@@ -118,21 +121,27 @@ def _auto_round(scheme: Mapping[str, Any]) -> Choose:
 
     def choose(module: str) -> Recipe:
         name = _overriding(module, overrides)
-        where = f"extra_config[{name!r}]." if name else ""
-        return _auto_round_recipe({**usual, **overrides.get(name, {})}, where)
+        where = ""
+        if name:
+            where = f"extra_config[{name!r}]."
+        return _auto_round_recipe(usual | overrides.get(name, {}), where)
 
     return choose
 
 
-def _overriding(module: str, overrides: Mapping[str, Any]) -> str:
-    """The entry of `extra_config` for a module; "" where there is none."""
+def _overriding(module: str, overrides: Config) -> str:
+    """Return the entry of `extra_config` for a module; "" where there is none."""
     if module in overrides:
         return module
-    return next((name for name in overrides if _pattern(name, "extra_config").search(module)), "")
+    for name in overrides:
+        if _pattern(name, "extra_config").search(module):
+            return name
+    return ""
 
 
-def _auto_round_recipe(settings: Mapping[str, Any], where: str) -> Recipe:
-    packing, kind = settings.get("packing_format"), settings["data_type"]
+def _auto_round_recipe(settings: Config, where: str) -> Recipe:
+    packing = settings.get("packing_format")
+    kind = settings["data_type"]
     bits = _bits(settings, where)
     if packing in ("auto_round:auto_gptq", "auto_round:gptqmodel") and kind == "int":
         return Recipe("gptq", bits, zero_shift=int(packing == "auto_round:auto_gptq"))
@@ -158,30 +167,28 @@ _FORMATS = {
     "mxfp4-pack-quantized": ("mxfp4", "float", (4,)),
     "mxfp8-quantized": ("mxfp8", "float", (8,)),
 }
-_PLAIN_FORMATS = {
-    "int": "int-quantized",
-    "float": "float-quantized",
-}  # what "naive-quantized" is, by type
+_PLAIN_FORMATS = {"int": "int-quantized", "float": "float-quantized"}  # "naive-quantized", by type
 
 
-def _compressed(scheme: Mapping[str, Any]) -> Choose:
+def _compressed(scheme: Config) -> Choose:
     for name in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         _expect(scheme, name, None, {})
     groups = dict(_targets(scheme))
+    targets = _by_rank(groups)
     ignored = scheme.get("ignore") or []
 
     def choose(module: str) -> Recipe:
         if any(_matches(target, module) for target in ignored):
             raise Unread(f"{module} is quantised, which ignore excludes")
-        target = next((target for target in _by_rank(groups) if _matches(target, module)), None)
-        if target is None:
-            raise Unread(f"{module} is quantised, and no target of config_groups names it")
-        return groups[target]
+        for target in targets:
+            if _matches(target, module):
+                return groups[target]
+        raise Unread(f"{module} is quantised, and no target of config_groups names it")
 
     return choose
 
 
-def _targets(scheme: Mapping[str, Any]) -> Iterator[tuple[str, Recipe]]:
+def _targets(scheme: Config) -> Iterator[tuple[str, Recipe]]:
     for name, group in scheme.get("config_groups", {}).items():
         where = f"config_groups.{name}."
         if not isinstance(group, Mapping):
@@ -191,7 +198,7 @@ def _targets(scheme: Mapping[str, Any]) -> Iterator[tuple[str, Recipe]]:
             yield from ((target, recipe) for target in group.get("targets", ()))
 
 
-def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
+def _group_recipe(group: Config, usual: Any, where: str) -> Recipe:
     weights = group["weights"]
     kind = str(weights.get("type", "int"))
     name = str(group.get("format") or usual)
@@ -211,8 +218,8 @@ def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
     return Recipe(layout, weights["num_bits"], is_symmetric)
 
 
-def _by_rank(targets: Mapping[str, Any]) -> list[str]:
-    """Targets in the order in which compressed-tensors tries them.
+def _by_rank(targets: Config) -> list[str]:
+    """Return targets in the order in which compressed-tensors tries them.
 
     Source: `match_targets` of compressed-tensors 0.20.1.
     """
@@ -227,7 +234,7 @@ def _matches(target: str, module: str) -> bool:
 
 # ---- all ----
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
+METHODS: Mapping[str, Callable[[Config], Choose]] = {
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,
@@ -237,30 +244,28 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
 }
 
 
-def chooser(scheme: Mapping[str, Any]) -> Choose:
-    """What chooses the recipe of a module by a `quantization_config`. Raises `Unread`."""
+def chooser(scheme: Config) -> Choose:
+    """Return the function that chooses a module's recipe by a `quantization_config`. Raises `Unread`."""
     method = str(scheme.get("quant_method"))
     if method not in METHODS:
         raise Unread(f"quant_method is {method!r}")
     return METHODS[method](scheme)
 
 
-def _expect(
-    settings: Mapping[str, Any], name: str, *values: Any, absent: Any = None, where: str = ""
-) -> None:
+def _expect(settings: Config, name: str, *values: Any, absent: Any = None, where: str = "") -> None:
     value = settings.get(name, absent)
     if value not in values:
         raise Unread(f"{where}{name} is {value!r}")
 
 
-def _accept(settings: Mapping[str, Any], where: str, names: tuple[str, ...]) -> None:
+def _accept(settings: Config, where: str, names: tuple[str, ...]) -> None:
     """Raise `Unread` for a setting that has a value and a name that is not among `names`."""
-    unknown = [name for name, value in settings.items() if value is not None and name not in names]
-    if unknown:
-        raise Unread(f"{where}{unknown[0]} is {settings[unknown[0]]!r}")
+    for name, value in settings.items():
+        if value is not None and name not in names:
+            raise Unread(f"{where}{name} is {value!r}")
 
 
-def _bits(settings: Mapping[str, Any], where: str) -> int:
+def _bits(settings: Config, where: str) -> int:
     bits: Any = settings.get("bits")
     if bits not in range(2, 9):
         raise Unread(f"{where}bits is {bits!r}")

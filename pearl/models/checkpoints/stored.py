@@ -18,7 +18,14 @@ _GGUF_KIND = re.compile(r"(?i)(?<![a-z0-9])(I?Q\d\w*?|MXFP4|BF16|F16|F32)(?=[.-]
 
 
 class Stored(NamedTuple):
-    """A model on disk. size: bytes of all revisions; path: one of them; used: seconds since the epoch; "": unknown."""
+    """A model on disk.
+
+    Attributes:
+        path: the directory of one revision.
+        size: bytes of all revisions.
+        used: seconds since the epoch.
+        weights, forward: see `Kind`.
+    """
 
     name: str
     path: str
@@ -28,34 +35,43 @@ class Stored(NamedTuple):
     forward: str
 
 
+class Kind(NamedTuple):
+    """The dtype or quantisation of a model's weights, and the forward of its family, "own" or "transformers".
+
+    Either is "" where it is unknown.
+    """
+
+    weights: str
+    forward: str
+
+
 def stored() -> list[Stored]:
-    """The models in both caches, the last used one first."""
-    found = []
+    """Return the models in both caches, the last used one first."""
+    models = []
     for repo in _repositories():
-        place = max(
-            repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified)
-        ).snapshot_path
-        found.append(
-            Stored(repo.repo_id, str(place), repo.size_on_disk, repo.last_accessed, *kind_of(place))
-        )
-    found += [Stored(p.name, str(p), _size(p), p.stat().st_mtime, *kind_of(p)) for p in _made()]
-    return sorted(found, key=lambda each: -each.used)
+        newest = max(repo.revisions, key=lambda item: ("main" in item.refs, item.last_modified))
+        path = newest.snapshot_path
+        kind = kind_of(path)
+        models.append(Stored(repo.repo_id, str(path), repo.size_on_disk, repo.last_accessed, *kind))
+    for path in _embedded():
+        used = path.stat().st_mtime
+        models.append(Stored(path.name, str(path), _size(path), used, *kind_of(path)))
+    return sorted(models, key=lambda model: -model.used)
 
 
 def _repositories() -> list[Any]:
-    """The hub's models in its cache, as `huggingface_hub.CachedRepoInfo`."""
+    """Return the hub's models in its cache, as `huggingface_hub.CachedRepoInfo`."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        return [
-            repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions
-        ]
+        repositories = scan_cache_dir().repos
     except CacheNotFound:
         return []
+    return [repo for repo in repositories if repo.repo_type == "model" and repo.revisions]
 
 
-def _made() -> list[Path]:
-    """The embedded pair."""
+def _embedded() -> list[Path]:
+    """Return the directories of the embedded pair."""
     return [file.parent for file in cache_directory().glob("smollm2-*/config.json")]
 
 
@@ -63,56 +79,73 @@ def _size(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def kind_of(directory: Path) -> tuple[str, str]:
-    """The dtype or quantisation of the weights, and the forward of its family, "own" or "transformers"."""
-    names = [directory.name, *(file.name for file in directory.rglob("*.gguf"))]
-    kinds = sorted({found[1].upper() for name in names if (found := _GGUF_KIND.search(name))})
-    if not (config := config_in(directory)):
-        return ", ".join(kinds), ""
-    given = config.get("quantization_config")
-    scheme = given if isinstance(given, dict) else {}
-    method, bits = scheme.get("quant_method", ""), scheme.get("bits")
-    own = config.get("dtype") or config.get("torch_dtype") or ""
+def kind_of(directory: Path) -> Kind:
+    types = set()
+    for name in (directory.name, *(file.name for file in directory.rglob("*.gguf"))):
+        match = _GGUF_KIND.search(name)
+        if match is not None:
+            types.add(match[1].upper())
+    weights = ", ".join(sorted(types))
+    config = config_in(directory)
+    if not config:
+        return Kind(weights, "")
+    scheme = config.get("quantization_config")
+    if not isinstance(scheme, dict):
+        scheme = {}
+    method = scheme.get("quant_method", "")
+    bits = scheme.get("bits")
+    if method or bits:
+        if bits:
+            weights = f"{method} {bits} bits"
+        else:
+            weights = method
+    elif not weights:
+        weights = str(config.get("dtype") or config.get("torch_dtype") or "")
     is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
-    told = f"{method} {bits} bits" if bits else method
-    return told or ", ".join(kinds) or str(own), "own" if is_own else "transformers"
+    return Kind(weights, "own" if is_own else "transformers")
 
 
 def removal(name: str) -> tuple[int, Callable[[], None]]:
-    """The bytes that removing a model frees, and what removes it: the hub's copy, or a revision, and ours.
+    """Return the bytes that removing a model frees, and what removes it: the hub's copy, or a revision, and ours.
 
     Raises `ModelError` where it is in neither cache.
     """
     from huggingface_hub import scan_cache_dir
 
-    made = [place for place in _made() if place.name == name]
+    directories = [path for path in _embedded() if path.name == name]
     repo, revision, file = HubName.parse(name) or ("", None, "")
-    every = [
-        each
-        for one in _repositories()
-        if one.repo_id == repo and not file
-        for each in one.revisions
-    ]
-    revisions = [
-        each for each in every if not revision or revision in (*each.refs, each.commit_hash)
-    ]
-    hashes = [each.commit_hash for each in revisions]
-    if not made and not hashes:
-        whole = (
-            f"a repository's files are removed together, with `pearl rm {repo}`"
-            if file
-            else "it is in no cache, see `pearl list`"
-        )
-        raise ModelError(f"{name!r} cannot be removed: {whole}.")
-    strategy = scan_cache_dir().delete_revisions(*hashes) if hashes else None
+    if file:
+        hashes = []
+    else:
+        hashes = _hashes(repo, revision)
+    if not directories and not hashes:
+        reason = "it is in no cache, see `pearl list`"
+        if file:
+            reason = f"a repository's files are removed together, with `pearl rm {repo}`"
+        raise ModelError(f"{name!r} cannot be removed: {reason}.")
+    strategy = None
+    if hashes:
+        strategy = scan_cache_dir().delete_revisions(*hashes)
 
     def remove() -> None:
         if strategy is not None:
             strategy.execute()
-        for place in made:
-            shutil.rmtree(place)
-            place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+        for path in directories:
+            shutil.rmtree(path)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
 
-    return (strategy.expected_freed_size if strategy is not None else 0) + sum(
-        map(_size, made)
-    ), remove
+    size = sum(map(_size, directories))
+    if strategy is not None:
+        size += strategy.expected_freed_size
+    return size, remove
+
+
+def _hashes(repo: str, revision: str | None) -> list[str]:
+    """Return the commits of a repository in the hub's cache: all, or those that `revision` names."""
+    hashes = []
+    for repository in _repositories():
+        if repository.repo_id == repo:
+            for item in repository.revisions:
+                if not revision or revision in (*item.refs, item.commit_hash):
+                    hashes.append(item.commit_hash)
+    return hashes

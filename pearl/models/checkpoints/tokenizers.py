@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pearl.cache import Progress, silent
@@ -35,10 +35,7 @@ class ToyTokenizer(Tokenizer):
         if not 0 < vocab_size <= TOY_LIMIT:
             raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")
         self.vocab_size = vocab_size
-        beyond = (
-            c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT
-        )
-        alphabet = itertools.chain(string.digits, string.ascii_letters, beyond)
+        alphabet = itertools.chain(string.digits, string.ascii_letters, _beyond_latin())
         self._characters = "".join(itertools.islice(alphabet, vocab_size))
         self._ids = {character: id for id, character in enumerate(self._characters)}
 
@@ -54,23 +51,32 @@ class ToyTokenizer(Tokenizer):
         return None
 
     def token(self, id: int) -> str | None:
-        return self._characters[id] if 0 <= id < self.vocab_size else None
+        if 0 <= id < self.vocab_size:
+            return self._characters[id]
+        return None
+
+
+def _beyond_latin() -> Iterator[str]:
+    """Yield the printable characters from U+0100 on."""
+    for code in range(0x100, 0x110000):
+        character = chr(code)
+        if character.isprintable() and character != REPLACEMENT:
+            yield character
 
 
 def load_tokenizer(
     spec: str, *, trust_remote_code: bool = False, progress: Progress = silent, encodes: bool = True
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
+    """Return the tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
 
     Args:
         spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
-        encodes: False where texts are only decoded, or vocabularies compared: its merges are then read when needed.
+        encodes: False if texts are only decoded, or vocabularies compared: merges are then read when needed.
     """
     if is_toy(spec):
         options = toy_options(spec)
-        return ToyTokenizer(options["vocab"]), GenerationDefaults(
-            eos=(options["eos"],) if "eos" in options else ()
-        )
+        eos = (options["eos"],) if "eos" in options else ()
+        return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
     checkpoint = resolve_checkpoint(spec, progress, weights=False)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code, encodes)
@@ -95,23 +101,26 @@ def translation_of(
     trust_remote_code: bool = False,
     known: tuple[Tokenizer, GenerationDefaults] | None = None,
 ) -> Translation | None:
-    """How a draft speaks its target's tokens; None: they are its own, or the target's tokenizer is not on this host.
+    """Return how a draft speaks its target's tokens; None: as its own, or the target's tokenizer is not on this host.
 
     Raises `ModelError` where the two have too few tokens in common. `known`: the draft's tokenizer, if loaded.
     """
-    theirs, own = known or load_tokenizer(draft, trust_remote_code=trust_remote_code, encodes=False)
+    draft_tokenizer, draft_defaults = known or load_tokenizer(
+        draft, trust_remote_code=trust_remote_code, encodes=False
+    )
     try:
-        ours, defaults = load_tokenizer(target, trust_remote_code=trust_remote_code, encodes=False)
-    except (
-        ModelError
-    ) as error:  # the target refuses a draft of another vocabulary that does not translate
+        tokenizer, defaults = load_tokenizer(
+            target, trust_remote_code=trust_remote_code, encodes=False
+        )
+    except ModelError as error:
+        # The target refuses a draft of another vocabulary that does not translate.
         log.info("taking the draft's tokens for the target's: %s", error)
         return None
-    if have_same_vocabulary(ours, theirs):
+    if have_same_vocabulary(tokenizer, draft_tokenizer):
         return None
-    found = Translation(ours, theirs, defaults.eos, own.eos)
-    if len(found.shared) < _LEAST_SHARED * ours.vocab_size:
+    translation = Translation(tokenizer, draft_tokenizer, defaults.eos, draft_defaults.eos)
+    if len(translation.shared) < _LEAST_SHARED * tokenizer.vocab_size:
         raise ModelError(
-            f"{draft!r} cannot draft for {target!r}: {found}, too few. Choose another draft."
+            f"{draft!r} cannot draft for {target!r}: {translation}, too few. Choose another draft."
         )
-    return found
+    return translation

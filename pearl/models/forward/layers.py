@@ -46,8 +46,8 @@ from pearl.models.forward.slot_attention import FixedAttention, NativeAttention,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.checkpoints.direct import Decoder
     from pearl.models.cpu.native_layers import NativeLayers
+    from pearl.models.forward.decoder import Decoder
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
 SlotAttention = FixedAttention | NativeAttention | PromptAttention

@@ -45,7 +45,7 @@ from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.checkpoints.direct import Decoder
+    from pearl.models.forward.decoder import Decoder
     from pearl.models.gpu.token_forward import Decode
 
 log = logging.getLogger(__name__)

@@ -24,27 +24,32 @@ from typing import Any
 
 import torch
 
-from pearl.models.checkpoints.direct import Decoder, Weight, parameters_of_rope, rope_of
+from pearl.models.checkpoints.direct import Weight
+from pearl.models.checkpoints.rope import parameters_of_rope, rope_of
 from pearl.models.cpu import native
 from pearl.models.families import (
     FAMILIES,
     HEAD_ACTIVATIONS,
+    Config,
     Forward,
+    Shapes,
     activation_of,
     forward_of,
     weight_shapes,
 )
 from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward.attention import Scoring, causal_mask, whole_blocks
+from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.linear_layers import Rounding, matrix
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
 from pearl.models.forward.slots import Slots
-from pearl.models.heads.head import HeadTarget
+from pearl.models.heads.head import HeadTarget, Tensors
 
 _PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
-_FIRST, _MIDLAYER = "layers.0.", "midlayer."
+_FIRST = "layers.0."
+_MIDLAYER = "midlayer."
 _PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _TOGETHER = (
     _PROJECTIONS,
@@ -58,27 +63,34 @@ _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Settings of config.json that may be true: those that are computed, and those that change no
 # number.
 _COMPUTED = {
-    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state"),
-    *("attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window"),
-    *("use_input_layernorm_in_first_layer", "use_last_layernorm"),  # their tensors are asked for
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "use_aux_hidden_state",
+    "attention_bias",
+    "qkv_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "use_input_layernorm_in_first_layer",  # the tensors of these two are asked for
+    "use_last_layernorm",
 }
 _NEUTRAL = {
-    *(
-        "use_cache",
-        "tie_word_embeddings",
-        "embed_requires_grad",
-        "has_no_defaults_at_init",
-        "has_lm_head",
-    ),
-    *(
-        "return_dict",
-        "use_return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "torchscript",
-        "do_sample",
-    ),
-    *("is_causal", "is_decoder", "gradient_checkpointing", "early_stopping"),
+    "use_cache",
+    "tie_word_embeddings",
+    "embed_requires_grad",
+    "has_no_defaults_at_init",
+    "has_lm_head",
+    "return_dict",
+    "use_return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "torchscript",
+    "do_sample",
+    "is_causal",
+    "is_decoder",
+    "gradient_checkpointing",
+    "early_stopping",
 }
 _OTHERS = {  # what a tensor's name has -> what the checkpoint is
     "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
@@ -89,7 +101,7 @@ _OTHERS = {  # what a tensor's name has -> what the checkpoint is
 }
 
 
-def target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+def target_layers(config: Config) -> tuple[int, ...] | None:
     """See `HeadKind`.
 
     speculators and vLLM count states: number i is what layer i reads, and the number of layers is
@@ -113,8 +125,8 @@ def target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What config.json says about a head.
+class HeadSettings:
+    """The settings of a head in its config.json.
 
     Attributes:
         forward, layer: the family of its decoder layers, and their configuration.
@@ -122,8 +134,8 @@ class Settings:
         norms_residual: whether the first layer adds to the normalised states.
         norms_joined: whether the target's states are normalised together, before `fc`.
         norms_each: whether each of them is normalised by itself.
-        feeds_normed: whether the next step reads what the last norm gives.
-        norms_logits: whether the last norm stands before `lm_head`.
+        feeds_normed: whether the next step reads the output of the last norm.
+        norms_logits: whether `lm_head` reads the output of the last norm.
     """
 
     forward: Forward
@@ -136,7 +148,7 @@ class Settings:
     norms_logits: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any], names: Iterable[str]) -> Settings:
+    def of(config: Config, names: Iterable[str]) -> HeadSettings:
         """Read config.json. Raises `ValueError` for what is not computed.
 
         Args:
@@ -150,7 +162,7 @@ class Settings:
         # In speculators norm_output says what the next step reads, in SpecForge whether there is a
         # norm before lm_head.
         norms_output = config.get("norm_output")
-        return Settings(
+        return HeadSettings(
             forward=forward,
             layer=layer,
             num_states=len(target_layers(config) or range(_DEFAULT_LAYERS)),
@@ -161,22 +173,23 @@ class Settings:
             norms_logits=is_of_speculators or norms_output is None or bool(norms_output),
         )
 
-    def shapes(self, features: int, known: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor that it needs.
+    def shapes(self, features: int, vocab_size: int) -> Shapes:
+        """Return the shape of each tensor that the head needs.
 
         Args:
-            features: numbers of the target's states. known: tokens of its own vocabulary.
+            features: numbers of the target's states.
+            vocab_size: of the head's own vocabulary.
         """
         hidden = int(self.layer["hidden_size"])
-        named = weight_shapes(self.forward, self.layer)
-        shapes = {name.removeprefix("model."): shape for name, shape in named.items()}
+        model_shapes = weight_shapes(self.forward, self.layer)
+        shapes = {name.removeprefix("model."): shape for name, shape in model_shapes.items()}
         del shapes["embed_tokens.weight"]  # without one it reads the target's
         for name in _PROJECTIONS:
             outputs, inputs = shapes[f"{_FIRST}{name}.weight"]
-            shapes[f"{_FIRST}{name}.weight"] = outputs, 2 * inputs
+            shapes[f"{_FIRST}{name}.weight"] = (outputs, 2 * inputs)
         shapes[f"{_FIRST}hidden_norm.weight"] = (hidden,)
-        shapes["fc.weight"] = hidden, features
-        shapes["lm_head.weight"] = known, hidden
+        shapes["fc.weight"] = (hidden, features)
+        shapes["lm_head.weight"] = (vocab_size, hidden)
         if self.norms_joined:
             shapes["input_norm.weight"] = (features,)
         if self.norms_each:
@@ -192,21 +205,26 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
 
 
 def _layers_of(
-    config: Mapping[str, Any], names: set[str], is_of_speculators: bool
+    config: Config, names: set[str], is_of_speculators: bool
 ) -> tuple[Forward, dict[str, Any]]:
-    """The family of a head's decoder layers, and their configuration as a model's.
+    """Return the family of a head's decoder layers, and their configuration as a model's.
 
     Raises `ValueError` for layers that are not computed.
     """
     kind = config.get("model_type", "qwen3")
     if not is_of_speculators:  # one Llama layer, whatever model type the file names
-        kind = "qwen3" if f"{_FIRST}self_attn.q_norm.weight" in names else "llama"
+        kind = "llama"
+        if f"{_FIRST}self_attn.q_norm.weight" in names:
+            kind = "qwen3"
     if kind not in ("llama", "qwen3"):
         raise ValueError(
             f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed"
         )
     numbers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
-    count = int(config["num_hidden_layers"]) if is_of_speculators else len(numbers)
+    if is_of_speculators:
+        count = int(config["num_hidden_layers"])
+    else:
+        count = len(numbers)
     layer = _as_a_model(config, count)
     if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
         layer |= {"attention_bias": False, "mlp_bias": False}
@@ -221,8 +239,8 @@ def _layers_of(
     return forward, layer
 
 
-def _as_a_model(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The configuration of `count` layers as a model's, with what config.json leaves out."""
+def _as_a_model(config: Config, count: int) -> dict[str, Any]:
+    """Return the configuration of `count` layers as a model's, with defaults for absent settings."""
     heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
     layer = {
@@ -242,7 +260,7 @@ def _as_a_model(config: Mapping[str, Any], count: int) -> dict[str, Any]:
     return layer
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(config: Config) -> dict[str, Any]:
     rope = parameters_of_rope({"rope_theta": 1e4, **config})
     if rope is None:
         raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
@@ -253,52 +271,56 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
+    config: Config,
+    tensors: Tensors,
     target: HeadTarget,
     rounding: Rounding,
 ) -> Eagle3Head:
     """See `HeadKind`."""
-    for part, what in _OTHERS.items():
+    for part, kind in _OTHERS.items():
         if any(part in name for name in tensors):
-            raise ValueError(f"it is {what}, not an EAGLE-3 head")
-    named = {_common(name): tensor for name, tensor in tensors.items()}
-    if f"{_FIRST}self_attn.q_proj.weight" not in named:
-        some = ", ".join(sorted(tensors)[:3])
+            raise ValueError(f"it is {kind}, not an EAGLE-3 head")
+    in_file = {_common(name): name for name in tensors}
+    if f"{_FIRST}self_attn.q_proj.weight" not in in_file:
+        examples = ", ".join(sorted(tensors)[:3])
         raise ValueError(
-            f"it is no EAGLE-3 head: {len(tensors)} tensors such as {some}, and no first layer"
+            f"it is no EAGLE-3 head: {len(tensors)} tensors such as {examples}, and no first layer"
         )
-    settings = Settings.of(config, named)
-    named = {
-        name: tensor
-        for name, tensor in named.items()
-        if name not in _UNREAD and "rotary_emb" not in name
-    }
-    _check_vocabulary(named, target)
-    _check_tensors(settings, named, target, {_common(name): name for name in tensors})
-    device, dtype = target.embedding.device, target.embedding.dtype
-    placed = {
-        name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in named.items()
-    }
-    return Eagle3Head(settings, placed, target, rounding)
+    settings = HeadSettings.of(config, in_file)
+    weights = {}
+    for name, tensor in tensors.items():
+        common_name = _common(name)
+        if common_name not in _UNREAD and "rotary_emb" not in name:
+            weights[common_name] = tensor
+    _check_vocabulary(weights, target)
+    _check_tensors(settings, weights, target, in_file)
+    for name, tensor in weights.items():
+        dtype = None if name == "d2t" else target.embedding.dtype
+        weights[name] = tensor.to(target.embedding.device, dtype)
+    return Eagle3Head(settings, weights, target, rounding)
 
 
 def _common(name: str) -> str:
-    """A tensor's name in speculators."""
-    return _FIRST + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name
+    """Return a tensor's name in speculators."""
+    if name.startswith(_MIDLAYER):
+        return _FIRST + name.removeprefix(_MIDLAYER)
+    return name
 
 
-def _check_vocabulary(tensors: Mapping[str, torch.Tensor], target: HeadTarget) -> None:
-    """Raises `ValueError` where it is no vocabulary of the target's."""
-    if (head := tensors.get("lm_head.weight")) is None:
+def _check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
+    """Raise `ValueError` unless the head's tokens are the target's, or a part of them."""
+    head = tensors.get("lm_head.weight")
+    if head is None:
         raise ValueError("it has no lm_head.weight")
-    known, embedding = len(head), tensors.get("embed_tokens.weight")
-    if "d2t" not in tensors and known != target.vocab_size:
+    count = len(head)
+    d2t = tensors.get("d2t")
+    if d2t is None and count != target.vocab_size:
         raise ValueError(
-            f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
+            f"it knows {count} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
         )
-    if "d2t" in tensors and len(tensors["d2t"]) != known:
-        raise ValueError(f"its d2t has {len(tensors['d2t'])} tokens and its lm_head {known}")
+    if d2t is not None and len(d2t) != count:
+        raise ValueError(f"its d2t has {len(d2t)} tokens and its lm_head {count}")
+    embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and len(embedding) < target.vocab_size:
         raise ValueError(
             f"its embed_tokens.weight has {len(embedding)} tokens and its target {target.vocab_size}"
@@ -306,15 +328,15 @@ def _check_vocabulary(tensors: Mapping[str, torch.Tensor], target: HeadTarget) -
 
 
 def _check_tensors(
-    settings: Settings,
-    tensors: Mapping[str, torch.Tensor],
+    settings: HeadSettings,
+    tensors: Tensors,
     target: HeadTarget,
     in_file: Mapping[str, str],
 ) -> None:
-    """Raises `ValueError` where tensors are missing, superfluous or of another shape.
+    """Raise `ValueError` where tensors are missing, superfluous or of another shape.
 
     Args:
-        in_file: the name of each in the checkpoint.
+        in_file: name of a tensor -> its name in the checkpoint.
     """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
@@ -326,16 +348,16 @@ def _check_tensors(
     for name, tensor in tensors.items():
         if name not in shapes:
             raise ValueError(f"nothing reads its tensor {in_file[name]}")
-        shape, wanted = list(tensor.shape), list(shapes[name])
-        if shape != wanted:
-            raise ValueError(f"its {in_file[name]} has the shape {shape}, not {wanted}")
+        shape = list(shapes[name])
+        if list(tensor.shape) != shape:
+            raise ValueError(f"its {in_file[name]} has the shape {list(tensor.shape)}, not {shape}")
     width = target.embedding.shape[1]
     if "embed_tokens.weight" not in tensors and width != hidden:
         raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
 
 
-def _check_inputs(tensors: Mapping[str, torch.Tensor], hidden: int, features: int) -> None:
-    """Raises `ValueError` where `fc` reads other states than those that the target keeps."""
+def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
+    """Raise `ValueError` where `fc` reads other states than those that the target keeps."""
     inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else features
     if inputs == 2 * hidden != features:
         raise ValueError("it is an EAGLE head of the first or second version, not of the third")
@@ -346,32 +368,31 @@ def _check_inputs(tensors: Mapping[str, torch.Tensor], hidden: int, features: in
 
 
 def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
-    """A tensor's name as this checkpoint would have it."""
-    has_midlayer = any(other.startswith(_MIDLAYER) for other in in_file.values())
+    """Return a tensor's name as this checkpoint would have it."""
+    has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
     if has_midlayer and name.startswith(_FIRST):
         return _MIDLAYER + name.removeprefix(_FIRST)
     return name
 
 
-def _optional_shapes(
-    needed: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
+def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
+    """Return the shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
     hidden = needed["fc.weight"][0]
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for name, shape in needed.items():
         if len(shape) == 2:
             shapes[f"{name.removesuffix('.weight')}.bias"] = shape[:1]
     shapes["d2t"] = needed["lm_head.weight"][:1]
-    if (embedding := tensors.get("embed_tokens.weight")) is not None:
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is not None:
         shapes["embed_tokens.weight"] = len(embedding), hidden
     for number in range(sum(name.endswith("self_attn.o_proj.weight") for name in needed)):
         for group in _TOGETHER:
             biases = [f"layers.{number}.{name}.bias" for name in group]
-            having = [name for name in biases if name in tensors]
-            if having and having != biases:
+            present = [name for name in biases if name in tensors]
+            if present and present != biases:
                 raise ValueError(
-                    f"it has biases {', '.join(having)}, but not all of {', '.join(biases)}"
+                    f"it has biases {', '.join(present)}, but not all of {', '.join(biases)}"
                 )
     return shapes
 
@@ -391,41 +412,46 @@ class Eagle3Head:
 
     def __init__(
         self,
-        settings: Settings,
-        tensors: Mapping[str, torch.Tensor],
+        settings: HeadSettings,
+        tensors: Tensors,
         target: HeadTarget,
         rounding: Rounding,
     ) -> None:
         self._settings = settings
-        self.context, self.features = target.context, target.features
+        self.context = target.context
+        self.features = target.features
         self.device: torch.device = target.embedding.device
-        self._is_native = self.device.type == "cpu" and native.takes_model(
-            self.device, settings.layer
-        )
+        on_cpu = self.device.type == "cpu"
+        self._is_native = on_cpu and native.takes_model(self.device, settings.layer)
         decoder = _decoder(settings, tensors, tensors.get("embed_tokens.weight", target.embedding))
-        self._layers = layers = DecoderLayers(
+        layers = DecoderLayers(
             decoder,
             self.context,
             rounding,
             not self._is_native,
             family=(settings.forward, settings.layer),
         )
-        self.dtype, self.hidden = layers.dtype, layers.embedding.shape[1]
+        self._layers = layers
+        self.dtype = layers.dtype
+        self.hidden = layers.embedding.shape[1]
         self.kind = rounding or str(target.embedding.dtype).removeprefix("torch.")
         fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
         self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
-        self._joined_norm = (
-            tensors["input_norm.weight"].to(self.dtype) if settings.norms_joined else None
-        )
-        numbers = range(settings.num_states if settings.norms_each else 0)
-        self._each_norm = [tensors[f"fc_norm.{number}.weight"].to(self.dtype) for number in numbers]
-        ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
-        self.ids = ids + tensors["d2t"] if "d2t" in tensors else ids
-        room, heads = whole_blocks(self.context), layers.heads
-        self._slots = Slots(
-            (target.slots, len(layers), heads.kv, room, heads.dim), self.dtype, self.device
-        )
+        self._joined_norm: torch.Tensor | None = None
+        if settings.norms_joined:
+            self._joined_norm = tensors["input_norm.weight"].to(self.dtype)
+        self._state_norms = []
+        if settings.norms_each:
+            for number in range(settings.num_states):
+                self._state_norms.append(tensors[f"fc_norm.{number}.weight"].to(self.dtype))
+        self.ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
+        if "d2t" in tensors:
+            self.ids = self.ids + tensors["d2t"]
+        room = whole_blocks(self.context)
+        heads = layers.heads
+        shape = (target.slots, len(layers), heads.kv, room, heads.dim)
+        self._slots = Slots(shape, self.dtype, self.device)
         self.lengths = self._slots.lengths
         self._positions = torch.arange(room, device=self.device)
         self._ropes = layers.angles(rope_of(settings.layer), self._positions)
@@ -435,28 +461,32 @@ class Eagle3Head:
         x = features.to(self.dtype)
         if self._joined_norm is not None:
             x = self._layers.normalise(x, self._joined_norm)
-        if self._each_norm:
-            parts = zip(x.chunk(len(self._each_norm), -1), self._each_norm, strict=True)
-            x = torch.cat([self._layers.normalise(part, norm) for part, norm in parts], -1)
+        if self._state_norms:
+            parts = map(
+                self._layers.normalise, x.chunk(len(self._state_norms), -1), self._state_norms
+            )
+            x = torch.cat(list(parts), -1)
         return self._fuse(x, None)
 
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
         """See `Head.read`."""
-        pieces = zip(tokens.split(_PIECE), states.split(_PIECE), strict=True)
-        return torch.cat([self._outputs(some, before, slot, guessed) for some, before in pieces])
+        outputs = []
+        for piece, before in zip(tokens.split(_PIECE), states.split(_PIECE), strict=True):
+            outputs.append(self._outputs(piece, before, slot, guessed))
+        return torch.cat(outputs)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """See `Head.logits`."""
-        layers, settings = self._layers, self._settings
+        layers = self._layers
+        settings = self._settings
         is_normed = settings.feeds_normed or not settings.norms_logits
-        return layers.head(
-            layers.normalise(outputs, None if is_normed else layers.norm), None
-        ).float()
+        states = layers.normalise(outputs, None if is_normed else layers.norm)
+        return layers.head(states, None).float()
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """Copy what `slot` has of its tokens from number `start` to `end` to another slot."""
+        """Copy keys and values of the tokens from `start` to `end` of a slot to another one."""
         for buffer in (self._slots.keys, self._slots.values):
             buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
         self.lengths[into] = end
@@ -464,13 +494,13 @@ class Eagle3Head:
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden], after the last norm where the next step reads that."""
-        layers, settings = self._layers, self._settings
+        """Return the last layer's states [n, hidden], normalised where the next step reads them so."""
+        layers = self._layers
+        settings = self._settings
         attends, ropes = self._attention(tokens, slot, guessed)
         normed = layers.normalise(states, self._hidden_norm)
-        embedded = layers.normalise(
-            layers.embedding[tokens].to(self.dtype), layers.layers[0].attention_norm
-        )
+        embedded = layers.embedding[tokens].to(self.dtype)
+        embedded = layers.normalise(embedded, layers.layers[0].attention_norm)
         x = torch.cat((embedded, normed), -1)
         hidden = (normed if settings.norms_residual else states).to(layers.residual_dtype)
         for number, layer in enumerate(layers.layers):
@@ -478,47 +508,52 @@ class Eagle3Head:
                 x = layers.normalise(hidden, layer.attention_norm)
             hidden = layers.layer_states(number, hidden, x, ropes, attends)
         self.lengths[slot] += len(tokens)
-        return layers.normalise(hidden, layers.norm) if settings.feeds_normed else hidden
+        if settings.feeds_normed:
+            return layers.normalise(hidden, layers.norm)
+        return hidden
 
     def _attention(
         self, tokens: torch.Tensor, slot: int, guessed: int
     ) -> tuple[NativeAttention | FixedAttention, Mapping[str, Rope]]:
-        """What attends for tokens that continue a slot, and the rotations of their positions, or of all."""
-        layers, start = self._layers, self.lengths[slot]
+        """Return the attention of tokens that continue a slot, and the ropes of their positions, or of all."""
+        layers = self._layers
         scoring = _widened(layers.scoring, guessed)
         if self._is_native:
             table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            return NativeAttention(
+            attention = NativeAttention(
                 table, False, self._slots, scoring, layers.heads, layers.eps
-            ), self._ropes
+            )
+            return attention, self._ropes
+        start = self.lengths[slot]
         end = start + len(tokens)
-        at, seen = self._positions[start:end], self._positions[:end]
-        masks = {window: causal_mask(seen, at, window, self.dtype) for window in {*scoring.windows}}
+        positions = self._positions[start:end]
+        masks = {}
+        for window in set(scoring.windows):
+            masks[window] = causal_mask(self._positions[:end], positions, window, self.dtype)
         ropes = {name: (cos[start:end], sin[start:end]) for name, (cos, sin) in self._ropes.items()}
-        return FixedAttention(self._slots, slot, at, end, masks, scoring), ropes
+        return FixedAttention(self._slots, slot, positions, end, masks, scoring), ropes
 
 
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """Widen windows so that guesses do not move where they begin.
 
     Heads are trained so: in each step of speculators' trainer a token sees the states that it saw in
-    the first one, and all guesses since.
+    the first step, and all guesses since.
     """
-    windows = []
-    for window in scoring.windows:
-        windows.append(window + guessed if window else 0)
-    return scoring._replace(windows=tuple(windows))
+    windows = tuple(window + guessed if window else 0 for window in scoring.windows)
+    return scoring._replace(windows=windows)
 
 
-def _decoder(
-    settings: Settings, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor
-) -> Decoder:
-    """The head's layers, last norm and output matrix as a model's, for `DecoderLayers`."""
+def _decoder(settings: HeadSettings, tensors: Tensors, embedding: torch.Tensor) -> Decoder:
+    """Return the head's layers, last norm and output matrix as a model's, for `DecoderLayers`."""
     decoder = Decoder(SimpleNamespace(**settings.layer))
     decoder.place("model.embed_tokens", Weight(embedding))
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if part == "weight" and (module.startswith("layers.") or module in ("norm", "lm_head")):
-            place = module if module == "lm_head" else f"model.{module}"
+            if module == "lm_head":
+                place = module
+            else:
+                place = f"model.{module}"
             decoder.place(place, Weight(tensor, tensors.get(f"{module}.bias")))
     return decoder

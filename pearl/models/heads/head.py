@@ -1,20 +1,23 @@
-"""What drafting asks of a head of any kind, and what a head takes of its target."""
+"""The interface of heads of any kind, and what a head needs from its target."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
+Tensors = Mapping[str, torch.Tensor]  # weights of a head, by name
+
 
 class HeadTarget(NamedTuple):
-    """What a head takes of its target.
+    """The parts of a target that its head uses.
 
     Attributes:
         embedding: [vocab, hidden].
         vocab_size: number of token ids.
         features: numbers of hidden states that the target keeps of each token.
-        context, slots: positions and texts that the head has room for.
+        context, slots: size of the head's cache, in positions and texts.
     """
 
     embedding: torch.Tensor
@@ -40,20 +43,20 @@ class Head(Protocol):
     dtype: torch.dtype
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
-        """The states [n, hidden] that the head reads, of the target's hidden states [n, features]."""
+        """Reduce the target's hidden states [n, features] to the states [n, hidden] that the head reads."""
         ...
 
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
-        """The outputs [n, hidden] for tokens [n], each read with the states [n, hidden] of the token before it.
+        """Return the outputs [n, hidden] for tokens [n], each read with the states [n, hidden] of the token before it.
 
         Args:
-            states: of the target, or the head's own outputs, which it reads where it drafts on by itself.
-            guessed: how many tokens before these were read with the head's own outputs, these included.
+            states: the target's, or the head's own outputs where it drafts on by itself.
+            guessed: how many of the slot's last tokens, `tokens` included, are read with the head's own outputs.
         """
         ...
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The logits [n, len(ids)] of outputs [n, hidden], float32."""
+        """Return the logits [n, len(ids)] of outputs [n, hidden], float32."""
         ...

@@ -5,17 +5,13 @@ To add a kind, write its file beside `eagle3` and give it a line in `KINDS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-
+from pearl.models.families import Config
 from pearl.models.forward.linear_layers import Rounding
 from pearl.models.heads import eagle3
 from pearl.models.heads.eagle3 import Eagle3Head
-from pearl.models.heads.head import HeadTarget
-
-Tensors = Mapping[str, torch.Tensor]  # by their names in the checkpoint
+from pearl.models.heads.head import HeadTarget, Tensors
 
 
 class HeadKind(Protocol):
@@ -24,14 +20,14 @@ class HeadKind(Protocol):
     Both raise `ValueError` for what such a head may compute and PEARL does not.
     """
 
-    def target_layers(self, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The target's layers whose inputs the head of this config.json reads; None: those of `tapped`."""
+    def target_layers(self, config: Config) -> tuple[int, ...] | None:
+        """Return the target's layers whose inputs the head of a config.json reads; None: those of `tapped`."""
         ...
 
     def make(
-        self, config: Mapping[str, Any], tensors: Tensors, target: HeadTarget, rounding: Rounding
+        self, config: Config, tensors: Tensors, target: HeadTarget, rounding: Rounding
     ) -> Eagle3Head:
-        """The head of a checkpoint."""
+        """Return the head of a checkpoint, whose tensors have their names there."""
         ...
 
 
@@ -54,8 +50,8 @@ _CLASSES_NOT_BUILT = {  # of SpecForge
 }
 
 
-def kind_of(config: Mapping[str, Any]) -> HeadKind:
-    """The kind of head that a config.json describes. Raises `ValueError` for others."""
+def kind_of(config: Config) -> HeadKind:
+    """Return the kind of head that a config.json describes. Raises `ValueError` for others."""
     name = config.get(_TYPE)
     if name is None:
         for architecture in config.get("architectures") or ():

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
-from pearl.models.checkpoints.direct import files_of, read_decoder
+from pearl.models.checkpoints.direct import Unsupported, files_of, read_decoder
 from pearl.models.checkpoints.gguf import table_in
-from pearl.models.checkpoints.loading import Features, context_of
+from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.linear_layers import Rounding, multiplies_bf16
 from pearl.models.heads.eagle3 import Eagle3Head
@@ -29,39 +29,39 @@ from pearl.printable import cause_of
 
 
 def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
-    """The head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
+    """Load the head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
 
     Raises `ModelError` for a checkpoint of another layout, or of another model.
     """
-    own: Any = runner
-    can = runner.capabilities
-    if not can.features:
+    target: Any = runner
+    features = runner.capabilities.features
+    if not features:
         raise _needs_own_forward(spec)
-    if not hasattr(own, "embedding"):  # it runs through transformers
-        return _multi_token_layer(spec, own)
-    return _load(
-        spec,
-        HeadTarget(own.embedding, own.vocab_size, can.features, own.context, can.slots),
-        progress,
+    if not hasattr(target, "embedding"):  # it runs through transformers
+        return _multi_token_layer(spec, target)
+    head_target = HeadTarget(
+        target.embedding, target.vocab_size, features, target.context, runner.capabilities.slots
     )
+    return _load(spec, head_target, progress)
 
 
 def states_for(heads: Sequence[str], target: str, progress: Progress) -> Features:
-    """Which hidden states of the target the heads read: the last ones if a head is the target's own layer for
-    multi-token prediction, which has the target's name.
+    """Return the hidden states of the target that the heads read.
+
+    These are the last ones if a head is the target's layer for multi-token prediction, which has the target's name.
 
     Raises `ModelError` for a head that is not read, and for two that read other states.
     """
-    wanted: dict[Features, str] = {}
+    states: dict[Features, str] = {}
     for head in heads:
-        wanted["last" if head == target else _layers_read(head, progress)] = head
-    if len(wanted) > 1:
-        first, second = wanted.values()
+        states["last" if head == target else _layers_read(head, progress)] = head
+    if len(states) > 1:
+        first, second = states.values()
         raise ModelError(
             f"Heads {first!r} and {second!r} read other hidden states of the target: name only one, as --head or as "
             "--draft."
         )
-    return next(iter(wanted), "")
+    return next(iter(states), "")
 
 
 def _layers_read(spec: str, progress: Progress) -> Features:
@@ -72,10 +72,11 @@ def _layers_read(spec: str, progress: Progress) -> Features:
 
 
 def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
-    """The target's own, from its checkpoint."""
+    """Load the target's layer for multi-token prediction from its checkpoint."""
     from transformers import cache_utils, modeling_layers
 
-    model, kind = runner.model, getattr(modeling_layers, "MtpModel", None)
+    model = runner.model
+    kind = getattr(modeling_layers, "MtpModel", None)
     config = model.config.get_text_config(decoder=True)
     if kind is None or not hasattr(kind, "forward_layer"):
         raise ModelError(
@@ -92,10 +93,9 @@ def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
     try:
         if table_in(resolve_checkpoint(spec)) is not None:
             raise ValueError("GGUF files are read without one")
-        found = kind.from_pretrained(model, device_map={"": runner.device}).eval()
-        return MtpHead(
-            found, cache_utils.MtpCache(config=found.config), runner.vocab_size, runner.context
-        )
+        layers = kind.from_pretrained(model, device_map={"": runner.device}).eval()
+        cache = cache_utils.MtpCache(config=layers.config)
+        return MtpHead(layers, cache, runner.vocab_size, runner.context)
     except Exception as error:  # of files, layouts and versions: transformers raises anything
         raise ModelError(
             f"Head {spec!r}: the target has no layer for multi-token prediction that could be loaded: "
@@ -119,17 +119,24 @@ def load_draft_head(
     if is_toy(target):
         raise _needs_own_forward(spec)
     path = resolve_checkpoint(target, progress)
-    dtype = None if device.type != "cpu" or multiplies_bf16() else torch.float32
-    decoder = read_decoder(path, dtype, device, progress, keeps_bits=True, only_embedding=True)
-    if decoder is None:
-        raise _needs_own_forward(spec)
-    table, vocab = decoder.model.embed_tokens.weight, decoder.config.vocab_size
+    if device.type != "cpu" or multiplies_bf16():
+        dtype = None
+    else:
+        dtype = torch.float32
+    try:
+        decoder = read_decoder(path, dtype, device, progress, keeps_bits=True, only_embedding=True)
+    except Unsupported as reason:
+        log_unsupported(path, reason)
+        raise _needs_own_forward(spec) from reason
+    embedding = decoder.model.embed_tokens.weight
+    vocab_size = decoder.config.vocab_size
     states = _layers_read(spec, progress)
-    count = len(tapped(decoder.config.num_hidden_layers) if isinstance(states, str) else states)
-    of = HeadTarget(
-        table, vocab, count * table.shape[1], context_of(target, decoder, max_context), slots
-    )
-    return HeadRunner(_load(spec, of, progress, rounding), vocab, slots)
+    if isinstance(states, str):
+        states = tapped(decoder.config.num_hidden_layers)
+    features = len(states) * embedding.shape[1]
+    context = context_of(target, decoder, max_context)
+    head_target = HeadTarget(embedding, vocab_size, features, context, slots)
+    return HeadRunner(_load(spec, head_target, progress, rounding), vocab_size, slots)
 
 
 def _needs_own_forward(spec: str) -> ModelError:
@@ -159,17 +166,18 @@ def _explained(spec: str) -> Iterator[None]:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """By their names in the checkpoint: model.safetensors, the files of its index, or the directory's only file.
+    """Return tensors by name, of model.safetensors, the files of its index, or the directory's only file.
 
     Raises `ValueError` where several files could be meant: a trainer's other files may have tensors of the same names.
     """
-    if (files := files_of(directory)) is not None:
-        tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    files = files_of(directory)
+    if files is not None:
         for file in sorted(set(files.values())):
             for name, tensor in load_file(directory / file).items():
                 if files.get(name) == file:
@@ -184,7 +192,5 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         )
     if paths:
         return load_file(paths[0])
-    found: dict[str, torch.Tensor] = torch.load(
-        directory / "pytorch_model.bin", map_location="cpu", weights_only=True
-    )
-    return found
+    tensors |= torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    return tensors

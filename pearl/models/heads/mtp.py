@@ -22,9 +22,12 @@ class MtpHead:
     """
 
     def __init__(self, model: Any, cache: Any, vocab_size: int, context: int) -> None:
-        self._model, self._cache = model, cache
+        self._model = model
+        self._cache = cache
         weight = model.layers[0].eh_proj.weight
-        self.context, self.device, self.dtype = context, weight.device, weight.dtype
+        self.context = context
+        self.device = weight.device
+        self.dtype = weight.dtype
         self.ids = torch.arange(vocab_size, device=self.device)
         self.lengths = [0]
 
@@ -35,18 +38,20 @@ class MtpHead:
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
         """See `Head.read`."""
-        start, end = self.lengths[slot], self.lengths[slot] + len(tokens)
-        if (surplus := self._cache.get_seq_length() - start) > 0:
+        start = self.lengths[slot]
+        end = start + len(tokens)
+        surplus = self._cache.get_seq_length() - start
+        if surplus > 0:
             self._cache.crop(-surplus)
         positions = torch.arange(start + 1, end + 1, device=self.device)[None]
         outputs = self._model.forward_layer(
             0, states[None], positions, self._cache, input_ids=tokens[None]
         )
         self.lengths[slot] = end
-        found: torch.Tensor = outputs[0]
-        return found
+        output: torch.Tensor = outputs[0]
+        return output
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab], float32."""
-        found: torch.Tensor = self._model.shared_head(outputs)[:, : len(self.ids)]
-        return found.float()
+        """See `Head.logits`."""
+        logits: torch.Tensor = self._model.shared_head(outputs)
+        return logits[:, : len(self.ids)].float()

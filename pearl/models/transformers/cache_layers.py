@@ -1,13 +1,13 @@
-"""Cache layers that can be rolled back, in place of those that transformers would make: chosen by what a layer keeps.
+"""Cache layers that can be rolled back, in place of those of transformers, chosen by the state that a layer keeps.
 
 * Keys and values, of all positions or of a window or chunk, perhaps with keys of an indexer, which chooses the
   positions to attend to: `FixedLayer` keeps all positions. transformers sizes each mask by what the cache layer holds,
   so the model's own mask hides what its window does not reach.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
-* What else there is stays transformers' own: to go back, `Snapshots` empties it, and the text is fed again.
+* All other layers stay transformers' own: to go back, `Snapshots` empties them, and the text is fed again.
 
-Must not know models, nor what is fed.
+Must not know models, nor texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -27,10 +28,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from pearl.models.checkpoints.memory import SNAPSHOTS
+from pearl.models.transformers import SNAPSHOTS
 
 # A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
-_NONE: tuple[Any, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+_NONE: tuple[Any, ...] = ()
+if hasattr(cache_utils, "DummyLayer"):
+    _NONE = (cache_utils.DummyLayer,)
 _HYBRID = (
     cache_utils.LinearAttentionAndFullAttentionLayer,
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -57,7 +60,8 @@ class FixedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first update: only then are head counts, dtypes and devices known."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.buffers = (self._buffer_for(key_states), self._buffer_for(value_states))
         self.is_initialized = True
 
@@ -84,7 +88,8 @@ class FixedLayer(DynamicLayer):
         _, count, width = indexer_key_states.shape
         if self.indexer_keys is None:
             self.indexer_keys = indexer_key_states.new_empty(1, self.capacity, width)
-        start, self.indexed = self.indexed, self.indexed + count
+        start = self.indexed
+        self.indexed += count
         self.indexer_keys[:, start : self.indexed] = indexer_key_states
         return self.indexer_keys[:, : self.indexed]
 
@@ -126,17 +131,26 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
         """transformers names the states of a recurrence, and not keys and values."""
-        (FixedLayer if states else LinearAttentionLayer).lazy_initialization(self, *states, **named)
+        layer_type = FixedLayer if states else LinearAttentionLayer
+        layer_type.lazy_initialization(self, *states, **named)
 
 
 def layer_for(theirs: object, context: int) -> Any:
-    """The layer that takes the place of `theirs` for `context` tokens: itself where it is not understood."""
+    """Return the layer that replaces one of transformers' for `context` tokens: itself if it is of an unknown type."""
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
     if isinstance(theirs, _HYBRID):
         return HybridLayer(context, theirs.number_of_states)
-    known = DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer
-    return FixedLayer(context) if type(theirs) in known else theirs
+    if type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer):
+        return FixedLayer(context)
+    return theirs
+
+
+class _Snapshot(NamedTuple):
+    """The state of each recurrent layer after `length` tokens."""
+
+    length: int
+    states: list[dict[str, Any]]
 
 
 class Snapshots:
@@ -147,57 +161,59 @@ class Snapshots:
 
     Attributes:
         length: tokens that the state has seen.
-        unknown: layers that are not understood: no copies are made then, and going back is to begin anew.
+        unknown: layers of unknown types: no copies are made then, and going back is to begin anew.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
-        self.unknown = [
-            layer
-            for layer in layers
-            if not isinstance(layer, (FixedLayer, LinearAttentionLayer, *_NONE))
-        ]
-        self._layers = [
-            layer for layer in layers if isinstance(layer, LinearAttentionLayer)
-        ] + self.unknown
-        self._empty = [
-            deepcopy(vars(layer) if layer in self.unknown else _state(layer))
-            for layer in self._layers
-        ]
-        self._kept: list[tuple[int, list[dict[str, Any]]]] = []  # (length, state of each layer)
+        understood = (FixedLayer, LinearAttentionLayer, *_NONE)
+        recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+        self.unknown = [layer for layer in layers if not isinstance(layer, understood)]
+        self._layers: list[object] = [*recurrent, *self.unknown]
+        empty = [*map(_state, recurrent), *map(vars, self.unknown)]
+        self._empty = deepcopy(empty)
+        self._kept: list[_Snapshot] = []
         self.length = 0
 
     def __bool__(self) -> bool:
-        """Whether any layer has such a state."""
+        """Return whether any layer has recurrent or unknown state."""
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
-        """The tokens up to `end` are about to be fed."""
-        newest = self._kept[-1][0] if self._kept else 0
+        """Note that the tokens up to `end` will be fed next, and copy the state if it has changed."""
+        newest = self._kept[-1].length if self._kept else 0
         if self and not self.unknown and newest < self.length:
-            self._kept.append((self.length, [_copy(_state(layer)) for layer in self._layers]))
+            states = [_copy(_state(layer)) for layer in self._layers]
+            self._kept.append(_Snapshot(self.length, states))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
         self.length = end
 
     def rollback(self, length: int) -> int:
         """Return the length to which the state went back: `length`, or less, from where tokens must be fed again."""
-        if length < self.length:
-            while self._kept and self._kept[-1][0] > length:
-                self._kept.pop()
+        if length >= self.length:
+            return self.length
+        if not self:
+            self.length = length
+            return length
+        while self._kept and self._kept[-1].length > length:
+            self._kept.pop()
+        if self._kept:
             # The copy becomes the state: the next forward makes another.
-            self.length, states = self._kept.pop() if self._kept else (0, deepcopy(self._empty))
-            for layer, state in zip(self._layers, states, strict=True):
-                vars(layer).update(state)
-            if not self:
-                self.length = length
+            snapshot = self._kept.pop()
+        else:
+            snapshot = _Snapshot(0, deepcopy(self._empty))
+        self.length = snapshot.length
+        for layer, state in zip(self._layers, snapshot.states, strict=True):
+            vars(layer).update(state)
         return self.length
 
     def kinds(self) -> list[str]:
-        """The names under which recurrent layers hold state by now: of convolutions, of recurrences."""
-        known = [layer for layer in self._layers if layer not in self.unknown]
-        return sorted(
-            {name for layer in known for name, held in _state(layer).items() if _tensors(held)}
-        )
+        """Return the names under which recurrent layers hold state by now: of convolutions, of recurrences."""
+        names: set[str] = set()
+        for layer in self._layers:
+            if layer not in self.unknown:
+                names.update(name for name, value in _state(layer).items() if _tensors(value))
+        return sorted(names)
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
@@ -207,34 +223,48 @@ class Snapshots:
                 state += 1
 
     def _thin(self) -> None:
-        """Drop the copy whose loss lengthens what must be fed again the least, in proportion to its age."""
-        at = [0, *(length for length, _ in self._kept)]
-        losses = [(at[i + 1] - at[i - 1]) / (self.length - at[i]) for i in range(1, len(at) - 1)]
+        """Drop the copy that is missed least: by (gap it leaves) / (its age), in tokens."""
+        losses = []
+        before = 0
+        for snapshot, following in pairwise(self._kept):
+            gap = following.length - before
+            losses.append(gap / (self.length - snapshot.length))
+            before = snapshot.length
         del self._kept[losses.index(min(losses))]
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """All that a layer has, but for keys and values."""
-    return {name: held for name, held in vars(layer).items() if name not in _FIXED}
+    """Return all attributes of a layer without its keys and values."""
+    return {name: value for name, value in vars(layer).items() if name not in _FIXED}
 
 
 def _copy(value: Any) -> Any:
-    """A copy with tensors of its own."""
+    """Copy a value with its tensors."""
     if isinstance(value, dict):
-        return {name: _copy(held) for name, held in value.items()}
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return {name: _copy(item) for name, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value
 
 
-def _tensors(held: Any) -> list[torch.Tensor]:
-    """Those with numbers, in a layer's attribute."""
-    values = held.values() if isinstance(held, dict) else [held]
-    return [
-        value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of numbers in a layer's attribute."""
+    tensors = []
+    for item in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(item, torch.Tensor) and item.is_floating_point():
+            tensors.append(item)
+    return tensors
 
 
-def cache_sizes(model: PreTrainedModel, item: int) -> tuple[int, int]:
-    """See `sizes_of`, of a model that may be on the device "meta": one token is fed to it."""
+class CacheSizes(NamedTuple):
+    """Bytes of keys and values per position, and of all recurrent state."""
+
+    position: int
+    states: int
+
+
+def cache_sizes(model: PreTrainedModel, item: int) -> CacheSizes:
+    """Feed one token to a model, which may be on the device "meta", and return its `sizes_of`."""
     layers = [layer_for(layer, 1) for layer in DynamicCache(config=model.config).layers]
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -242,22 +272,25 @@ def cache_sizes(model: PreTrainedModel, item: int) -> tuple[int, int]:
     return sizes_of(layers, item)
 
 
-def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
-    """Bytes of keys and values per position, and of all recurrent state, once something was fed.
+def sizes_of(layers: Sequence[object], item: int = 0) -> CacheSizes:
+    """Return the sizes of layers that were fed something.
 
     Args:
-        item: a number takes as many at least.
+        item: least bytes of a number.
     """
-    each = total = 0
+    position = 0
+    states = 0
     for layer in layers:
         if isinstance(layer, FixedLayer):
-            kept = [*(layer.buffers or ()), layer.indexer_keys]
-            each += sum(_nbytes(one, item) for one in kept if one is not None) // layer.capacity
+            size = 0
+            for buffer in (*(layer.buffers or ()), layer.indexer_keys):
+                if buffer is not None:
+                    size += _nbytes(buffer, item)
+            position += size // layer.capacity
         if isinstance(layer, LinearAttentionLayer):
-            total += sum(
-                _nbytes(one, item) for held in _state(layer).values() for one in _tensors(held)
-            )
-    return each, total
+            for value in _state(layer).values():
+                states += sum(_nbytes(tensor, item) for tensor in _tensors(value))
+    return CacheSizes(position, states)
 
 
 def _nbytes(states: torch.Tensor, item: int) -> int:
@@ -265,5 +298,7 @@ def _nbytes(states: torch.Tensor, item: int) -> int:
 
 
 def cache_name(model: torch.nn.Module) -> str:
-    """The forward's parameter for the cache, which has another name since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Return the forward's parameter for the cache, which has another name since transformers 5.24."""
+    if "cache" in inspect.signature(model.forward).parameters:
+        return "cache"
+    return "past_key_values"

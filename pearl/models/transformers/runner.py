@@ -16,8 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pearl.errors import ForwardError, ModelError
-from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
+from pearl.models.out_of_memory import is_of_memory
 from pearl.models.runner import Capabilities, Feed, ModelRunner, Tokens, check_feeds, feed_chain
+from pearl.models.transformers import SNAPSHOTS
 from pearl.models.transformers.cache_layers import (
     FixedLayer,
     Snapshots,
@@ -30,10 +31,8 @@ from pearl.printable import cause_of
 log = logging.getLogger(__name__)
 
 _TRIED = 8  # tokens of the trial at construction
-_ALIKE = {
-    "float32": 0.99999,
-    "float64": 0.99999,
-}  # least cosine of logits that are equal up to rounding
+# Least cosine of logits that are equal up to rounding.
+_ALIKE = {"float32": 0.99999, "float64": 0.99999}
 _PIECE = 512  # the most tokens of a forward where states are copied: a rollback goes back to the start of one
 _ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
 
@@ -70,39 +69,38 @@ class HFRunner(ModelRunner):
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self.weights = str(model.dtype).removeprefix("torch.")
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
-        self._fed = torch.zeros_like(
-            self._positions
-        )  # token ids; those behind a state's last copy are fed again
-        accepted = inspect.signature(model.forward).parameters
+        # Token ids fed; those after the last copy of a state are fed again.
+        self._fed = torch.zeros_like(self._positions)
+        parameters = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model)
-        self._takes_positions = "position_ids" in accepted
-        self._takes_rows = "logits_to_keep" in accepted
-        self.cache_bytes = (
-            0  # of keys and values for the whole context, and of recurrent states with their copies
-        )
+        self._takes_positions = "position_ids" in parameters
+        self._takes_rows = "logits_to_keep" in parameters
+        # Bytes of keys and values for the whole context, and of recurrent states with their copies.
+        self.cache_bytes = 0
         self._is_single = False  # whether tokens that follow others must be fed one by one
-        self._seen: list[
-            torch.Tensor
-        ] = []  # last hidden states of the last feed, [n, hidden] for each piece
+        # Last hidden states of the last feed, [n, hidden] for each piece.
+        self._hidden: list[torch.Tensor] = []
         if keeps_states:
             self.capabilities = Capabilities(features=config.hidden_size)
-            model.get_decoder().register_forward_hook(
-                lambda _, given, found: self._seen.append(found[0][0])
-            )
+            model.get_decoder().register_forward_hook(self._keep_hidden)
         if self._states or not is_tried:
             self._try()
-        if kinds := sorted({type(layer).__name__ for layer in self._states.unknown}):
+        kinds = sorted({type(layer).__name__ for layer in self._states.unknown})
+        if kinds:
             log.warning(
                 "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
                 type(model).__name__,
                 ", ".join(kinds),
             )
 
+    def _keep_hidden(self, module: object, inputs: object, outputs: Any) -> None:
+        self._hidden.append(outputs[0][0])
+
     @property
     def _layers(self) -> list[FixedLayer]:
         """The cache's layers of keys and values.
 
-        Read anew each time, because the first forward of some models appends more: Dory one for each loop.
+        They are read anew each time, because the first forward of some models appends more: Dory one for each loop.
         """
         return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
 
@@ -115,24 +113,19 @@ class HFRunner(ModelRunner):
         end = self._length + len(feed.tokens)
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self._states.length
-        self._seen.clear()
-        self._num_fed = len(
-            feed.tokens
-        )  # a forward feeds some tokens again where a state was copied before them
+        self._hidden.clear()
+        # A forward feeds some tokens again where a state was copied before them.
+        self._num_fed = len(feed.tokens)
+        pieces = []
         try:
-            # A piece's rows are those of the last `feed.rows` tokens that are in it.
-            parts = [
-                self._extend(stop, max(0, feed.rows - (end - stop)))
-                for stop in self._pieces(start, end)
-            ]
+            for stop in self._pieces(start, end):
+                # A piece's rows are those of the last `feed.rows` tokens that are in it.
+                pieces.append(self._extend(stop, max(0, feed.rows - (end - stop))))
         except BaseException as error:
             self._states.rollback(start)  # a state may have changed in part
             self.rollback(self._length)
-            if (
-                isinstance(error, (IndexError, RuntimeError))
-                and self.device.type == "cpu"
-                and not is_of_memory(error)
-            ):
+            is_of_model = isinstance(error, (IndexError, RuntimeError)) and not is_of_memory(error)
+            if is_of_model and self.device.type == "cpu":
                 # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
                 raise ForwardError(
                     f"{type(self.model).__name__}'s forward failed: {cause_of(error)}."
@@ -140,15 +133,18 @@ class HFRunner(ModelRunner):
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(pieces) > 1:
+            logits = torch.cat(pieces)
+        else:
+            logits = pieces[0]
         return [logits.to(self.device, torch.float32, copy=True)]
 
     def features(self, slot: int = 0) -> torch.Tensor:
-        """Last hidden states of the tokens that were fed last [n, capabilities.features]."""
-        return torch.cat(self._seen)[-self._num_fed :]
+        """Return the last hidden states of the tokens that were fed last [n, capabilities.features]."""
+        return torch.cat(self._hidden)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
-        """The lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        """Return the lengths after each forward that feeds a part of the tokens from `start` to `end`."""
         if not self._states:
             return [end]
         step = 1 if self._is_single else _PIECE
@@ -161,55 +157,54 @@ class HFRunner(ModelRunner):
         self._states.advance(end)
         rows = min(rows, end - start)
         # No mask: each model derives its own from the cache, in under 0.1 ms.
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
+            "input_ids": self._fed[:, start:end],
             self._cache_name: self._cache,
             "use_cache": True,
             "return_dict": True,
         }
         if self._takes_positions:
-            given["position_ids"] = self._positions[:, start:end]
+            inputs["position_ids"] = self._positions[:, start:end]
         if self._takes_rows:
-            given["logits_to_keep"] = max(rows, 1)  # 0 would mean all
-        logits = self.model(input_ids=self._fed[:, start:end], **given).logits
+            inputs["logits_to_keep"] = max(rows, 1)  # 0 would mean all
+        logits: torch.Tensor = self.model(**inputs).logits
         if any(layer.filled != end for layer in self._layers):
             name = type(self.model).__name__
             raise ModelError(
                 f"{name} does not keep its state in the cache it is given. Use another model."
             )
-        found: torch.Tensor = logits[0, logits.shape[1] - rows :]
-        return found
+        return logits[0, logits.shape[1] - rows :]
 
     def rollback(self, length: int, slot: int = 0) -> None:
         assert 0 <= length <= self._length
         self._length = length
-        held = self._states.rollback(length)
+        state_length = self._states.rollback(length)
         for layer in self._layers:
-            layer.rollback(held)
+            layer.rollback(state_length)
 
     def _try(self) -> None:
         """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
 
         Raises `ModelError` where that fails or the logits differ.
         """
-        name, count = type(self.model).__name__, min(_TRIED, self.context)
+        name = type(self.model).__name__
+        count = min(_TRIED, self.context)
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
-        kept = count // 2
+        half = count // 2
         try:
-            self._is_single = (
-                bool(self._states) and kept > 1 and not self._continues(tokens[: kept + 2])
-            )
-            whole = feed_chain(self, tokens, count)
-            each, states = sizes_of(self._cache.layers)
-            self.cache_bytes = self.context * each + (1 + SNAPSHOTS) * states
-            self.rollback(kept)
-            parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
-            cut = [feed_chain(self, part, len(part)) for part in parts if part]
+            if self._states and half > 1:
+                self._is_single = not self._continues(tokens[: half + 2])
+            rows = feed_chain(self, tokens, count)
+            sizes = sizes_of(self._cache.layers)
+            self.cache_bytes = self.context * sizes.position + (1 + SNAPSHOTS) * sizes.states
+            self.rollback(half)
+            pieces = [rows[:half]]
+            for part in (tokens[half : half + 1], tokens[half + 1 : half + 2], tokens[half + 2 :]):
+                if part:
+                    pieces.append(feed_chain(self, part, len(part)))
             with torch.inference_mode():
-                own = (
-                    self.model(input_ids=self._ids(tokens), use_cache=False)
-                    .logits[0]
-                    .to(self.device, torch.float32)
-                )
+                outputs = self.model(input_ids=self._ids(tokens), use_cache=False)
+            uncached = outputs.logits[0].to(self.device, torch.float32)
         except Exception as error:
             if isinstance(error, ModelError) or is_of_memory(error):
                 raise
@@ -219,40 +214,41 @@ class HFRunner(ModelRunner):
             ) from error
         finally:
             self.rollback(0)
-        if self._differ(whole, torch.cat([whole[:kept], *cut]), kept):
+        if self._differ(rows, torch.cat(pieces), half):
             raise ModelError(
                 f"{name} cannot be used here: a token's logits depend on which tokens are fed with it. Use another "
                 "model."
             )
-        if self._differ(whole, own):
+        if self._differ(rows, uncached):
             raise ModelError(
                 f"{name} cannot be used here: its own forward counts positions otherwise than generate, from 0: "
                 "models of RoBERTa's kind begin behind their padding index. Use another model."
             )
 
     def _continues(self, tokens: list[int]) -> bool:
-        """Whether a forward of two tokens after others depends on all kinds of state. Mamba's does not."""
-        found: list[torch.Tensor] = []
-        kinds = [""]
-        while len(found) < len(kinds):
+        """Return whether a two-token forward continues from every kind of recurrent state (Mamba's does not)."""
+        rows: list[torch.Tensor] = []
+        kinds = [""]  # of state to disturb, in each trial one
+        while len(rows) < len(kinds):
             self.rollback(0)
             feed_chain(self, tokens[:-2], 0)
             kinds = ["", *self._states.kinds()]
-            if kind := kinds[len(found)]:
+            kind = kinds[len(rows)]
+            if kind:
                 self._states.disturb(kind)
-            found.append(feed_chain(self, tokens[-2:], 1))
+            rows.append(feed_chain(self, tokens[-2:], 1))
         self.rollback(0)
-        return not any(torch.equal(found[0], other) for other in found[1:])
+        return not any(torch.equal(rows[0], disturbed) for disturbed in rows[1:])
 
-    def _differ(self, rows: torch.Tensor, others: torch.Tensor, start: int = 0) -> bool:
-        """Whether logits differ by more than rounding, from the row `start` on."""
-        alike = _cosines(rows, others)[start:]
+    def _differ(self, rows: torch.Tensor, expected: torch.Tensor, start: int = 0) -> bool:
+        """Return whether logits differ by more than rounding, from the row `start` on."""
+        alike = _cosines(rows, expected)[start:]
         if self.weights in _ALIKE:
             return bool((alike < _ALIKE[self.weights]).any())
         return bool(alike.median() < _ALIKE_IN_HALF)
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
-        """Token ids [1, n] on the device, sent without waiting for it."""
+        """Return token ids [1, n] on the device, sent without waiting for it."""
         if isinstance(tokens, torch.Tensor):
             return tokens[None]
         on_gpu = self.device.type == "cuda"
@@ -260,24 +256,25 @@ class HFRunner(ModelRunner):
         return ids.to(self.device, non_blocking=True)
 
 
-def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
+def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
 
-    Over logits that are finite and not the same in all rows: a mask's -1e9 would outweigh all others.
+    Logits that are infinite, or the same in all rows, do not count: a mask's -1e9 would outweigh all others.
     """
-    both = torch.stack((rows, others)).double()
-    fixed = (both == both[0, 0]).flatten(0, 1).all(0) | ~both.isfinite().all(0)
+    pair = torch.stack((rows, expected)).double()
+    fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
     counts = (~fixed).double()
-    both = both.masked_fill(fixed, 0.0)
-    means = both.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
-    ours, theirs = (both - means) * counts
-    close = (ours - theirs).abs().amax(-1) <= 1e-5 * both[0].abs().amax(-1)
+    pair = pair.masked_fill(fixed, 0.0)
+    means = pair.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+    ours, theirs = (pair - means) * counts
+    close = (ours - theirs).abs().amax(-1) <= 1e-5 * pair[0].abs().amax(-1)
     return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
 
 
 def _layers(model: PreTrainedModel, context: int) -> list[Any]:
-    """Cache layers for `context` tokens."""
-    name, config = type(model).__name__, model.config
+    """Return the model's cache layers for `context` tokens. Raises `ModelError` for models without a usable cache."""
+    name = type(model).__name__
+    config = model.config
     text = config.get_text_config(decoder=True)
     doubtful = (
         getattr(config, "is_decoder", None) is False
@@ -297,12 +294,11 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether a row depends on earlier positions only. GPT-NeoX's does, despite its configuration."""
-    tokens = [[0, *following] for following in ((1, 1, 1), (2, 3, 4))]
+    """Return whether a row depends on earlier positions only. GPT-NeoX's does, despite its configuration."""
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     with torch.inference_mode():
-        rows = [
-            model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, 0]
-            for ids in tokens
-        ]
+        rows = []
+        for tokens in ([0, 1, 1, 1], [0, 2, 3, 4]):
+            ids = torch.tensor([tokens], device=device)
+            rows.append(model(input_ids=ids, use_cache=False).logits[0, 0])
     return torch.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-4 * float(rows[0].abs().max()))
