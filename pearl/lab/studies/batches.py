@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.fused_guesses import text_index
-from pearl.drafting.published import INDEXES
+from pearl.drafting.fused_guesses import index_factory
 from pearl.engine import Engine
 from pearl.lab.studies.figures import Figure, Table
 from pearl.lab.studies.guessing import Generated, replay
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.sssd import SIZES, measure_times
 from pearl.models.runner import ModelRunner
+from pearl.spec.methods import METHODS
 from pearl.text.stream import Tokenizer
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -185,14 +185,14 @@ def long_prompts(
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Figure]:
     """Tokens a step by s, of the guesses of other papers and ours (figure 4)."""
-    names = [
-        name for name in ("pld", "llma", "rest", "sssd") if name != "rest" or store is not None
-    ]
-    makes = {name: INDEXES[name] for name in names} | {"ngram": text_index}
-    found = {
-        name: [(s, replay(texts, store, s - 1, make=make).tokens_per_step) for s in SIZES]
-        for name, make in makes.items()
-    }
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name in ("pld", "llma", "rest", "sssd", "ngram"):
+        if name == "rest" and store is None:
+            continue
+        make = index_factory(METHODS[name].guesses)
+        found[name] = []
+        for s in SIZES:
+            found[name].append((s, replay(texts, store, s - 1, make=make).tokens_per_step))
     rows = [[name, *(f"{tokens:.2f}" for _, tokens in some)] for name, some in found.items()]
     title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
     notes = ["ngram: ours, with learned probabilities; sssd: as printed."]
