@@ -35,13 +35,13 @@ class Search:
     Args:
         half: scores sequences, and says how many are kept.
         end: length of the text.
-        last: its last token.
+        last_token: the token before it.
         depth: tokens of the block.
     """
 
-    def __init__(self, half: JointDraft, end: int, last: int, depth: int) -> None:
+    def __init__(self, half: JointDraft, end: int, last_token: int, depth: int) -> None:
         self.end = end
-        self.last = last
+        self.last_token = last_token
         self._half = half
         self._depth = depth
         self._beams = [Beam()]
@@ -53,7 +53,11 @@ class Search:
         """Return `search` if it is an unfinished one for what follows this text; otherwise a new one."""
         end = command.start + len(command.tokens)
         token = command.tokens[-1]
-        if search is not None and (search.end, search.last) == (end, token) and not search.is_done:
+        if (
+            search is not None
+            and (search.end, search.last_token) == (end, token)
+            and not search.is_done
+        ):
             return search
         return cls(half, end, token, min(half.depth, command.budget))
 
@@ -134,14 +138,12 @@ class LevelStep(Step):
         self._nodes, self._parents = self._search.tree()
         room = model.runner.capabilities.tree_nodes - self._chain
         self._is_tree = 0 < len(self._nodes) <= room
-        rows = 1
-        parents = None
+        feed = Feed(tokens, 1, text.slot)
         if self._is_tree:
             tokens += model.fit_tokens(self._nodes)
-            rows = len(self._search.sequences)
             parents = list(range(-1, self._chain - 1))
             parents += [self._chain + parent for parent in self._parents]
-        feed = Feed(tokens, rows, text.slot, None if parents is None else tuple(parents))
+            feed = Feed(tokens, len(self._search.sequences), text.slot, tuple(parents))
         super().__init__(model, text, command, [feed])
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
@@ -149,7 +151,7 @@ class LevelStep(Step):
         if self._nodes and not self._is_tree:
             rows = self._one_by_one()
             self.marks[1].record()
-        rows = self._shaped(torch.stack([self.model.fit(row) for row in rows]))
+        rows = self._shaped(torch.stack(self.model.fit_rows(rows)))
         self._search.grow(rows)
         self._block = self._search.block
         self._vocab_size = rows.shape[-1]

@@ -121,8 +121,9 @@ class Branches:
 
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` tokens of the text, and what depends on more of them."""
-        for position in [position for position in self._seen if position > length]:
-            del self._seen[position]
+        for position in list(self._seen):
+            if position > length:
+                del self._seen[position]
         if self._bonus is not None and self._bonus[0] > length:
             self._bonus = None
         for branch in list(self._live.values()):
@@ -137,7 +138,9 @@ class Branches:
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
         """Learn from the text, which goes on with `tokens` at `start`; its first `committed` tokens are committed."""
-        for position in [position for position in self._seen if position < committed]:
+        for position in list(self._seen):
+            if position >= committed:
+                continue
             token, seen = self._seen.pop(position)
             # A token that was fed before it was judged, and not rolled back since, was right.
             outcome = tokens[position - start] if position >= start else token

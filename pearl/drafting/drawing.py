@@ -72,7 +72,7 @@ class DrawStep(Step):
             (row,) = text_rows
             self._launch(row)
             return
-        branch_rows = [self.model.fit(row) for (row,) in logits[1:]]
+        branch_rows = self.model.fit_rows(row for (row,) in logits[1:])
         self._take(self._drawn_rows(text_rows, branch_rows))
         if self._guesses:
             self.model.runner.rollback(self.end + len(self._drafted) - 1, self.text.slot)
@@ -81,11 +81,9 @@ class DrawStep(Step):
 
     def _text_rows(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows [vocab] of the text's feed: one if it is shaped, because such texts have no guesses."""
-        rows = [self.model.fit(row) for row in logits[0]]
+        rows = self.model.fit_rows(logits[0])
         shaper = self.text.shaper
-        if shaper is None:
-            return rows
-        return [shaper.shape(row) for row in rows]
+        return rows if shaper is None else list(map(shaper.shape, rows))
 
     def _launch(self, row: torch.Tensor) -> None:
         """Launch the draw from a row [vocab], and its copies to the host."""
@@ -186,7 +184,8 @@ class BranchStep(Step):
             worth = worth[: model.room(fed) // sharing]
             chances = [chance for chance, _ in worth]
             count = worthwhile(chances, fed, float(self._has_text_feed), model.times.seconds)
-            self._continued = text.branches.make([after for _, after in worth[:count]], text.slot)
+            outcomes = [outcome for _, outcome in worth[:count]]
+            self._continued = text.branches.make(outcomes, text.slot)
         feeds += branch_feeds(model, self._continued)
         super().__init__(model, text, command, feeds)
 
@@ -196,7 +195,7 @@ class BranchStep(Step):
             return
         if self._has_text_feed and self.command.bonus:
             branches.see_bonus(self.end, self.text.half, self.model.fit(logits[0][0]))
-        rows = [self.model.fit(row) for (row,) in logits[self._has_text_feed :]]
+        rows = self.model.fit_rows(row for (row,) in logits[self._has_text_feed :])
         positions = [branch.end for branch in self._continued]
         drawn = draw_rows(self.text, rows, positions, is_ranked=True)
         extend_branches(self.text, self._continued, drawn)

@@ -72,8 +72,9 @@ class StoreGuesses:
 
     def cut(self, length: int) -> None:
         """Forget lookups of positions after the first `length` tokens."""
-        for position in [position for position in self._lookups if position > length]:
-            del self._lookups[position]
+        for position in list(self._lookups):
+            if position > length:
+                del self._lookups[position]
 
     def learn(self, committed: int) -> None:
         """Update the rates by the first `committed` tokens of the text, which are final."""
@@ -83,8 +84,9 @@ class StoreGuesses:
                 rates = self._rates[share]
                 rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
         self._learned = max(self._learned, committed)
-        for position in [position for position in self._lookups if position < committed]:
-            del self._lookups[position]
+        for position in list(self._lookups):
+            if position < committed:
+                del self._lookups[position]
 
     def candidates(self, position: int) -> list[Candidate]:
         """As `NgramIndex.candidates`; occurrences are places of the datastore, which decrease along the text."""
@@ -105,8 +107,8 @@ class StoreGuesses:
             occurrences.append((place - 1, min(MOST_MATCHED, matched + 1)))
         return [child for child, _ in self._ranked(occurrences)]
 
-    def _lookup(self, last: Sequence[int]) -> list[Occurrence]:
-        return self._store.occurrences(last)
+    def _lookup(self, context: Sequence[int]) -> list[Occurrence]:
+        return self._store.occurrences(context)
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[RankedCandidate]:
         """Return the `RANKS` candidates of the most weight."""

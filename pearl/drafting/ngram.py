@@ -51,7 +51,7 @@ class Candidate(
         source: who guessed it.
         also: the same token as guessed by other sources.
         context: the last tokens, this one included, for sources that keep no positions; otherwise empty.
-        behind: (token, chance) of each token that the draft has prepared after it.
+        prepared: (token, chance) of each token of the draft's branch after it.
     """
 
     token: int
@@ -61,7 +61,7 @@ class Candidate(
     source: Source = Source.NGRAM
     also: tuple[Candidate, ...] = ()
     context: tuple[int, ...] = ()
-    behind: tuple[tuple[int, float], ...] = ()
+    prepared: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ class NgramIndex:
                 if not ends:
                     del self._ends[n - 1][gram]
         del text[length:]
-        for position in [position for position in self._matches if position > length]:
-            del self._matches[position]
+        for position in list(self._matches):
+            if position > length:
+                del self._matches[position]
 
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
@@ -151,8 +152,9 @@ class NgramIndex:
                 if hit:
                     break
         self._learned = max(self._learned, committed)
-        for position in [position for position in self._matches if position < committed]:
-            del self._matches[position]
+        for position in list(self._matches):
+            if position < committed:
+                del self._matches[position]
 
     def candidates(self, position: int) -> list[Candidate]:
         """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
@@ -243,55 +245,58 @@ class Anchor:
     Attributes:
         end: the position; the token before it is the guesses' parent.
         chance: probability that all pending tokens before `end` will be accepted.
-        taken: the draft's token at `end`, which is not guessed again; None at the text's end.
-        trust: probability that `taken` is accepted if all tokens before it are.
-        others: the draft's runners-up to `taken`.
+        token: the draft's token at `end`, which is not guessed again; None at the text's end.
+        trust: probability that `token` is accepted if all tokens before it are.
+        runners_up: the draft's to `token`.
     """
 
     end: int
     chance: float
-    taken: int | None = None
+    token: int | None = None
     trust: float = 0.0
-    others: tuple[Alternative, ...] = ()
+    runners_up: tuple[Alternative, ...] = ()
 
     def beside(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Merge the candidates of an index and the runners-up: each token once, and not the draft's token."""
-        if self.taken is None and not self.others:
+        if self.token is None and not self.runners_up:
             return list(candidates)
         by_token: dict[int, Candidate] = {}
         for candidate in candidates:
-            if candidate.token != self.taken:
+            if candidate.token != self.token:
                 chance = candidate.chance * self._share(candidate)
                 by_token[candidate.token] = Candidate(candidate.token, chance, *candidate[2:])
-        for alternative in self.others:
-            token = alternative.tokens[0]
-            chance = alternative.chances[0]
+        for alternative in self.runners_up:
+            chain = zip(alternative.tokens, alternative.chances, strict=True)
+            token, chance = next(chain)
             guess = by_token.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
-            if token != self.taken and chance > guess.chance:
-                behind = tuple(zip(alternative.tokens[1:], alternative.chances[1:], strict=True))
-                by_token[token] = guess._replace(chance=chance, behind=behind)
+            if token != self.token and chance > guess.chance:
+                by_token[token] = guess._replace(chance=chance, prepared=tuple(chain))
         return list(by_token.values())
 
     def _share(self, candidate: Candidate) -> float:
-        """Return P(candidate right | `taken` wrong) / P(candidate right).
+        """Return P(candidate right | `token` wrong) / P(candidate right).
 
         Both guess independently and at most one can be right, so it is (1 - trust) / (1 - chance * trust).
         """
-        if self.taken is None:
+        if self.token is None:
             return 1.0
         return (1 - self.trust) / (1 - candidate.chance * self.trust)
 
 
 def anchored(
-    text: Sequence[int], committed: int, trust: Sequence[float], others: Sequence[Alternative] = ()
+    text: Sequence[int],
+    committed: int,
+    trust: Sequence[float],
+    alternatives: Sequence[Alternative] = (),
 ) -> list[Anchor]:
     """Return anchors after the last committed token and after each pending one.
 
     Args:
         trust: acceptance chance of each pending token.
+        alternatives: the draft's runners-up, with what its branches have after them.
     """
     by_position: dict[int, list[Alternative]] = {}
-    for alternative in others:
+    for alternative in alternatives:
         by_position.setdefault(alternative.position, []).append(alternative)
     chance = 1.0
     anchors = []
@@ -300,7 +305,7 @@ def anchored(
         anchors.append(Anchor(end, chance, token, accepted, runners_up))
         chance *= accepted
     end = committed + len(trust)
-    anchors.append(Anchor(end, chance, others=tuple(by_position.get(end, ()))))
+    anchors.append(Anchor(end, chance, runners_up=tuple(by_position.get(end, ()))))
     return anchors
 
 
@@ -359,7 +364,7 @@ def guess_tree(
         tree.parents.append(parent)
         tree.chances.append(-negative)
         tree.sources.append(candidate.source)
-        if position + 1 < limit and (most or candidate.behind):
+        if position + 1 < limit and (most or candidate.prepared):
             for child in _following(index, candidate)[:widest]:
                 chance = negative * child.chance
                 node = _Waiting(chance, next(ids), node_id, position + 1, child)
@@ -383,9 +388,9 @@ class _Waiting(NamedTuple):
 
 
 def _following(index: NgramIndex, candidate: Candidate) -> list[Candidate]:
-    if candidate.behind:
-        token, chance = candidate.behind[0]
-        return [Candidate(token, chance, 0, (), Source.BRANCH, behind=candidate.behind[1:])]
+    if candidate.prepared:
+        token, chance = candidate.prepared[0]
+        return [Candidate(token, chance, 0, (), Source.BRANCH, prepared=candidate.prepared[1:])]
     if candidate.source in _OF_DRAFT:
         return []
     return index.following(candidate)

@@ -16,7 +16,7 @@ branches, `beams.LevelStep` one level of a search for a block. A step writes wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +88,17 @@ class DraftModel:
             return logits[: self.vocab_size]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
+    def fit_rows(self, rows: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.fit(row) for row in rows]
+
     def fit_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens to feed: 0 stands for an id that only the target has, at some cost in acceptance."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:
         """Return the rows left in a forward of `fed` tokens: a tree's nodes; without trees there is no bound."""
-        most = self.runner.capabilities.tree_nodes or 1 << 31
-        return max(0, most - fed)
+        nodes = self.runner.capabilities.tree_nodes or 1 << 31
+        return max(0, nodes - fed)
 
     def seconds(self, alone: int) -> Callable[[int], float]:
         """Return forward time by tokens fed; beyond `alone` tokens a chained forward waits for the host."""
@@ -165,10 +168,10 @@ class DraftText:
         self.index.extend(command.tokens)
         end = len(self.index)
         self.index.learn(end)
-        most = min(self.options.draft_lookup, command.budget - 1)
-        if most <= 0 or end - command.start > PROMPT_PIECE:
+        count = min(self.options.draft_lookup, command.budget - 1)
+        if count <= 0 or end - command.start > PROMPT_PIECE:
             return [], []
-        tree = guess_tree(self.index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        tree = guess_tree(self.index, [Anchor(end, 1.0)], count, end + count, branches=False)
         return tree.tokens, tree.chances
 
 
@@ -200,11 +203,12 @@ def draw_rows(
     drafted = text.half.draft(rows, positions, tops)
     draws = on_host([draw for draw, _ in drafted])
     drawn_rows: list[DrawnRow] = []
-    for i, position in enumerate(positions):
-        device_draw, probs = drafted[i]
+    for i, (device_draw, probs) in enumerate(drafted):
         top = tops[i] if is_ranked else None
-        shape = None if text.window is None else shape_of(rows[i], device_draw[1:])
-        drawn_rows.append(DrawnRow(position, top, draws[i], probs, shape))
+        shape = None
+        if text.window is not None:
+            shape = shape_of(rows[i], device_draw[1:])
+        drawn_rows.append(DrawnRow(positions[i], top, draws[i], probs, shape))
     return drawn_rows
 
 

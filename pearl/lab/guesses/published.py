@@ -127,9 +127,10 @@ class Rest(Counted):
 class LongestMatch(CountedStore):
     """Continuations of the longest match alone."""
 
-    def _lookup(self, last: Sequence[int]) -> list[Occurrence]:
-        occurrences = self._store.occurrences(last, _FIRST)
-        return [occurrence for occurrence in occurrences if occurrence[1] == occurrences[0][1]]
+    def _lookup(self, context: Sequence[int]) -> list[Occurrence]:
+        occurrences = self._store.occurrences(context, _FIRST)
+        lengths = [matched for _, matched in occurrences]
+        return occurrences[: lengths.count(max(lengths, default=0))]
 
 
 # ---- factories, named by `pearl.spec.methods` ----
