@@ -89,5 +89,5 @@ def are_probabilities(values: Any) -> bool:
 
     False where there is a NaN, which is then both minimum and maximum.
     """
-    largest = values.amax(-1) if hasattr(values, "amax") else values.max(-1)
+    largest = getattr(values, "amax", values.max)(-1)
     return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)

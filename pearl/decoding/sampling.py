@@ -68,7 +68,9 @@ def read_draw(draw: torch.Tensor) -> int:
 
 def on_host(draws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy draws to the host, waiting for their device once."""
-    return list(draws) if draws[0].is_cpu else list(torch.stack(list(draws)).cpu())
+    if not draws[0].is_cpu:
+        draws = torch.stack(list(draws)).cpu().unbind()
+    return list(draws)
 
 
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:

@@ -172,7 +172,9 @@ def make_shaper(
     options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
 ) -> Shaper | None:
     """Return the shaper of a request; None if it changes no logits."""
-    return Shaper(options, prompt, guides) if options.shapes_logits else None
+    if not options.shapes_logits:
+        return None
+    return Shaper(options, prompt, guides)
 
 
 def _count_down(counts: dict[int, int], token: int) -> None:

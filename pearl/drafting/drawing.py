@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -88,14 +89,15 @@ class DrawStep(Step):
     def _launch(self, row: torch.Tensor) -> None:
         """Launch the draw from a row [vocab], and its copies to the host."""
         text = self.text
-        ((draw, self._probs),) = text.half.draft([row], [self.end])
-        self._shape: torch.Tensor | None = None
+        ((draw, probs),) = text.half.draft([row], [self.end])
+        shape = None
         if text.window is not None:
-            self._shape = shape_of(row, draw[1:]).to("cpu", non_blocking=True)
+            shape = shape_of(row, draw[1:]).to("cpu", non_blocking=True)
         self._top: torch.Tensor | None = None
         if self._is_ranked:
             self._top = shortlist(row).to("cpu", non_blocking=True)
-        self._draw = draw.to("cpu", non_blocking=True)
+        host_draw = draw.to("cpu", non_blocking=True)
+        self._launched = DrawnRow(self.end, None, host_draw, probs, shape)
         # If logits are not finite the draw may be any number, and a wrong id would abort the process.
         self.following = draw[1:].long().clamp_(0, self.model.runner.vocab_size - 1)
 
@@ -148,14 +150,15 @@ class DrawStep(Step):
         )
 
     def _collect_launched(self) -> None:
-        top = None
+        row = self._launched
         if self._top is not None:
             (top,) = read_shortlist(self._top)
-        self._take([DrawnRow(self.end, top, self._draw, self._probs, self._shape)])
+            row = replace(row, top=top)
+        self._take([row])
         index = self.text.index
         if index is not None:  # the next forward may be out without this token
             index.cut(self.end)
-            index.extend([read_draw(self._draw)])
+            index.extend([read_draw(row.draw)])
 
 
 class BranchStep(Step):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pearl.drafting.datastore import BINS, DAMPING, RATES, Datastore, Occurrence
 from pearl.drafting.heads import HeadGuesses
-from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex
+from pearl.drafting.ngram import MOST_MATCHED, RANKS, Candidate, NgramIndex, learn_rate
 from pearl.drafting.output_ngrams import CONTEXT, Habits
 from pearl.protocol.messages import Source
 
@@ -81,8 +81,7 @@ class StoreGuesses:
         for position in range(max(1, self._learned), committed):
             for candidate, share in self.ranked(position):
                 hit = candidate.token == self._text[position]
-                rates = self._rates[share]
-                rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
+                learn_rate(self._rates[share], candidate.matched - 1, hit)
         self._learned = max(self._learned, committed)
         for position in list(self._lookups):
             if position < committed:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
+from pearl.drafting.ngram import RANKS, Candidate, learn_rate
 from pearl.models.heads.head import Head
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
@@ -217,10 +217,8 @@ class HeadGuesses:
             if position >= committed:
                 break
             for rank, guess in enumerate(level):
-                rates = self._rates[rank]
-                share = bisect(_BINS, guess.prob)
                 hit = guess.token == self._tokens[position]
-                rates[share] += RATE_WEIGHT * (hit - rates[share])
+                learn_rate(self._rates[rank], bisect(_BINS, guess.prob), hit)
             if level[0].token != self._tokens[position]:
                 break
         if committed == self._position and self._levels:
@@ -233,11 +231,15 @@ class HeadGuesses:
 
     def candidates(self, position: int) -> list[Candidate]:
         """Return candidates for the first uncommitted position; empty for any other."""
-        return self._level_candidates(0) if position == self._position else []
+        if position != self._position:
+            return []
+        return self._level_candidates(0)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         ((number, rank),) = candidate.occurrences
-        return [] if rank else self._level_candidates(number + 1)
+        if rank:
+            return []
+        return self._level_candidates(number + 1)
 
     def _level_candidates(self, number: int) -> list[Candidate]:
         if number >= len(self._levels):

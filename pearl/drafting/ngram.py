@@ -64,6 +64,11 @@ class Candidate(
     prepared: tuple[tuple[int, float], ...] = ()
 
 
+def learn_rate(rates: list[float], place: int, hit: bool) -> None:
+    """Update a moving average: rate = (1 - w) * rate + w * hit, with w = `RATE_WEIGHT`."""
+    rates[place] += RATE_WEIGHT * (hit - rates[place])
+
+
 @dataclass(frozen=True)
 class GuessWindow:
     """Nodes that an index has the target fed with every forward, to see what it draws after them.
@@ -146,9 +151,8 @@ class NgramIndex:
         for position in range(max(1, self._learned), committed):
             # The candidates of this source alone, whatever a subclass adds.
             for rank, candidate in enumerate(NgramIndex.candidates(self, position)):
-                rates = self._rates[rank]
                 hit = candidate.token == self.tokens[position]
-                rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
+                learn_rate(self._rates[rank], candidate.matched - 1, hit)
                 if hit:
                     break
         self._learned = max(self._learned, committed)

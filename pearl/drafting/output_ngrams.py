@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
+from pearl.drafting.ngram import RANKS, Candidate, learn_rate
 
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
@@ -56,8 +56,7 @@ class Habits:
         """`token` followed `before`: update the rates of the candidates there, then the counts."""
         for follower in self._ranked(tuple(before[-CONTEXT:])):
             rates = self._rates[follower.length - 1]
-            hit = follower.token == token
-            rates[follower.share] += RATE_WEIGHT * (hit - rates[follower.share])
+            learn_rate(rates, follower.share, follower.token == token)
         for length in range(1, min(CONTEXT, len(before)) + 1):
             self._count(tuple(before[-length:]), token)
 

@@ -125,7 +125,7 @@ METHODS: dict[str, Method] = {
             "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
             **_ALONE,
             look_ahead=LOOK_AHEAD,
-            guesses="pearl.lab.guesses.phrases:jacobi",
+            guesses="pearl.lab.guesses.phrases:JacobiIndex",
         ),
         Method(
             "ouroboros",
@@ -133,7 +133,7 @@ METHODS: dict[str, Method] = {
             **_IN_TURN,
             look_ahead=LOOK_AHEAD,
             draft_lookup=DRAFT_LOOKUP,
-            guesses="pearl.lab.guesses.phrases:ouroboros",
+            guesses="pearl.lab.guesses.phrases:PhraseIndex",
         ),
         Method(
             "pld",

@@ -96,7 +96,9 @@ class GreedyBildTarget:
         launched: Tensor | None = None,
     ) -> Judged:
         """The bias is the number of accepted tokens that are not the target's likeliest."""
-        scores = self.launch(logits, ()) if launched is None else launched
+        if launched is None:
+            launched = self.launch(logits, ())
+        scores = launched
         ids = torch.tensor(tokens, device=scores.device).unsqueeze(1)
         token_scores = scores.gather(1, ids).squeeze(1).tolist()
         best_scores = scores.amax(-1).tolist()

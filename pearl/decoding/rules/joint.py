@@ -65,7 +65,9 @@ class JointTarget:
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
         position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
         """
-        target = probabilities(logits, self.options) if launched is None else launched
+        target = launched
+        if target is None:
+            target = self.launch(logits, ())
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         target_probs = target.gather(1, ids).squeeze(1).tolist()
         draft_probs = [row[token].item() for row, token in zip(rows, tokens, strict=True)]

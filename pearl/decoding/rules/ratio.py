@@ -119,10 +119,7 @@ class RatioTarget:
         biases: list[float] = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
-            if launched is None:
-                target = probabilities(logits[part], self.options)
-            else:
-                target = launched[part]
+            target = self._target(logits, launched, part)
             if step == 1:
                 draft = rows[first][None]
             else:
@@ -136,6 +133,10 @@ class RatioTarget:
                     token = self._correction(position, target[i], draft[i])
                     return Judged(first + i, token, odds=odds_of(masses, biases))
         return Judged(len(tokens), None, odds=odds_of(masses, biases))
+
+    def _target(self, logits: Tensor, launched: Tensor | None, part: int | slice) -> Tensor:
+        """Return the target's distribution for some rows of logits [n, vocab]."""
+        return probabilities(logits[part], self.options) if launched is None else launched[part]
 
     def _correction(self, position: int, target: Tensor, draft: Tensor) -> int:
         """Draw from `replacement` of rows [vocab]."""

@@ -22,7 +22,7 @@ from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_of, residual
-from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
+from pearl.decoding.sampling import Shortlist, pick, read_draw, shares
 from pearl.protocol.events import Judged
 
 _HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer one
@@ -104,10 +104,7 @@ class BatchTarget(RatioTarget):
         masses: list[float] = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             position = start + i
-            if launched is None:
-                target = probabilities(logits[i], self.options)
-            else:
-                target = launched[i]
+            target = self._target(logits, launched, i)
             draft = row.to(target.device)
             candidates = self._candidates_at(position, token, draft)
             choice = self._choose(position, candidates, target, draft)

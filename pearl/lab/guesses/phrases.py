@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pearl.drafting.ngram import RATE_WEIGHT, Candidate, GuessWindow, NgramIndex
+from pearl.drafting.ngram import Candidate, GuessWindow, NgramIndex, learn_rate
 from pearl.protocol.messages import Source
 from pearl.protocol.sequence import common_prefix
 
@@ -32,9 +32,9 @@ _PRIOR = 0.4  # how often a guess of the pool is right, until it is measured; by
 
 
 class Pool(NgramIndex):
-    """Phrases of one text, by the token that they follow. Its guesses come from these alone."""
+    """Phrases of one text, by the token that they follow. Guesses come from these alone, not from `sources`."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         #: first token -> the phrases that may follow it, the latest last
         self._pool: dict[int, list[tuple[int, ...]]] = {}
         self._hits = [_PRIOR] * LONGEST
@@ -59,7 +59,7 @@ class Pool(NgramIndex):
             return
         longest = max(common_prefix(phrase, text) for phrase in phrases)
         for place in range(min(len(text), LONGEST, longest + 1)):
-            self._hits[place] += RATE_WEIGHT * ((place < longest) - self._hits[place])
+            learn_rate(self._hits, place, place < longest)
         self._guess_position = 0
         self._guessed_phrases = []
 
@@ -95,7 +95,7 @@ class Pool(NgramIndex):
 class JacobiIndex(Pool):
     """The pool of one text, and the window of its Jacobi iterations."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         self._levels: list[list[int]] = []
         for level in range(LEVELS):
             places = range(level * COLUMNS, (level + 1) * COLUMNS)
@@ -132,7 +132,7 @@ class PhraseIndex(Pool):
 
     reads_discarded = True
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         self._next_end = 0  # phrases of the text that end before it are in the pool
         super().__init__(tokens)
 
@@ -153,14 +153,3 @@ class PhraseIndex(Pool):
             while end < len(tokens) and end - start < LONGEST and tokens[end] == draws[end - 1]:
                 end += 1
             self.add(first, tuple(draws[start:end]))
-
-
-# ---- factories, named by `pearl.spec.methods` ----
-
-
-def jacobi(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return JacobiIndex(tokens)
-
-
-def ouroboros(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return PhraseIndex(tokens)
