@@ -132,7 +132,7 @@ class Branches:
         self._limit_shared(length)
 
     def _limit_shared(self, length: int) -> None:
-        """The slots share at most the first `length` tokens with the text."""
+        """Note that each slot shares at most the first `length` tokens with the text."""
         for slot, shared in self._shared.items():
             self._shared[slot] = min(shared, length)
 

@@ -10,7 +10,7 @@ that match less lie around them.
 
 The directory gets its name once it is whole, so a killed build leaves no datastore.  Files are not trusted: sizes are
 checked on opening, and lookups in invalid data find nothing.
-Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Reads no texts: see `corpus`.
+Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Texts are read in `datastore_build`.
 """
 
 from __future__ import annotations

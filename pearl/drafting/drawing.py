@@ -165,12 +165,17 @@ class BranchStep(Step):
     """Continues branches only, while the draft is at its look-ahead limit: those that make most tokens a second.
 
     Args:
-        beside: tokens that the forward is fed for other requests.
+        other_tokens: tokens that the forward is fed for other requests.
         sharing: texts that share the rows that are left.
     """
 
     def __init__(
-        self, model: DraftModel, text: DraftText, command: Draft, beside: int, sharing: int = 1
+        self,
+        model: DraftModel,
+        text: DraftText,
+        command: Draft,
+        other_tokens: int,
+        sharing: int = 1,
     ) -> None:
         unfed = text.unfed(command)
         text.read_states(model.runner)
@@ -182,7 +187,7 @@ class BranchStep(Step):
         if text.branches is not None:
             cached = model.runner.length(text.slot)
             until = model.runner.context
-            fed = beside + len(unfed)
+            fed = other_tokens + len(unfed)
             worth = text.branches.worth(text.options.branches, cached, until, command.hedge)
             worth = worth[: model.room(fed) // sharing]
             chances = [chance for chance, _ in worth]
@@ -230,12 +235,12 @@ def extend_branches(text: DraftText, branches: Sequence[Branch], rows: Sequence[
 
 
 def plan_draw(
-    model: DraftModel, text: DraftText, command: Draft, beside: int, sharing: int = 1
+    model: DraftModel, text: DraftText, command: Draft, other_tokens: int, sharing: int = 1
 ) -> Step:
     """Make the step that feeds the command's tokens, with the guesses and branches that make most tokens a second.
 
     Args:
-        beside: tokens that the forward is fed for other requests.
+        other_tokens: tokens that the forward is fed for other requests.
         sharing: texts that share the rows that are left.
     """
     tokens = text.unfed(command)
@@ -246,7 +251,7 @@ def plan_draw(
         return Step(model, text, command, [feed])
     chosen: list[Outcome | None] = []
     if len(tokens) <= PROMPT_PIECE:
-        chosen = choose(model, text, command, chances, len(tokens), beside, sharing)
+        chosen = choose(model, text, command, chances, len(tokens), other_tokens, sharing)
     guesses = model.fit_tokens(guesses[: chosen.count(None)])
     continued: list[Branch] = []
     if text.branches is not None:
@@ -260,18 +265,18 @@ def choose(
     text: DraftText,
     command: Draft,
     chances: Sequence[float],
-    own: int,
-    beside: int = 0,
+    num_tokens: int,
+    other_tokens: int = 0,
     sharing: int = 1,
 ) -> list[Outcome | None]:
-    """Choose what to feed with a text's `own` tokens, the best first: outcomes to continue, and None for a guess.
+    """Choose what to feed with `num_tokens` tokens of a text, best first: outcomes to continue, and None for a guess.
 
     Args:
         chances: of the guesses, see `DraftText.guess`.
-        beside, sharing: see `plan_draw`.
+        other_tokens, sharing: see `plan_draw`.
     """
     branches = text.branches
-    fed = beside + own
+    fed = other_tokens + num_tokens
     reach = 1.0
     ranked: list[tuple[float, Outcome | None]] = []
     if branches is not None:
@@ -283,6 +288,6 @@ def choose(
     ranked.sort(key=itemgetter(0), reverse=True)
     ranked = ranked[: model.room(fed) // sharing]
     # Forwards of several texts are not chained.
-    seconds = model.times.seconds if beside else model.seconds(fed)
+    seconds = model.times.seconds if other_tokens else model.seconds(fed)
     count = worthwhile([chance for chance, _ in ranked], fed, reach, seconds)
     return [outcome for _, outcome in ranked[:count]]

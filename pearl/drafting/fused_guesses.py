@@ -88,7 +88,7 @@ class StoreGuesses:
                 del self._lookups[position]
 
     def candidates(self, position: int) -> list[Candidate]:
-        """As `NgramIndex.candidates`; occurrences are places of the datastore, which decrease along the text."""
+        """Return candidates as `NgramIndex` does; their occurrences are places of the datastore, which decrease."""
         return [candidate for candidate, _ in self.ranked(position)]
 
     def ranked(self, position: int) -> list[RankedCandidate]:
@@ -197,7 +197,7 @@ class Guesser(NgramIndex):
         return fused(candidates)
 
     def _following(self, candidate: Candidate) -> list[Candidate]:
-        """As `following`, by the candidate's own source."""
+        """Return what the candidate's own source has for the position after it."""
         if candidate.context:
             assert self._habits is not None
             return self._habits.candidates(candidate.context)

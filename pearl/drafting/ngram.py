@@ -260,7 +260,7 @@ class Anchor:
     trust: float = 0.0
     runners_up: tuple[Alternative, ...] = ()
 
-    def beside(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def merged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Merge the candidates of an index and the runners-up: each token once, and not the draft's token."""
         if self.token is None and not self.runners_up:
             return list(candidates)
@@ -352,7 +352,7 @@ def guess_tree(
         if anchor.end >= limit:
             continue
         candidates = index.candidates(anchor.end)[:widest] if most else []
-        for candidate in anchor.beside(candidates):
+        for candidate in anchor.merged(candidates):
             negative = -(anchor.chance * candidate.chance)
             node = _Waiting(negative, next(ids), anchor.end - 1, anchor.end, candidate)
             heapq.heappush(waiting, node)

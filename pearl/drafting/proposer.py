@@ -39,7 +39,7 @@ class ModelProposer:
         policies: makes the stop policy of a request; None: drafting stops at the window's end.
         chains: whether a forward is launched before the one before has ended; None: if the runner can.
         texts: the most texts at once: the runner's other slots are for branches.
-        datastore: a source of guesses beside the text.
+        datastore: a further source of guesses.
         guides: of texts that are held to a grammar.
     """
 
@@ -219,9 +219,9 @@ class ModelProposer:
         return steps
 
     def _step(
-        self, command: Draft, after: Step | None = None, beside: int = 0, sharing: int = 1
+        self, command: Draft, after: Step | None = None, other_tokens: int = 0, sharing: int = 1
     ) -> Step:
-        """Make the step of one request; `beside`, `sharing`: see `plan_draw`."""
+        """Make the step of one request; `other_tokens`, `sharing`: see `plan_draw`."""
         model = self.model
         text = self._texts[command.request]
         length = self.runner.length(text.slot)
@@ -232,7 +232,7 @@ class ModelProposer:
         if text.window is not None and after is None:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
-            return BranchStep(model, text, command, beside, sharing)
+            return BranchStep(model, text, command, other_tokens, sharing)
         if text.is_block and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:
@@ -240,7 +240,7 @@ class ModelProposer:
             if text.branches is not None:
                 text.branches.settle(command.start, (), command.start + 1 - command.pending)
             return DrawStep(model, text, command, after.following)
-        return plan_draw(model, text, command, beside, sharing)
+        return plan_draw(model, text, command, other_tokens, sharing)
 
     def _forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.runner.forward(feeds) if feeds else []

@@ -95,7 +95,7 @@ class GreedyBildTarget:
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        """The bias is the number of accepted tokens that are not the target's likeliest."""
+        """Judge as the protocol says; the bias counts the accepted tokens that are not the target's likeliest."""
         if launched is None:
             launched = self.launch(logits, ())
         scores = launched

@@ -49,7 +49,7 @@ class SeveralDraft(SampledDraft):
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """The candidates first, in the order in which they are judged."""
+        """Rank the candidates first, in the order in which they are judged."""
         probs = self._rows.get(position)
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
