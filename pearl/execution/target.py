@@ -154,8 +154,8 @@ class _Share:
     """One request's share of a forward.
 
     Attributes:
-        window: of its index, fed with the command's tokens; None: there is none.
-        feed: both.
+        window: nodes of the request's index, fed after the command's tokens; None: the index has none.
+        feed: the command's tokens and the window.
     """
 
     command: Forward
@@ -329,8 +329,8 @@ class TargetExecutor:
     @memory_errors
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
-        shares = [self._share(command) for command in commands]
         began = time.perf_counter()
+        shares = [self._share(command) for command in commands]
         logits = self.runner.forward([share.feed for share in shares])
         for share, rows in zip(shares, logits, strict=True):
             self._take_rows(share, rows)
@@ -347,6 +347,7 @@ class TargetExecutor:
         return results
 
     def _share(self, command: Forward) -> _Share:
+        """Make the feed of a command, and take a window from the request's index if it has one."""
         request = self._requests[command.request]
         length = self.runner.length(request.slot)
         assert length == command.start, (length, command)
