@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.drafting import datastore, datastore_build
-from pearl.drafting.datastore import HEADER, Datastore, Header, check_tokenizer, width_of
+from pearl.drafting.datastore import HEADER, Datastore, DatastoreHeader, check_tokenizer, width_of
 from pearl.drafting.fused_guesses import Guesser
 from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
 from pearl.engine import Engine
@@ -224,7 +224,7 @@ def test_lookups_in_nonsense_find_tokens_or_nothing(seed: int, wide: bool, far: 
     order = chance.integers(0, far, size, dtype=np.uint32, endpoint=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        header = Header(
+        header = DatastoreHeader(
             tokenizer="x", digest="0" * 32, vocab_size=vocab, tokens=size, documents=1, width=2 if width == 2 else 3,
         )  # fmt: skip
         for (path, _), data in zip(header.files(directory), (tokens, order), strict=True):

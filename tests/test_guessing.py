@@ -11,15 +11,15 @@ import pytest
 
 from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.fused_guesses import text_index
-from pearl.drafting.jacobi import COLUMNS, KEPT, LEVELS, JacobiIndex
+from pearl.drafting.fused_guesses import index_factory, text_index
 from pearl.drafting.ngram import LONGEST, NgramIndex
 from pearl.drafting.output_ngrams import Habits
-from pearl.drafting.published import INDEXES, Counted
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.tasks import Task
+from pearl.lab.guesses.phrases import COLUMNS, KEPT, LEVELS, JacobiIndex
+from pearl.lab.guesses.published import Counted
 from pearl.lab.studies import sssd as guesses
 from pearl.lab.studies.guessing import Generated, replay, store_alone
 from pearl.lab.studies.recorded_texts import answers
@@ -28,6 +28,7 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Forwarded, Guess, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
+from pearl.spec.methods import METHODS
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.options import drawn_by, resolved
 from tests.test_datastore import VOCAB, make
@@ -202,6 +203,11 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
 TEXT = (1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3)
 
 
+def published(method: str, tokens: Sequence[int], store: Datastore | None = None) -> NgramIndex:
+    """The index of a method, by the name that the registry has for it."""
+    return index_factory(METHODS[method].guesses)(tokens, store, None, None)
+
+
 def paths(index: NgramIndex, most: int) -> list[list[int]]:
     """The likeliest path of guesses behind each candidate."""
     found = []
@@ -214,7 +220,7 @@ def paths(index: NgramIndex, most: int) -> list[list[int]]:
 
 
 def test_pld_copies_behind_the_earliest_of_the_longest_matches() -> None:
-    index = INDEXES["pld"](TEXT, None, None, None)
+    index = published("pld", TEXT)
     assert paths(index, 5) == [[9, 8, 2, 3, 7]], "1 2 3 is at the beginning"
     index.cut(11)
     index.extend([7, 2, 3])
@@ -224,12 +230,12 @@ def test_pld_copies_behind_the_earliest_of_the_longest_matches() -> None:
 
 
 def test_llma_copies_from_the_prompt_alone() -> None:
-    index = INDEXES["llma"](TEXT[:8], None, None, None)
+    index = published("llma", TEXT[:8])
     index.extend([5, 4, 5])
     assert paths(index, 3) == [], "5 is in the text, and not in the prompt"
     index.extend([2, 3])
     assert paths(index, 99) == [[9, 8, 2, 3, 7]], "up to the prompt's end"
-    longer = INDEXES["llma"]((0, 2, 3, 4, 5, 11, 1, 2, 3, 4, 5, 12), None, None, None)
+    longer = published("llma", (0, 2, 3, 4, 5, 11, 1, 2, 3, 4, 5, 12))
     longer.extend([1, 2, 3, 4, 5])
     assert paths(longer, 1) == [[12]], "a match of five tokens"
 
@@ -258,7 +264,7 @@ def counted(text: list[int], path: tuple[int, ...]) -> dict[int, float]:
 def test_sssd_has_the_shares_of_enumeration(seed: int) -> None:
     noise = random.Random(seed)
     text = [noise.randrange(3) for _ in range(60)]
-    index = INDEXES["sssd"](text, None, None, None)
+    index = published("sssd", text)
     waiting = [((), index.candidates(len(text)))]
     for path, candidates in waiting:
         assert {each.token: each.chance for each in candidates} == pytest.approx(
@@ -271,11 +277,11 @@ def test_sssd_has_the_shares_of_enumeration(seed: int) -> None:
 
 def test_rest_guesses_from_the_longest_match_of_a_datastore(tmp_path: Path) -> None:
     store = make(tmp_path / "store", [[1, 2, 3], [1, 2, 3], [1, 2, 4], [9, 2, 5]], 10)
-    index = INDEXES["rest"]([1, 2, 7, 1, 2], store, None, None)
+    index = published("rest", [1, 2, 7, 1, 2], store)
     found = index.candidates(5)
     assert {each.token: each.chance for each in found} == pytest.approx({3: 2 / 3, 4: 1 / 3})
     assert {each.source for each in found} == {Source.DATASTORE}, "not the 7 of the text"
-    both = INDEXES["sssd"]([1, 2, 7, 1, 2], store, None, None).candidates(5)
+    both = published("sssd", [1, 2, 7, 1, 2], store).candidates(5)
     assert {7, 3, 4} <= {each.token for each in both}
 
 
@@ -369,8 +375,9 @@ def test_the_pool_guesses_what_has_followed_a_token() -> None:
     index.extend([2 * KEPT])
     index.learn(6)
     assert index._hits[0] > before
-    assert index.window(LEVELS - 1) is index.window(-1) is None
-    small = index.window(2 * LEVELS)
+    assert index.window(LEVELS - 1, room=99) is index.window(-1, room=99) is None
+    assert index.window(2 * LEVELS, room=COLUMNS + LEVELS) is None, "the context ends"
+    small = index.window(2 * LEVELS, room=COLUMNS + LEVELS + 1)
     assert (small.columns, small.parents) == (2, (-1, 0, *range(2 * LEVELS - 2)))
 
 

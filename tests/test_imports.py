@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from pearl.drafting.fused_guesses import index_factory
+from pearl.spec.methods import METHODS
+
 ROOT = Path(__file__).parent.parent
 # From top to bottom; a name covers a module, or a package with all that is in it. The rooms of one layer are siblings:
 # they do not import each other.
@@ -16,6 +19,7 @@ LAYERS: list[set[str]] = [
     {"pearl.lab.bench"},
     {"pearl.lab.studies"},
     {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
+    {"pearl.lab.guesses"},
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
     {"pearl.worker"},
@@ -106,6 +110,19 @@ def test_imports_point_downwards() -> None:
 def test_every_layer_is_there() -> None:
     """A renamed module must not leave a hole in the table."""
     assert set().union(*LAYERS) <= set(modules())
+
+
+def test_the_registry_alone_leads_to_guesses_of_the_lab() -> None:
+    """Below the lab nothing imports them: a method names the factory of its index, as `module:name`."""
+    room = "pearl.lab.guesses"
+    for name, tree in modules().items():
+        if any(belongs(module, room) for module in imported(name, tree)):
+            assert belongs(name, "pearl.lab"), name
+    named = {method.guesses for method in METHODS.values() if method.guesses}
+    assert {factory.partition(":")[0] for factory in named} == {
+        name for name in modules() if belongs(name, room) and name != room
+    }
+    assert all(callable(index_factory(factory)) for factory in named)
 
 
 def test_one_module_alone_uses() -> None:

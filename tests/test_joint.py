@@ -64,7 +64,7 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
     half = make_half("draft", "joint", WARM, parameters(depth=depth, width=16))
     search, runner = Search(half, 1, first, depth), ToyRunner(4, PAIR[1])
     feed_chain(runner, [first], 0)
-    while search.found is None:
+    while not search.is_done:
         nodes, parents = search.tree()
         if nodes:
             rows = runner.forward([Feed(nodes, len(search.sequences), 0, tuple(parents))])[0]
@@ -72,7 +72,8 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
             runner.rollback(0)
             rows = feed_chain(runner, [first], 1)
         search.grow(rows)
-    tokens, probs = search.found
+    tokens = search.block.tokens
+    probs = search.block.probs
     assert tokens == likeliest_block(first, depth)
     assert probs == pytest.approx(
         [DRAFT[a, b].item() for a, b in zip((first, *tokens), tokens, strict=False)]

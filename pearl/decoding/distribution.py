@@ -15,12 +15,10 @@ from pearl.errors import RemoteProtocolError
 if TYPE_CHECKING:
     import torch
 
-_SPARSE_SHARE = (
-    8  # a distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller
-)
-_MAX_SPARSE_SHARE = (
-    2  # a sparse distribution over more than vocab / 2 tokens takes more bytes than a dense one
-)
+# A distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller.
+_SPARSE_SHARE = 8
+# A sparse distribution over more than vocab / 2 tokens takes more bytes than a dense one.
+_MAX_SPARSE_SHARE = 2
 _MAX_PROBABILITY = 1.001  # allows for rounding
 
 
@@ -37,7 +35,7 @@ class PackedRow:
     ids: bytes | None = None
 
     def unpack(self, vocab_size: int) -> torch.Tensor:
-        """The tensor [vocab_size] on the host.
+        """Return the tensor [vocab_size] on the host.
 
         Raises `RemoteProtocolError` where this is no distribution over `vocab_size` tokens (a broken draft model may
         send NaN) or takes more bytes than a dense one.
@@ -49,12 +47,9 @@ class PackedRow:
         if self.ids is None:
             is_sound = probs.size == vocab_size
         else:
-            ids = np.frombuffer(
-                self.ids, np.uint32
-            )  # unsigned: a negative id exceeds every vocabulary
-            is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE and bool(
-                ids.max() < vocab_size
-            )
+            ids = np.frombuffer(self.ids, np.uint32)  # unsigned: negative ids exceed a vocabulary
+            is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE
+            is_sound = is_sound and bool(ids.max() < vocab_size)
         # With a NaN, which is then both minimum and maximum, neither holds.
         if not is_sound or not (probs.min() >= 0 and 0 < probs.max() <= _MAX_PROBABILITY):
             raise RemoteProtocolError(
@@ -69,7 +64,7 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRow:
-    """A distribution whose tensor follows over the tensor channel."""
+    """A message's place for a distribution whose tensor follows over the tensor channel."""
 
 
 def pack(probs: torch.Tensor) -> PackedRow:
@@ -85,14 +80,14 @@ def pack(probs: torch.Tensor) -> PackedRow:
 
 
 def is_sparse(probs: torch.Tensor) -> bool:
-    """Whether `pack` would make it sparse; waits for the device that holds it."""
+    """Return whether `pack` would make it sparse; waits for the device that holds it."""
     return int(probs.count_nonzero()) < probs.numel() // _SPARSE_SHARE
 
 
 def are_probabilities(values: Any) -> bool:
-    """Whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero, so that rules can draw.
+    """Return whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero.
 
     False where there is a NaN, which is then both minimum and maximum.
     """
-    largest = values.amax(-1) if hasattr(values, "amax") else values.max(-1)
+    largest = getattr(values, "amax", values.max)(-1)
     return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)

@@ -20,7 +20,9 @@ import torch
 
 from pearl.config.options import RequestOptions
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
 EARLY = 1e-3  # bound on the exponentials of `early_ids`: about 50 of 49,152 ids
 
 
@@ -34,9 +36,10 @@ class Purpose(IntEnum):
 
 
 def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate: int = 0) -> int:
-    """The 64-bit key of one draw for the token at `position` of the whole sequence.
+    """Return the 64-bit key of one draw for the token at `position` of the whole sequence.
 
-    `candidate` numbers several draws for one position and purpose.
+    key = BLAKE2b(seed, sample, position, purpose[, candidate]); `candidate` numbers several draws for one position and
+    purpose.
     """
     packed = struct.pack("<QqqB", options.seed, options.sample, position, purpose)
     if candidate:
@@ -45,14 +48,14 @@ def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate
 
 
 def uniform(key: int) -> float:
-    """One draw in [0, 1), a multiple of 2**-53."""
+    """Return one draw in [0, 1), a multiple of 2**-53."""
     return (key >> 11) * 2.0**-53
 
 
 def exponentials(
     key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Tensor
 ) -> torch.Tensor:
-    """Independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
+    """Return independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
 
     The draw for an id does not depend on which other ids are given. Runs where `ids` is (NumPy is the faster form for
     few ids on the host) without waiting for a device, whose logarithm may round differently.
@@ -66,9 +69,8 @@ def exponentials(
         x = (x ^ x >> 27) * _MIX2
         bits = torch.from_numpy(((x ^ x >> 31) >> 12).astype(np.float64))
     else:
-        x = (ids + 1) * _signed(_GOLDEN) + (
-            _signed(key) if isinstance(key, int) else key
-        )  # and so does int64
+        start = _signed(key) if isinstance(key, int) else key
+        x = (ids + 1) * _signed(_GOLDEN) + start  # and so does int64
         x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
         x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
         bits = _shifted(x ^ _shifted(x, 31), 12).double()
@@ -77,16 +79,14 @@ def exponentials(
 
 
 def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Keys [n, 1] for `exponentials` on `device`; the copy is not waited for."""
+    """Return keys [n, 1] for `exponentials` on `device`; the copy is not waited for."""
     column = torch.tensor([[_signed(key)] for key in keys], pin_memory=device.type == "cuda")
     return column.to(device, non_blocking=True)
 
 
-@lru_cache(
-    maxsize=256
-)  # branches and guesses meet the same position, and so the same key, again and again
+@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key
 def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """The ids below `vocab_size` whose `exponentials` are below `EARLY`, and perhaps a few just above, ascending.
+    """Return the ids below `vocab_size` whose `exponentials` are below `EARLY` (or just above), ascending.
 
     Takes a third of the time of computing all exponentials, because it compares bits before the logarithm.
     """
@@ -109,10 +109,10 @@ def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
 
 
 def _signed(bits: int) -> int:
-    """The int64 with the bits of a uint64, for which torch has few operations."""
+    """Return the int64 with the bits of a uint64, for which torch has few operations."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """A right shift of int64 that fills with zeros, as a uint64's does."""
+    """Shift an int64 right, filling with zeros as a uint64 does."""
     return (x >> by) & ((1 << (64 - by)) - 1)

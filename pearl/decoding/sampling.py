@@ -1,7 +1,7 @@
 """Logits to probabilities to a token. Knows no models and no protocol state.
 
 A *draw* is a tensor [2] on the device of the numbers: a check value, finite where the logits were, and the token id. No
-function waits for a device but `read_draw` and `read_shortlist`, which give the id and the ranked tokens.
+function waits for a device but `read_draw` and `read_shortlist`, which return the id and the ranked tokens.
 
 Three operations have a form of their own for the host, measured on 49,152 tokens and one core: a race takes 0.18 ms in
 place of 0.48, `pick` 0.02 in place of 0.07, and a nucleus 0.1 in place of 4.  A GPU with Triton has its own for races.
@@ -29,20 +29,17 @@ _log = logging.getLogger(__name__)
 _LIKELY = 1e-4  # of the likeliest token's probability; a few hundred tokens of a row exceed it
 _PICK_BLOCK = 256  # tokens whose probabilities are summed at once
 SHORTLIST = 64  # tokens of a row that are ranked
-_BLOCK, _MAX_CANDIDATES = (
-    64,
-    16,
-)  # block size of the two-level top-k; it is given up where 16 x k candidates remain
+_BLOCK = 64  # of the two-level top-k
+_MAX_CANDIDATES = 16  # for each token asked for; with more the two-level top-k does not pay
 _NUCLEUS = 256  # tokens that are ranked first: few nuclei are larger, and ranking the vocabulary takes 20 times as long
 
-Shortlist = tuple[
-    npt.NDArray[np.int64], npt.NDArray[np.float64]
-]  # ids and logits of the likeliest tokens, descending
+# (ids, logits) of the likeliest tokens, descending
+Shortlist = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
 
 @cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """`draw_kernels`, compiled for a GPU; None for a host, and where Triton is missing or fails."""
+    """Return `draw_kernels`, compiled for a GPU; None for a host, and where Triton is missing or fails."""
     if device.type != "cuda":
         return None
     try:
@@ -56,7 +53,7 @@ def kernels_on(device: torch.device) -> ModuleType | None:
 
 
 def read_draw(draw: torch.Tensor) -> int:
-    """The token id of a draw; waits for its device, once for both numbers.
+    """Return the token id of a draw; waits for its device, once for both numbers.
 
     Raises `NumericalError` where the check value is not finite. To check all logits would cost more than the draw.
     """
@@ -71,7 +68,9 @@ def read_draw(draw: torch.Tensor) -> int:
 
 def on_host(draws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy draws to the host, waiting for their device once."""
-    return list(draws) if draws[0].is_cpu else list(torch.stack(list(draws)).cpu())
+    if not draws[0].is_cpu:
+        draws = torch.stack(list(draws)).cpu().unbind()
+    return list(draws)
 
 
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:
@@ -85,13 +84,14 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
         return race_rows(probs[None], [key])[0]
     weights = probs.numpy()
     ids = np.flatnonzero(weights > 0)  # NumPy finds booleans five times faster than floats
-    return _draw(*_first(weights[ids], ids, key))
+    time, token = _winner(weights[ids], ids, key)
+    return _draw(time, token)
 
 
 def race_of_logits(
     logits: torch.Tensor, temperature: float, key: int, top: Shortlist | None = None
 ) -> torch.Tensor:
-    """`race` on the softmax of logits [vocab] / temperature. On the host only tokens that can win are looked at.
+    """Race on the softmax of logits [vocab] / temperature. The host looks only at tokens that can win.
 
     The winner is that of `race` unless two times differ by less than float32 rounds probabilities.
 
@@ -106,23 +106,25 @@ def race_of_logits(
         return _draw(inf, 0)
     early = early_ids(key, len(scores))
     if top is None:
-        likely, most = np.flatnonzero(scores > largest + temperature * log(_LIKELY)), _LIKELY
+        likely = np.flatnonzero(scores > largest + temperature * log(_LIKELY))
+        max_weight = _LIKELY
     else:
-        likely, most = top[0], exp((top[1][-1] - largest) / temperature)
+        likely, ranked_logits = top
+        max_weight = exp((ranked_logits[-1] - largest) / temperature)
     ids = np.concatenate((likely, early))
     with np.errstate(divide="ignore"):
-        first = _first(np.exp((scores[ids].astype(np.float64) - largest) / temperature), ids, key)
-    if (
-        first[0] * most < EARLY
-    ):  # every other token has an exponential of at least EARLY, and at most the weight `most`
-        return _draw(*first)
+        weights = np.exp((scores[ids].astype(np.float64) - largest) / temperature)
+        time, token = _winner(weights, ids, key)
+    # A token not in `ids` has an exponential of at least EARLY, and at most `max_weight`.
+    if time * max_weight < EARLY:
+        return _draw(time, token)
     if top is not None:
         return race_of_logits(logits, temperature, key)
     return race(torch.softmax(logits / temperature, -1), key)
 
 
-def _first(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:
-    """The least time of `ids` in a race, and the id that has it; infinity where there is none."""
+def _winner(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:
+    """Return (time, id) of the first of `ids` in a race; infinity where there is none."""
     if not len(ids):
         return inf, 0
     times = exponentials(key, ids).numpy() / weights.astype(np.float64)
@@ -131,11 +133,12 @@ def _first(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> t
 
 
 def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
-    """`race` for each row of `probs` [n, vocab], on any device: draws [n, 2].
+    """Run a `race` for each row of `probs` [n, vocab], on any device: draws [n, 2].
 
     The winner is the host's unless two times differ by less than the rounding of the device's logarithm.
     """
-    if (kernels := kernels_on(probs.device)) is not None:
+    kernels = kernels_on(probs.device)
+    if kernels is not None:
         return kernels.race_rows(probs.log(), keys)
     ids = torch.arange(probs.shape[-1], device=probs.device)
     times = exponentials(key_column(keys, probs.device), ids) / probs.double()
@@ -146,8 +149,9 @@ def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
 def race_rows_of_logits(
     logits: torch.Tensor, temperature: float, keys: Sequence[int]
 ) -> torch.Tensor:
-    """`race_rows` on the softmax of logits [n, vocab] / temperature."""
-    if (kernels := kernels_on(logits.device)) is not None:
+    """Run `race_rows` on the softmax of logits [n, vocab] / temperature."""
+    kernels = kernels_on(logits.device)
+    if kernels is not None:
         return kernels.race_rows(logits.float(), keys, temperature)
     return race_rows(torch.softmax(logits.float() / temperature, -1), keys)
 
@@ -166,27 +170,28 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
     weights = probs.numpy()
     # Sums of blocks, then within one block: accumulating all takes ten times as long. Blocks are summed in float32,
     # which rounds no more than the probabilities are rounded, in a fifth of the time.
-    whole = len(weights) - len(weights) % _PICK_BLOCK
-    of_blocks = probs[:whole].view(-1, _PICK_BLOCK).sum(-1).numpy()
-    if whole < len(weights):
-        of_blocks = np.append(of_blocks, weights[whole:].sum())
-    sums = np.add.accumulate(of_blocks, dtype=np.float64)
+    in_blocks = len(weights) - len(weights) % _PICK_BLOCK
+    block_sums = probs[:in_blocks].view(-1, _PICK_BLOCK).sum(-1).numpy()
+    if in_blocks < len(weights):
+        block_sums = np.append(block_sums, weights[in_blocks:].sum())
+    sums = np.add.accumulate(block_sums, dtype=np.float64)
     total = float(sums[-1])
     if total == 0 and otherwise is not None:
         return pick(otherwise, key)
     if not 0 < total < inf:  # NaN is neither
         return _draw(inf, 0)
-    left = uniform(key) * total
-    block = int(np.searchsorted(sums, left, side="right"))
+    place = uniform(key) * total
+    block = int(np.searchsorted(sums, place, side="right"))
     if block == len(sums):  # rounding took the product up to the total
         return _draw(total, int(np.flatnonzero(weights)[-1]))
     start = block * _PICK_BLOCK
-    within = np.add.accumulate(weights[start : start + _PICK_BLOCK], dtype=np.float64)
-    index = int(
-        np.searchsorted(within, left - (float(sums[block - 1]) if block else 0.0), side="right")
-    )
+    block_weights = weights[start : start + _PICK_BLOCK]
+    within = np.add.accumulate(block_weights, dtype=np.float64)
+    if block:
+        place -= float(sums[block - 1])
+    index = int(np.searchsorted(within, place, side="right"))
     if index == len(within):  # the same sum in another order is rounded differently
-        index = int(np.flatnonzero(weights[start : start + _PICK_BLOCK])[-1])
+        index = int(np.flatnonzero(block_weights)[-1])
     return _draw(total, start + index)
 
 
@@ -197,39 +202,38 @@ def _draw(check: float, token: int) -> torch.Tensor:
 def pick_on_device(
     probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`pick` on any device. Sums, and the probabilities themselves, may be rounded differently than on the host."""
+    """Draw as `pick` on any device. Sums and probabilities may be rounded differently than on the host."""
     if otherwise is not None:
         probs = torch.where(probs.any(), probs, otherwise)
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     total = cumulative[-1]
     index = torch.searchsorted(cumulative, uniform(key) * total, right=True)
-    last = torch.searchsorted(cumulative, total)  # rounding may take the product up to the total
-    return torch.stack(
-        (total.log(), torch.minimum(index, last).double())
-    )  # the logarithm of 0 is not finite
+    highest = torch.searchsorted(cumulative, total)  # rounding may take the product to the total
+    token = torch.minimum(index, highest)
+    return torch.stack((total.log(), token.double()))  # the logarithm of 0 is not finite
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of logits [..., vocab], the first of equals, as in transformers; NaN counts as the largest.
+    """Draw the likeliest token of logits [..., vocab], the first of equals, as in transformers: draws [..., 2].
 
-    Returns draws [..., 2].
+    NaN counts as the largest.
     """
     if logits.dim() == 1 and logits.is_cpu and logits.dtype is torch.float32:
         row = logits.numpy()  # a fifth of the time of torch
-        first = int(row.argmax())
-        return _draw(row.item(first), first)
+        likeliest = int(row.argmax())
+        return _draw(row.item(likeliest), likeliest)
     best, token = logits.max(-1)
     return torch.stack((best.double(), token.double()), -1)
 
 
 def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor:
-    """The distribution that is sampled from: after temperature, top-k, top-p and min-p, in this order, as transformers.
+    """Return the sampling distribution: softmax after temperature, top-k, top-p and min-p, in transformers' order.
 
     Ties at the edge: top-k keeps every token as likely as the k-th, top-p of equally likely ones the highest ids.
 
     Args:
         logits: [..., vocab], any float dtype; rows are independent.
-        sampling: temperature > 0 (for temperature 0 use `greedy`).
+        options: temperature > 0 (for temperature 0 use `greedy`).
 
     Returns:
         [..., vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
@@ -238,18 +242,16 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
     if options.temperature != 1:
         scores = scores / options.temperature
     if 0 < options.top_k < scores.shape[-1]:
-        scores = scores.masked_fill(
-            scores < torch.topk(scores, options.top_k).values[..., -1:], -torch.inf
-        )
+        least = torch.topk(scores, options.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
     if options.top_p < 1:
         if scores.is_cpu:
             return _nucleus_on_host(scores, options.top_p, options.min_p)
         scores = nucleus(scores, options.top_p)
     if options.min_p > 0:
         probs = torch.softmax(scores, -1)
-        scores = scores.masked_fill(
-            probs < options.min_p * probs.amax(-1, keepdim=True), -torch.inf
-        )
+        least = options.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < least, -torch.inf)
     return torch.softmax(scores, -1)
 
 
@@ -260,38 +262,43 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """
     top, places = scores.flip(-1).sort(descending=True, stable=True)
     probs = torch.softmax(top, -1)
-    before = torch.cumsum(probs, -1) - probs
+    mass_above = torch.cumsum(probs, -1) - probs
     ids = scores.shape[-1] - 1 - places
-    return torch.full_like(scores, -torch.inf).scatter_(
-        -1, ids, top.masked_fill(before >= top_p, -torch.inf)
-    )
+    top = top.masked_fill(mass_above >= top_p, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, ids, top)
 
 
 def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.Tensor:
-    """The probabilities of scores [..., vocab] after top-p and min-p: only each row's nucleus is sorted."""
+    """Return the probabilities of scores [..., vocab] after top-p and min-p; sorts only each row's nucleus."""
     vocab_size = scores.shape[-1]
     probs = torch.zeros_like(scores)
-    for row, into in zip(
-        scores.view(-1, vocab_size), probs.view(-1, vocab_size).numpy(), strict=True
-    ):
-        all_probs = torch.softmax(row, -1).numpy()
-        for size in (min(_NUCLEUS, vocab_size), vocab_size):
-            ids = _top_ids(row, size)
-            before = np.cumsum(all_probs[ids]) - all_probs[ids]
-            if size == vocab_size or before[-1] >= top_p:
-                break
-        ids = _ends_highest(ids[: np.searchsorted(before, np.float32(top_p))], row.numpy())
+    prob_rows = probs.view(-1, vocab_size).numpy()
+    for row, prob_row in zip(scores.view(-1, vocab_size), prob_rows, strict=True):
+        row_scores = row.numpy()
+        ids = _ends_highest(_nucleus_ids(row, top_p), row_scores)
         if min_p > 0 and len(ids):
-            kept = torch.softmax(torch.from_numpy(row.numpy()[ids]), -1)
-            ids = ids[(kept >= min_p * kept[0]).numpy()]
-        into[ids] = torch.softmax(torch.from_numpy(row.numpy()[ids]), -1).numpy()
+            nucleus_probs = torch.softmax(torch.from_numpy(row_scores[ids]), -1)
+            ids = ids[(nucleus_probs >= min_p * nucleus_probs[0]).numpy()]
+        prob_row[ids] = torch.softmax(torch.from_numpy(row_scores[ids]), -1).numpy()
     return probs
+
+
+def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
+    """Return the ids of the likeliest tokens of [vocab] until those before a token hold `top_p`, descending."""
+    vocab_size = len(row)
+    probs = torch.softmax(row, -1).numpy()
+    for size in (min(_NUCLEUS, vocab_size), vocab_size):
+        ids = _top_ids(row, size)
+        mass_above = np.cumsum(probs[ids]) - probs[ids]
+        if size == vocab_size or mass_above[-1] >= top_p:
+            break
+    return ids[: np.searchsorted(mass_above, np.float32(top_p))]
 
 
 def _ends_highest(
     ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """A nucleus whose tokens at the edge are, of all that have their score, those with the highest ids.
+    """Replace the nucleus' tokens at the edge by the highest ids of all tokens with their score.
 
     Args:
         ids: the nucleus, descending; none of a row that is not finite.
@@ -305,7 +312,7 @@ def _ends_highest(
 
 
 def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
-    """Ids of the `count` largest of [vocab] on the host, descending."""
+    """Return the ids of the `count` largest of [vocab] on the host, descending."""
     above = _above_most(row, count)
     if above is None:
         return torch.topk(row, count).indices.numpy()
@@ -313,7 +320,9 @@ def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
 
 
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
-    """Two-level top-k: the ids of somewhat more than `count` tokens, the largest among them; None if it does not pay.
+    """Return the ids of somewhat more than `count` tokens, the largest among them; None if that does not pay.
+
+    A two-level top-k.
 
     Each of the `count` blocks with the largest maxima has a token that is at least as large as the least of these
     maxima. Takes a third of the time of `topk`.  Where many tokens equal that least, any of them will do.
@@ -329,37 +338,37 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
     least = np.partition(largest, -count)[-count]
     blocks = np.flatnonzero(largest >= least)
     values = logits.numpy().reshape(-1, _BLOCK)[blocks].ravel()
-    found = np.flatnonzero(values >= least)
-    if len(found) > _MAX_CANDIDATES * count:
-        above = np.flatnonzero(values > least)
-        found = (
-            np.concatenate((above, np.flatnonzero(values == least)[:count]))
-            if len(above) < count
-            else above
-        )
-    if len(found) > _MAX_CANDIDATES * count or np.isnan(largest).any():
+    places = np.flatnonzero(values >= least)
+    if len(places) > _MAX_CANDIDATES * count:
+        places = np.flatnonzero(values > least)
+        if len(places) < count:
+            places = np.concatenate((places, np.flatnonzero(values == least)[:count]))
+    if len(places) > _MAX_CANDIDATES * count or np.isnan(largest).any():
         return None
-    return blocks[found // _BLOCK] * _BLOCK + found % _BLOCK
+    return blocks[places // _BLOCK] * _BLOCK + places % _BLOCK
 
 
 def shortlist(logits: torch.Tensor) -> torch.Tensor:
-    """The `SHORTLIST` likeliest tokens of logits [vocab], for `read_shortlist`: [2, n] float64, ids and logits."""
+    """Rank the `SHORTLIST` likeliest tokens of logits [vocab], for `read_shortlist`: [2, n] float64, ids and logits."""
     count = min(SHORTLIST, len(logits))
     if logits.is_cpu and logits.dtype is torch.float32:
-        found = _top_ids(logits, count)
-        return torch.from_numpy(np.stack((found, logits.numpy()[found]), dtype=np.float64))
+        top_ids = _top_ids(logits, count)
+        return torch.from_numpy(np.stack((top_ids, logits.numpy()[top_ids]), dtype=np.float64))
     values, ids = torch.topk(logits, count)
     return torch.stack((ids.double(), values.double()))
 
 
 def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
-    """Copies shortlists to the host, waiting for their device once."""
-    rows = list(shortlists) if shortlists[0].is_cpu else torch.stack(list(shortlists)).cpu()
-    return [(ids.astype(np.int64), logits) for ids, logits in (row.numpy() for row in rows)]
+    """Copy shortlists to the host, waiting for their device once."""
+    rows: list[Shortlist] = []
+    for shortlist_row in on_host(shortlists):
+        ids, logits = shortlist_row.numpy()
+        rows.append((ids.astype(np.int64), logits))
+    return rows
 
 
 def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    """The probabilities of logits [n], descending, that sum to 1 among them."""
+    """Return the softmax of descending logits [n] / temperature (1 for temperature 0), among these alone."""
     with np.errstate(invalid="ignore"):  # the draw reports a row that is not finite
         weights = np.exp((logits - logits[0]) / (temperature or 1.0))
     return weights / weights.sum()

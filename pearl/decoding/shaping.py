@@ -34,11 +34,11 @@ class Shaper:
     def __init__(
         self, options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
     ) -> None:
-        self._options, self._prompt = options, prompt
+        self._options = options
+        self._prompt = prompt
         self._guide: Any = None  # of its grammar, if it has one
-        self._broken: GrammarError | None = (
-            None  # why its grammar has no guide: only this request is to fail
-        )
+        #: Why the grammar has no guide: only this request is to fail.
+        self._broken: GrammarError | None = None
         if options.grammar and guides is None:
             self._broken = GrammarError("texts are held to no grammar here")
         elif guides is not None and options.grammar:
@@ -55,9 +55,9 @@ class Shaper:
         """Roll back to `length` tokens, or forward by tokens of the prompt that a cache has kept."""
         for token in reversed(self._text[length:]):
             self._text.pop()
-            _less(self._seen, token)
+            _count_down(self._seen, token)
             if len(self._text) >= self._options.prompt_length:
-                _less(self._written, token)
+                _count_down(self._written, token)
         if self._guide is not None:
             self._guide.cut(max(0, len(self._text) - self._options.prompt_length))
         assert length <= max(len(self._text), len(self._prompt))
@@ -74,28 +74,35 @@ class Shaper:
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Append `tokens` to the text, and shape the rows [n, vocab] after the last n of them."""
-        self.stuck, rows = None, len(logits)
-        self.extend(tokens[: len(tokens) - rows])
+        self.stuck = None
+        if not len(logits):
+            self.extend(tokens)
+            return logits
+        first = len(tokens) - len(logits)
+        self.extend(tokens[:first])
         shaped = []
-        for row, token in zip(logits, tokens[len(tokens) - rows :], strict=True):
+        for row, token in zip(logits, tokens[first:], strict=True):
             self.extend((token,))
             shaped.append(self._shaped(row))
-        return torch.stack(shaped) if shaped else logits
+        return torch.stack(shaped)
 
     def tree(
         self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Shape the rows [n, vocab] after the last n nodes of a tree behind the text. paths: of its nodes."""
-        self.stuck, length, first = None, len(self._text), len(tokens) - len(logits)
+        """Shape the rows [n, vocab] after the last n nodes of a tree after the text. paths: of its nodes."""
+        self.stuck = None
+        length = len(self._text)
+        if not len(logits):
+            return logits
         shaped = []
-        for node, row in enumerate(logits, start=first):
-            self.extend(tokens[each] for each in paths[node])
+        for node, row in enumerate(logits, start=len(tokens) - len(logits)):
+            self.extend(tokens[ancestor] for ancestor in paths[node])
             shaped.append(self._shaped(row))
             self.hold(length)
-        return torch.stack(shaped) if shaped else logits
+        return torch.stack(shaped)
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """As `shape`, with an error in `stuck`."""
+        """Shape a row; an error goes to `stuck`."""
         try:
             return self.shape(logits)
         except GrammarError as error:
@@ -103,7 +110,7 @@ class Shaper:
             return torch.full_like(logits, -torch.inf, dtype=torch.float32)
 
     def shape(self, logits: torch.Tensor) -> torch.Tensor:
-        """A shaped copy of logits [vocab], float32, for the token behind the text.
+        """Return a shaped copy of logits [vocab], float32, for the token after the text.
 
         In the order of vLLM: add biases; penalise tokens of the text by `repetition_penalty` (as in transformers:
         divide a positive logit by it, multiply a negative one); subtract from generated tokens `frequency_penalty`
@@ -115,47 +122,62 @@ class Shaper:
         """
         if self._broken is not None:
             raise self._broken
-        options = self._options
         row = logits.to(torch.float32, copy=True)
-        # A draft may lack the target's last ids, which mean nothing there.
-        if known := [(token, bias) for token, bias in options.logit_bias if token < len(row)]:
-            ids, biases = zip(*known, strict=True)
-            row[self._ids(ids, row)] += torch.tensor(biases, dtype=torch.float32, device=row.device)
-        if options.repetition_penalty != 1 and self._seen:
-            seen = self._ids(self._seen, row)
-            scores = row[seen]
-            penalty = options.repetition_penalty
-            row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-        if (options.presence_penalty or options.frequency_penalty) and self._written:
-            counts = torch.tensor([*self._written.values()], dtype=torch.float32, device=row.device)
-            row[self._ids(self._written, row)] -= (
-                options.frequency_penalty * counts + options.presence_penalty
-            )
-        if self._guide is not None and (allowed := self._guide.allowed()) is not None:
-            refused = np.ones(len(row), np.bool_)
-            refused[: len(allowed)] = ~allowed[: len(row)]
-            if refused.all():
-                raise GrammarError("the text's grammar goes on with no token that this model has")
-            none = torch.from_numpy(refused).to(row.device)
-            row.masked_fill_(none, -torch.inf)
-            row = torch.where(
-                row.max() == -torch.inf, torch.zeros_like(row).masked_fill_(none, -torch.inf), row
-            )
-        return row
+        self._add_biases(row)
+        self._penalise(row)
+        return self._constrained(row)
 
-    @staticmethod
-    def _ids(tokens: Iterable[int], row: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([*tokens], device=row.device)
+    def _add_biases(self, row: torch.Tensor) -> None:
+        # A draft may lack the target's last ids, which mean nothing there.
+        biases = {token: bias for token, bias in self._options.logit_bias if token < len(row)}
+        if biases:
+            row[_ids(biases, row)] += _floats(biases.values(), row)
+
+    def _penalise(self, row: torch.Tensor) -> None:
+        options = self._options
+        if options.repetition_penalty != 1 and self._seen:
+            ids = _ids(self._seen, row)
+            scores = row[ids]
+            penalty = options.repetition_penalty
+            row[ids] = torch.where(scores < 0, scores * penalty, scores / penalty)
+        if (options.presence_penalty or options.frequency_penalty) and self._written:
+            counts = _floats(self._written.values(), row)
+            penalties = options.frequency_penalty * counts + options.presence_penalty
+            row[_ids(self._written, row)] -= penalties
+
+    def _constrained(self, row: torch.Tensor) -> torch.Tensor:
+        """Set tokens that the grammar does not allow to minus infinity. Raises as `shape`."""
+        allowed = None if self._guide is None else self._guide.allowed()
+        if allowed is None:
+            return row
+        refused = np.ones(len(row), np.bool_)
+        refused[: len(allowed)] = ~allowed[: len(row)]
+        if refused.all():
+            raise GrammarError("the text's grammar goes on with no token that this model has")
+        mask = torch.from_numpy(refused).to(row.device)
+        row.masked_fill_(mask, -torch.inf)
+        equal = torch.zeros_like(row).masked_fill_(mask, -torch.inf)
+        return torch.where(row.max() == -torch.inf, equal, row)
+
+
+def _ids(tokens: Iterable[int], row: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(tokens), device=row.device)
+
+
+def _floats(values: Iterable[float], row: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float32, device=row.device)
 
 
 def make_shaper(
     options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
 ) -> Shaper | None:
     """Return the shaper of a request; None if it changes no logits."""
-    return Shaper(options, prompt, guides) if options.shapes_logits else None
+    if not options.shapes_logits:
+        return None
+    return Shaper(options, prompt, guides)
 
 
-def _less(counts: dict[int, int], token: int) -> None:
+def _count_down(counts: dict[int, int], token: int) -> None:
     counts[token] -= 1
     if not counts[token]:
         del counts[token]

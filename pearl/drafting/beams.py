@@ -1,7 +1,7 @@
-"""A search for the likeliest block of tokens, for rules that judge blocks.
+"""The step that searches for the likeliest block of tokens, for rules that judge blocks, and its search.
 
-One forward a level: it feeds the tokens of all sequences kept so far as one tree behind the text's last token, and
-continues each sequence by its likeliest tokens.
+One forward a level: it feeds the tokens of all sequences kept so far as one tree after the text's last token, and
+continues each sequence by its likeliest tokens.  `step` says what a step is; the search outlives it in its `DraftText`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import log
 import torch
 
 from pearl.decoding.rules.joint import JointDraft
-from pearl.drafting.step import DraftModel, Step, Text
+from pearl.drafting.step import DraftModel, DraftText, Step
 from pearl.errors import NumericalError
 from pearl.models.feeds import paths
 from pearl.models.runner import Feed
@@ -21,8 +21,8 @@ from pearl.protocol.events import Draft, Drafted
 
 
 @dataclass(frozen=True, slots=True)
-class _Beam:
-    """A sequence: `score` is the sum of the logarithms of `probs`, which has one for each of `tokens`."""
+class Beam:
+    """A sequence of tokens with the probability of each; score = sum(log(probs))."""
 
     score: float = 0.0
     tokens: tuple[int, ...] = ()
@@ -30,28 +30,36 @@ class _Beam:
 
 
 class Search:
-    """For the block that follows a text.
+    """A beam search for the block that follows a text.
 
     Args:
-        half: the number of sequences kept, and what scores them.
+        half: scores sequences, and says how many are kept.
         end: length of the text.
-        last: its last token.
+        last_token: the token before it.
         depth: tokens of the block.
     """
 
-    def __init__(self, half: JointDraft, end: int, last: int, depth: int) -> None:
-        self.end, self.last = end, last
-        self._half, self._depth = half, depth
-        self._beams = [_Beam()]
+    def __init__(self, half: JointDraft, end: int, last_token: int, depth: int) -> None:
+        self.end = end
+        self.last_token = last_token
+        self._half = half
+        self._depth = depth
+        self._beams = [Beam()]
+        #: path of tokens -> its node in the last `tree`
         self._nodes: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def resumed(cls, before: Search | None, half: JointDraft, command: Draft) -> Search:
-        """`before`, if it is an unfinished search for what follows this text; otherwise a new one."""
-        end, last = command.start + len(command.tokens), command.tokens[-1]
-        if before is not None and (before.end, before.last) == (end, last) and not before.found:
-            return before
-        return cls(half, end, last, min(half.depth, command.budget))
+    def resumed(cls, search: Search | None, half: JointDraft, command: Draft) -> Search:
+        """Return `search` if it is an unfinished one for what follows this text; otherwise a new one."""
+        end = command.start + len(command.tokens)
+        token = command.tokens[-1]
+        if (
+            search is not None
+            and (search.end, search.last_token) == (end, token)
+            and not search.is_done
+        ):
+            return search
+        return cls(half, end, token, min(half.depth, command.budget))
 
     @property
     def _level(self) -> int:
@@ -59,16 +67,24 @@ class Search:
 
     @property
     def sequences(self) -> list[tuple[int, ...]]:
-        """Those that are kept: each is a token longer than at the level before."""
+        """The sequences that are kept: each is a token longer than at the level before."""
         return [beam.tokens for beam in self._beams]
 
     @property
-    def found(self) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        """The likeliest block, and the probability of each of its tokens; None: the search goes on."""
-        return (self._beams[0].tokens, self._beams[0].probs) if self._level == self._depth else None
+    def is_done(self) -> bool:
+        """Whether the sequences have the depth of the block; the first of them is the likeliest."""
+        return self._level == self._depth
+
+    @property
+    def block(self) -> Beam:
+        """The likeliest block; empty while the search goes on."""
+        return self._beams[0] if self.is_done else Beam()
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """The tokens that all sequences consist of, each once, and the parent of each; -1: the text."""
+        """Return the tokens that all sequences consist of, each once, and the parent of each; -1: the text.
+
+        Example: of the sequences (5, 7) and (5, 8) the tokens are [5, 7, 8], and their parents [-1, 0, 0].
+        """
         self._nodes = {}
         parents: list[int] = []
         for length in range(1, self._level + 1):
@@ -80,12 +96,16 @@ class Search:
         return [path[-1] for path in self._nodes], parents
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes of the last `tree` that begin with `tokens`, as far as it has them."""
-        paths = (tuple(tokens[:length]) for length in range(1, len(tokens) + 1))
-        return [self._nodes[path] for path in paths if path in self._nodes]
+        """Return the nodes of the last `tree` along `tokens`, as far as it has them."""
+        nodes: list[int] = []
+        for length in range(1, len(tokens) + 1):
+            node = self._nodes.get(tuple(tokens[:length]))
+            if node is not None:
+                nodes.append(node)
+        return nodes
 
     def grow(self, logits: torch.Tensor) -> None:
-        """Continue the sequences by a token each.
+        """Continue each sequence by a token.
 
         Args:
             logits: [sequences, vocab], after each of `sequences`, which are the last nodes of the tree.
@@ -93,14 +113,13 @@ class Search:
         Raises `NumericalError` where they are not finite.
         """
         width = self._half.width
-        grown: list[_Beam] = []
+        grown: list[Beam] = []
         for beam, row in zip(self._beams, logits, strict=True):
-            likely, ids = self._half.score(row).topk(min(width, row.shape[-1]))
-            for prob, token in zip(likely.tolist(), ids.tolist(), strict=True):
+            probs, ids = self._half.score(row).topk(min(width, row.shape[-1]))
+            for prob, token in zip(probs.tolist(), ids.tolist(), strict=True):
                 if prob > 0:
-                    grown.append(
-                        _Beam(beam.score + log(prob), (*beam.tokens, token), (*beam.probs, prob))
-                    )
+                    score = beam.score + log(prob)
+                    grown.append(Beam(score, (*beam.tokens, token), (*beam.probs, prob)))
         if not grown:
             raise NumericalError(
                 "the draft model's logits are not finite: no block can be drafted from them"
@@ -109,62 +128,68 @@ class Search:
 
 
 class LevelStep(Step):
-    """Searches on by a level, and proposes the block once it is whole."""
+    """Continues the search by a level, and proposes the block once it has its depth."""
 
-    def __init__(self, model: DraftModel, text: Text, command: Draft) -> None:
-        text.search = self._search = Search.resumed(text.search, text.half, command)
-        chain = model.known(command.tokens)
-        self._chain = len(chain)
+    def __init__(self, model: DraftModel, text: DraftText, command: Draft) -> None:
+        self._search = Search.resumed(text.search, text.half, command)
+        text.search = self._search
+        tokens = model.fit_tokens(command.tokens)
+        self._chain = len(tokens)
         self._nodes, self._parents = self._search.tree()
-        self._is_tree = 0 < len(self._nodes) <= model.runner.capabilities.tree_nodes - len(chain)
-        feed = Feed(chain, 1, text.slot)
+        room = model.runner.capabilities.tree_nodes - self._chain
+        self._is_tree = 0 < len(self._nodes) <= room
+        feed = Feed(tokens, 1, text.slot)
         if self._is_tree:
-            parents = (
-                *range(-1, len(chain) - 1),
-                *(parent + len(chain) for parent in self._parents),
-            )
-            feed = Feed(
-                [*chain, *model.known(self._nodes)], len(self._search.sequences), text.slot, parents
-            )
+            tokens += model.fit_tokens(self._nodes)
+            parents = list(range(-1, self._chain - 1))
+            parents += [self._chain + parent for parent in self._parents]
+            feed = Feed(tokens, len(self._search.sequences), text.slot, tuple(parents))
         super().__init__(model, text, command, [feed])
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
-        model, search, shaper = self.model, self._search, self.text.shaper
         rows = logits[0]
         if self._nodes and not self._is_tree:
             rows = self._one_by_one()
             self.marks[1].record()
-        rows = torch.stack([model.fit(row) for row in rows])
-        if shaper is not None:
-            rows = (
-                shaper.tree(rows, self._nodes, paths(self._parents))
-                if self._nodes
-                else shaper.shape(rows[0])[None]
-            )
-        search.grow(rows)
-        self._tokens, self._probs = search.found or ((), ())
+        rows = self._shaped(torch.stack(self.model.fit_rows(rows)))
+        self._search.grow(rows)
+        self._block = self._search.block
         self._vocab_size = rows.shape[-1]
-        path = search.path(self._tokens) if self._is_tree else []
-        self._cached = len(path)
-        if self._is_tree:
-            model.runner.keep(
-                [*range(self._chain), *(self._chain + node for node in path)], self.text.slot
-            )
-            if shaper is not None:
-                shaper.extend(self._tokens[: len(path)])
+        self._cached = self._keep_block() if self._is_tree else 0
+
+    def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
+        shaper = self.text.shaper
+        if shaper is None:
+            return rows
+        if self._nodes:
+            return shaper.tree(rows, self._nodes, paths(self._parents))
+        return shaper.shape(rows[0])[None]
+
+    def _keep_block(self) -> int:
+        """Keep of the tree what the block has; return how many of the block's tokens that is."""
+        path = self._search.path(self._block.tokens)
+        nodes = list(range(self._chain))
+        nodes += [self._chain + node for node in path]
+        self.model.runner.keep(nodes, self.text.slot)
+        if self.text.shaper is not None:
+            self.text.shaper.extend(self._block.tokens[: len(path)])
+        return len(path)
 
     def _one_by_one(self) -> torch.Tensor:
-        """The logits after each sequence behind the text, [sequences, vocab], by a runner that takes no such tree."""
-        runner, slot, rows = self.model.runner, self.text.slot, list[torch.Tensor]()
+        """Return the logits after each sequence, [sequences, vocab], from a runner that takes no such tree."""
+        runner = self.model.runner
+        slot = self.text.slot
         length = runner.length(slot)
+        rows: list[torch.Tensor] = []
         for tokens in self._search.sequences:
-            rows += runner.forward([Feed(self.model.known(tokens), 1, slot)])
+            rows += runner.forward([Feed(self.model.fit_tokens(tokens), 1, slot)])
             runner.rollback(length, slot)
         return torch.cat(rows)
 
     def collect(self) -> Drafted:
-        """Each token's row [vocab] is 0 but at the token, where it has its probability."""
-        rows = torch.zeros(len(self._tokens), self._vocab_size)
-        for row, token, prob in zip(rows, self._tokens, self._probs, strict=True):
+        """Return the block; a token's row [vocab] is 0 but at the token, where it has its probability."""
+        block = self._block
+        rows = torch.zeros(len(block.tokens), self._vocab_size)
+        for row, token, prob in zip(rows, block.tokens, block.probs, strict=True):
             row[token] = prob
-        return Drafted(self._tokens, rows=tuple(rows), cached=self._cached)
+        return Drafted(block.tokens, rows=tuple(rows), cached=self._cached)

@@ -8,7 +8,7 @@ branch has what would be drafted anyway.  Source: hedging as in speculative spec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -27,13 +27,22 @@ Outcome = tuple[int, int]  # (position, token): the target commits this token th
 
 
 def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: bool = False) -> Seen:
-    """What a row's shortlist says about `token`, which was drawn from the row for `position`.
+    """Return what a row's shortlist says about `token`, which was drawn from the row for `position`.
 
     `is_root`: see `DraftHalf.likeliest`.
     """
     likeliest, shares = half.likeliest(top, position, RIVALS + 1, is_root)
-    share = dict(zip(likeliest, shares, strict=True)).get(token, 0.0)
-    return Seen(min(7, int(8 * share)), tuple(each for each in likeliest if each != token)[:RIVALS])
+    share = 0.0
+    if token in likeliest:
+        place = likeliest.index(token)
+        share = shares[place]
+        del likeliest[place]
+    return Seen(_bin(share), tuple(likeliest[:RIVALS]))
+
+
+def _bin(share: float) -> int:
+    """Return which eighth of [0, 1] a share is in."""
+    return min(7, int(8 * share))
 
 
 @dataclass(slots=True)
@@ -41,13 +50,14 @@ class Branch:
     """One continuation.
 
     Attributes:
-        after: the outcome under which it holds.
+        outcome: the outcome under which it holds.
         slot: holds the text before the outcome, its token, and of `tokens` all but the last.
-        tokens, rows: drafted after the outcome, and what each was drawn from if the rule needs that.
-        seen: of each token.
+        tokens: drafted after the outcome.
+        rows: the distribution that each token was drawn from, if the rule needs it.
+        seen: see `see`, for each token.
     """
 
-    after: Outcome
+    outcome: Outcome
     slot: int
     tokens: list[int] = field(default_factory=list)
     rows: list[object] = field(default_factory=list)
@@ -55,7 +65,7 @@ class Branch:
 
     @property
     def position(self) -> int:
-        return self.after[0]
+        return self.outcome[0]
 
     @property
     def end(self) -> int:
@@ -65,12 +75,17 @@ class Branch:
     @property
     def unfed(self) -> int:
         """The token to feed next."""
-        return self.tokens[-1] if self.tokens else self.after[1]
+        return self.tokens[-1] if self.tokens else self.outcome[1]
 
     @property
     def proposal(self) -> Proposal:
-        rows, seen = tuple(self.rows), tuple(self.seen)
-        return Proposal(self.position + 1, tuple(self.tokens), rows, after=self.after, seen=seen)
+        return Proposal(
+            self.position + 1,
+            tuple(self.tokens),
+            tuple(self.rows),
+            after=self.outcome,
+            seen=tuple(self.seen),
+        )
 
 
 class Branches:
@@ -85,20 +100,17 @@ class Branches:
         self._runner = runner
         self._free = list(slots)
         self._foresight = foresight
-        self._shared = dict.fromkeys(
-            self._free, 0
-        )  # by slot: how many of its tokens are the text's
-        self._seen: dict[
-            int, tuple[int, Seen]
-        ] = {}  # by position: drafted tokens that the target has not judged
-        self._bonus: tuple[int, int, Seen] | None = (
-            None  # the position whose token the target draws, the likeliest one
-        )
+        #: slot -> how many of its tokens are the text's
+        self._shared = dict.fromkeys(self._free, 0)
+        #: position -> drafted token that the target has not judged
+        self._seen: dict[int, tuple[int, Seen]] = {}
+        #: The position whose token the target draws, and the likeliest token.
+        self._bonus: tuple[int, int, Seen] | None = None
         self._live: dict[Outcome, Branch] = {}
 
     @property
     def slots(self) -> set[int]:
-        """The runner's slots that this object has; none of them holds the text."""
+        """The runner's slots that belong to this object; none of them holds the text."""
         return set(self._shared)
 
     @property
@@ -109,24 +121,35 @@ class Branches:
 
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` tokens of the text, and what depends on more of them."""
-        for position in [position for position in self._seen if position > length]:
-            del self._seen[position]
+        for position in list(self._seen):
+            if position > length:
+                del self._seen[position]
         if self._bonus is not None and self._bonus[0] > length:
             self._bonus = None
-        self._drop(branch for branch in self._live.values() if branch.position > length)
-        self._shared = {slot: min(shared, length) for slot, shared in self._shared.items()}
+        for branch in list(self._live.values()):
+            if branch.position > length:
+                self.end(branch)
+        self._limit_shared(length)
+
+    def _limit_shared(self, length: int) -> None:
+        """Note that each slot shares at most the first `length` tokens with the text."""
+        for slot, shared in self._shared.items():
+            self._shared[slot] = min(shared, length)
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
         """Learn from the text, which goes on with `tokens` at `start`; its first `committed` tokens are committed."""
-        for position in [position for position in self._seen if position < committed]:
+        for position in list(self._seen):
+            if position >= committed:
+                continue
             token, seen = self._seen.pop(position)
             # A token that was fed before it was judged, and not rolled back since, was right.
-            self._foresight.learn(
-                seen, token, tokens[position - start] if position >= start else token
-            )
+            outcome = tokens[position - start] if position >= start else token
+            self._foresight.learn(seen, token, outcome)
         if self._bonus is not None and self._bonus[0] < committed:
             self._bonus = None
-        self._drop(branch for branch in self._live.values() if branch.position < committed)
+        for branch in list(self._live.values()):
+            if branch.position < committed:
+                self.end(branch)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
         """Look for a continuation that has the text in `slot`, `start` long, followed by `tokens`.
@@ -137,20 +160,18 @@ class Branches:
         branch = self._live.get((start, tokens[0]))
         if branch is None or not branch.tokens:
             return slot, 0
-        before = [tokens[0], *branch.tokens[:-1]]
-        held = common_prefix(before, tokens[:-1])
+        cached = [tokens[0], *branch.tokens[:-1]]
+        held = common_prefix(cached, tokens[:-1])
         if held == 0:
             return slot, 0
-        del self._live[branch.after]
+        del self._live[branch.outcome]
         self._runner.rollback(start + held, branch.slot)
         del self._shared[branch.slot]
-        self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {
-            slot: start
-        }
+        self._limit_shared(start)
+        self._shared[slot] = start
         self._free.append(slot)
-        drafted = common_prefix(branch.tokens, tokens[1:])
-        known = list(zip(branch.tokens, branch.seen, strict=True))
-        self._seen |= dict(enumerate(known[:drafted], start + 1))
+        for i in range(common_prefix(branch.tokens, tokens[1:])):
+            self._seen[start + 1 + i] = branch.tokens[i], branch.seen[i]
         return branch.slot, held
 
     # ---- going on ----
@@ -159,80 +180,84 @@ class Branches:
         """Take in logits [vocab] for `position`, whose token the target draws itself."""
         (top,) = read_shortlist(shortlist(logits))
         ids, shares = half.likeliest(top, position, RIVALS + 1)
-        self._bonus = position, ids[0], Seen(min(7, int(8 * shares[0])), tuple(ids[1:]))
+        self._bonus = position, ids[0], Seen(_bin(shares[0]), tuple(ids[1:]))
 
     def add_drafted(self, position: int, token: int, seen: Seen) -> None:
         """Take in the next drafted token of the text."""
         self._seen[position] = token, seen
 
     def reach(self) -> float:
-        """Probability that the target accepts all drafted tokens that it has not judged."""
+        """Return the probability that the target accepts all drafted tokens that it has not judged."""
         return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
     def worth(
         self, most: int, cached: int, until: int, depth: int = 1 << 31
     ) -> list[tuple[float, Outcome]]:
-        """Up to `most` outcomes for which to prepare one more token, with the probability that it is used; best first.
+        """Return (chance, outcome) of up to `most` outcomes for which to prepare one more token, best first.
+
+        The chance is the probability that the token is used: that the target accepts all drafted tokens before the
+        outcome, commits the outcome, and accepts what its branch has.
 
         Args:
             cached: tokens of the text in its slot: a new continuation can begin up to there.
             until: the first position that need not be drafted.
             depth: maximum tokens of a continuation.
         """
-        reached, ranked = 1.0, []
+        ranked = sorted(self._outcomes(), reverse=True)[: len(self._shared)]  # one slot each
+        if not self._free:
+            likeliest = {outcome for _, outcome in ranked}
+            for outcome, branch in list(self._live.items()):
+                if outcome not in likeliest:
+                    self.end(branch)
+        worth = []
+        for chance, outcome in ranked:
+            position, _ = outcome
+            end = min(until, position + 1 + depth)
+            if outcome in self._live:
+                branch = self._live[outcome]
+                is_possible = branch.end < end
+                chance *= prod(map(self._foresight.agrees, branch.seen))
+            else:
+                is_possible = position <= cached and position + 1 < end
+            if is_possible and chance >= _LEAST_CHANCE:
+                worth.append((chance, outcome))
+        return sorted(worth, reverse=True)[:most]
+
+    def _outcomes(self) -> Iterator[tuple[float, Outcome]]:
+        """Yield the outcomes other than the drafted tokens, each with its probability."""
+        reached = 1.0
         for position in sorted(self._seen):
             _, seen = self._seen[position]
-            ranked += [
-                (reached * chance, (position, rival))
-                for chance, rival in self._foresight.others(seen)
-            ]
+            for chance, rival in self._foresight.others(seen):
+                yield reached * chance, (position, rival)
             reached *= self._foresight.agrees(seen)
         if self._bonus is not None:
             position, token, seen = self._bonus
-            ranked.append((reached * self._foresight.agrees(seen), (position, token)))
-            ranked += [
-                (reached * chance, (position, rival))
-                for chance, rival in self._foresight.others(seen)
-            ]
-        ranked = sorted(ranked, reverse=True)[: len(self._shared)]  # one slot each
-        kept = {after for _, after in ranked}
-        if not self._free:
-            self._drop(branch for branch in self._live.values() if branch.after not in kept)
-        worth = []
-        for chance, after in ranked:
-            branch = self._live.get(after)
-            if branch is not None:
-                chance *= prod(map(self._foresight.agrees, branch.seen))
-            end = min(until, after[0] + 1 + depth)
-            is_possible = (
-                branch.end < end
-                if branch is not None
-                else after[0] <= cached and after[0] + 1 < end
-            )
-            if is_possible and chance >= _LEAST_CHANCE:
-                worth.append((chance, after))
-        return sorted(worth, reverse=True)[:most]
+            yield reached * self._foresight.agrees(seen), (position, token)
+            for chance, rival in self._foresight.others(seen):
+                yield reached * chance, (position, rival)
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
-        """The continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
-        outcomes = list(outcomes)
-        for after in outcomes:
-            if after not in self._live and self._free:
-                into, position = (
-                    max(self._free, key=self._shared.__getitem__),
-                    after[0],
-                )  # the fewest tokens to copy
-                self._free.remove(into)
-                self._runner.fork(slot, into, position, min(self._shared[into], position))
-                self._shared[into] = position
-                self._live[after] = Branch(after, into)
-        return [self._live[after] for after in outcomes if after in self._live]
+        """Return the continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
+        branches: list[Branch] = []
+        for outcome in outcomes:
+            if outcome not in self._live and self._free:
+                self._live[outcome] = self._fork(outcome, slot)
+            branch = self._live.get(outcome)
+            if branch is not None:
+                branches.append(branch)
+        return branches
+
+    def _fork(self, outcome: Outcome, slot: int) -> Branch:
+        position, _ = outcome
+        branch_slot = max(self._free, key=self._shared.__getitem__)  # the fewest tokens to copy
+        self._free.remove(branch_slot)
+        shared = min(self._shared[branch_slot], position)
+        self._runner.fork(slot, branch_slot, position, shared)
+        self._shared[branch_slot] = position
+        return Branch(outcome, branch_slot)
 
     def end(self, branch: Branch) -> None:
-        """Drop a branch that cannot go on."""
-        self._drop([branch])
-
-    def _drop(self, dropped: Iterable[Branch]) -> None:
-        for branch in list(dropped):
-            del self._live[branch.after]
-            self._free.append(branch.slot)
+        """Drop a branch, and free its slot."""
+        del self._live[branch.outcome]
+        self._free.append(branch.slot)

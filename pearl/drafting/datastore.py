@@ -10,7 +10,7 @@ that match less lie around them.
 
 The directory gets its name once it is whole, so a killed build leaves no datastore.  Files are not trusted: sizes are
 checked on opening, and lookups in invalid data find nothing.
-Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Reads no texts: see `corpus`.
+Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Texts are read in `datastore_build`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RATES: tuple[tuple[float, ...], ...] = (
 )
 
 
-class Header(BaseModel):
+class DatastoreHeader(BaseModel):
     """The contents of `datastore.json`. Unknown keys, such as those of earlier versions, are ignored.
 
     Attributes:
@@ -79,15 +79,14 @@ class Header(BaseModel):
     width: Literal[2, 3]
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """The files of tokens and order, each with its size in bytes."""
-        return (directory / "tokens.bin", self.tokens * self.width), (
-            directory / "order.bin",
-            self.tokens * 4,
-        )
+        """Return the files of tokens and order, each with its size in bytes."""
+        tokens = (directory / "tokens.bin", self.tokens * self.width)
+        order = (directory / "order.bin", self.tokens * 4)
+        return tokens, order
 
 
 def width_of(vocab_size: int) -> int:
-    """Bytes per token. Raises `ConfigError` for too large a vocabulary."""
+    """Return bytes per token. Raises `ConfigError` for too large a vocabulary."""
     if vocab_size > _MAX_IDS:
         raise ConfigError(
             f"a datastore takes vocabularies of up to {_MAX_IDS:,} tokens, not {vocab_size:,}"
@@ -98,7 +97,7 @@ def width_of(vocab_size: int) -> int:
 # ---- reading ----
 
 
-def read_header(directory: Path) -> Header:
+def read_header(directory: Path) -> DatastoreHeader:
     """Read the header and check the sizes of its files. Raises `ConfigError`."""
     path = directory / HEADER
     try:
@@ -109,9 +108,8 @@ def read_header(directory: Path) -> Header:
         if path.stat().st_size > _MAX_HEADER:
             raise ConfigError(f"datastore {directory} is damaged: {HEADER} is too large")
         with damaged(f"datastore {directory}", ConfigError):
-            header = Header.model_validate_json(
-                path.read_text(encoding="utf-8-sig", errors="replace")
-            )
+            text = path.read_text(encoding="utf-8-sig", errors="replace")
+            header = DatastoreHeader.model_validate_json(text)
         for file, size in header.files(directory):
             if not file.is_file() or file.stat().st_size != size:
                 raise ConfigError(
@@ -122,7 +120,7 @@ def read_header(directory: Path) -> Header:
     return header
 
 
-def check_tokenizer(header: Header, tokenizer: Tokenizer, directory: Path) -> None:
+def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Path) -> None:
     """Raises `ConfigError` unless the datastore's ids are the tokenizer's, which may have more."""
     size = header.vocab_size
     if tokenizer.vocab_size < size or vocabulary_digest(tokenizer, size).hex() != header.digest:
@@ -143,72 +141,83 @@ class Datastore:
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
         assert sys.byteorder == "little"
-        self.directory, self.header = directory, read_header(directory)
+        self.directory = directory
+        self.header = read_header(directory)
         self.width = self.header.width
         self._num_ids = min(self.header.vocab_size, vocab_size or self.header.vocab_size)
         (tokens, _), (order, _) = self.header.files(directory)
-        self.tokens, self.order = _mapped(tokens), memoryview(_mapped(order)).cast("I")
+        self.tokens = _mapped(tokens)
+        self.order = memoryview(_mapped(order)).cast("I")
 
     def __len__(self) -> int:
         return self.header.tokens
 
     def followed(self, occurrences: Sequence[Occurrence]) -> dict[int, list[Occurrence]]:
-        """The occurrences by the token at each. Leaves out ends of documents and ids from `vocab_size` on."""
-        tokens, width = self.tokens, self.width
-        found: dict[bytes, list[Occurrence]] = {}
-        for each in occurrences:
-            end = each[0] * width
-            found.setdefault(tokens[end - width : end], []).append(
-                each
-            )  # empty at the end of the last document
-        usable = {int.from_bytes(token, "big") - 1: those for token, those in found.items()}
-        return {token: those for token, those in usable.items() if 0 <= token < self._num_ids}
+        """Return the occurrences by the token at each, without ends of documents and ids from `vocab_size` on."""
+        tokens = self.tokens
+        width = self.width
+        by_bytes: dict[bytes, list[Occurrence]] = {}
+        for occurrence in occurrences:
+            end = occurrence[0] * width
+            # Empty at the end of the last document.
+            by_bytes.setdefault(tokens[end - width : end], []).append(occurrence)
+        by_token: dict[int, list[Occurrence]] = {}
+        for packed, places in by_bytes.items():
+            token = int.from_bytes(packed, "big") - 1
+            if 0 <= token < self._num_ids:
+                by_token[token] = places
+        return by_token
 
     def occurrences(self, text: Sequence[int], most: int = CONTINUATIONS) -> list[Occurrence]:
-        """The places whose context matches the end of `text`; see `followed`.
+        """Return the places whose context matches the end of `text`; see `followed`.
 
         The longest match (at most `MOST_MATCHED` tokens) first; while there are fewer than `FEW` places, those
         that match half as far are added.  Of more than `most` places, a regular sample.
         """
-        key, width, order = self._key(text[-MOST_MATCHED:]), self.width, self.order
-        first = bisect_left(order, key, key=self._prefix(len(key)))
-        length = self._longest(key, first)
-        found: dict[int, int] = {}
-        last = first
-        while length and len(found) < min(FEW, most):
-            prefix = self._prefix(length * width)
-            first = bisect_left(order, key[: length * width], 0, first, key=prefix)
-            last = bisect_right(order, key[: length * width], last, key=prefix)
-            stride = max(1, -(-(last - first) // (most - len(found))))
-            for place in order[first:last:stride].tolist():
-                found.setdefault(place, length)
+        key = self._key(text[-MOST_MATCHED:])
+        order = self.order
+        start = bisect_left(order, key, key=self._prefix(len(key)))
+        end = start
+        length = self._longest(key, start)
+        matches: dict[int, int] = {}  # place -> match length
+        while length and len(matches) < min(FEW, most):
+            size = length * self.width
+            prefix = self._prefix(size)
+            start = bisect_left(order, key[:size], 0, start, key=prefix)
+            end = bisect_right(order, key[:size], end, key=prefix)
+            stride = max(1, -(-(end - start) // (most - len(matches))))
+            for place in order[start:end:stride].tolist():
+                matches.setdefault(place, length)
             length //= 2
-        return list(found.items())
+        return list(matches.items())
 
     def _longest(self, key: bytes, at: int) -> int:
-        """Tokens of the longest common prefix of `key` and a suffix. `at`: the place of `key` in the order."""
-        longest, width, prefix = 0, self.width, self._prefix(len(key))
+        """Return the tokens of the longest common prefix of `key` and a suffix. `at`: the place of `key`."""
+        longest = 0
+        prefix = self._prefix(len(key))
         for neighbour in self.order[max(0, at - 1) : at + 1].tolist():
             suffix = prefix(neighbour)
-            while suffix[: (longest + 1) * width] == key[
-                : (longest + 1) * width
-            ] and longest * width < len(key):
+            size = (longest + 1) * self.width
+            while size <= len(key) and suffix[:size] == key[:size]:
                 longest += 1
+                size += self.width
         return longest
 
     def _prefix(self, size: int) -> Callable[[int], bytes]:
-        """A function from the start of a suffix to its first `size` bytes."""
-        tokens, width = self.tokens, self.width
+        """Return a function from the start of a suffix to its first `size` bytes."""
+        tokens = self.tokens
+        width = self.width
 
         def prefix(start: int) -> bytes:
-            at = start * width
-            return tokens[at : at + size]
+            offset = start * width
+            return tokens[offset : offset + size]
 
         return prefix
 
     def _key(self, tokens: Sequence[int]) -> bytes:
-        """The tokens in reverse, as the file has them, up to the first one that it cannot hold."""
-        width, key = self.width, list[bytes]()
+        """Return the tokens in reverse, as the file has them, up to the first one that it cannot hold."""
+        width = self.width
+        key: list[bytes] = []
         for token in reversed(tokens):
             if not 0 <= token < self.header.vocab_size:
                 break
@@ -228,7 +237,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _suffix_array(tokens: bytearray, width: int) -> Any:
-    """The start of each suffix in order: [tokens], uint32. Raises `ConfigError` without the library."""
+    """Return the start of each suffix in order: [tokens], uint32. Raises `ConfigError` without the library."""
     try:
         import numpy as np
         from pydivsufsort import divsufsort
@@ -236,9 +245,8 @@ def _suffix_array(tokens: bytearray, width: int) -> Any:
         raise ConfigError(
             f"building a datastore needs pydivsufsort: install the extra, {installing('datastore')}"
         ) from None
-    order = divsufsort(
-        np.frombuffer(tokens, dtype=np.uint8)
-    )  # of all bytes; every `width`-th begins a token
+    # The array is of all bytes; every `width`-th begins a token.
+    order = divsufsort(np.frombuffer(tokens, dtype=np.uint8))
     order = order[order % width == 0]
     order //= width
     return order.astype("<u4")
@@ -250,7 +258,7 @@ def check_free(directory: Path) -> None:
         raise ConfigError(f"{directory} is there already: name another directory")
 
 
-def write(directory: Path, tokens: bytearray, **described: Any) -> Header:
+def write(directory: Path, tokens: bytearray, **described: Any) -> DatastoreHeader:
     """Make a datastore of packed documents.
 
     Args:
@@ -263,7 +271,7 @@ def write(directory: Path, tokens: bytearray, **described: Any) -> Header:
             f"a datastore holds at most {_MAX_TOKENS:,} tokens: make several of these files"
         )
     order = _suffix_array(tokens, described["width"])
-    header = Header(tokens=len(order), **described)
+    header = DatastoreHeader(tokens=len(order), **described)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(

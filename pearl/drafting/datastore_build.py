@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 from pearl.cache import Watcher
 from pearl.document import parse_json
-from pearl.drafting.datastore import Header, check_free, width_of, write
+from pearl.drafting.datastore import DatastoreHeader, check_free, width_of, write
 from pearl.errors import ConfigError
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
 
-_PIECE = (
-    1 << 18
-)  # characters tokenized at once: a tokenizer's time and memory grow faster than the text
+# Characters tokenized at once: a tokenizer's time and memory grow faster than the text.
+_PIECE = 1 << 18
 _BATCH = 64  # pieces that wait for each other
 
 
@@ -37,22 +36,21 @@ class File(NamedTuple):
 
 
 def listed(names: Sequence[str]) -> list[File]:
-    """The named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
+    """List the named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
     files: list[File] = []
     for name in names:
         path = Path(name)
         if not path.exists():
             raise ConfigError(f"{name} is not there")
-        files += [
-            File(each, name, each.stat().st_size)
-            for each in (_below(path) if path.is_dir() else [path])
-        ]
+        paths = _below(path) if path.is_dir() else [path]
+        for file in paths:
+            files.append(File(file, name, file.stat().st_size))
     return files
 
 
 def _below(folder: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(directory) / name
             if not name.startswith(".") and path.is_file() and not path.is_symlink():
@@ -60,31 +58,33 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
-    """The texts of files: of a JSONL record its "text", or if it has none all its texts, joined by blank lines.
+    """Yield the texts of files: of a JSONL record its "text", or without one all its texts, joined by blank lines.
 
-    Skips files of a folder that are not UTF-8 text. Raises `ConfigError`, naming the file.
+    Example: {"text": "a", "id": 7} is the document "a", and {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a
+    blank line between them.  Skips files of a folder that are not UTF-8 text.  Raises `ConfigError`, naming the file.
     """
     for file in files:
         try:
             if file.path.suffix in (".jsonl", ".ndjson"):
                 yield from _records(file.path)
-            elif (text := _text(file)) is not None:
-                yield text
+            else:
+                yield from _text(file)
         except OSError as error:
             raise ConfigError(f"cannot read {file.path}: {error.strerror}") from None
         watcher.advance(file.size)
 
 
-def _text(file: File) -> str | None:
+def _text(file: File) -> list[str]:
+    """Return the file's text; nothing if it is no UTF-8 text and below a folder."""
     content = file.path.read_bytes()
     try:
         if b"\0" not in content:
-            return content.decode()
+            return [content.decode()]
     except UnicodeDecodeError:
         pass
     if str(file.path) == str(Path(file.of)):
         raise ConfigError(f"{file.path} is no UTF-8 text")
-    return None
+    return []
 
 
 def _records(path: Path) -> Iterator[str]:
@@ -101,18 +101,17 @@ def _records(path: Path) -> Iterator[str]:
             if isinstance(record, dict):
                 text = record.get("text")
                 record = text if isinstance(text, str) else list(record.values())
-            yield (
-                "\n\n".join(_flat(record)).encode("utf-8", "replace").decode()
-            )  # JSON may hold lone surrogates
+            joined = "\n\n".join(_flat(record))
+            yield joined.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
 
 
 def _flat(value: Any) -> Iterator[str]:
-    """The strings in a value and in lists within it, in order."""
+    """Yield the strings in a value and in lists within it, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for each in value:
-            yield from _flat(each)
+        for item in value:
+            yield from _flat(item)
 
 
 # ---- packing ----
@@ -128,14 +127,16 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
     documents = 0
 
     def pieces() -> Iterator[tuple[str, bytes]]:
-        """Each piece of each text, with what follows it."""
+        """Yield each piece of each text with the bytes that follow it: the document's end after its last piece."""
         nonlocal documents
         for text in texts:
-            if text:
-                documents += 1
-                *parts, last = _pieces(text)
-                yield from ((part, b"") for part in parts)
-                yield last, bytes(width)
+            if not text:
+                continue
+            documents += 1
+            parts = list(_pieces(text))
+            for part in parts[:-1]:
+                yield part, b""
+            yield parts[-1], bytes(width)
 
     def packed(piece: tuple[str, bytes]) -> bytes:
         text, end = piece
@@ -145,13 +146,13 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
     parts: list[bytes] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         waiting = pieces()
-        while some := list(islice(waiting, _BATCH)):
-            parts += pool.map(packed, some)
+        while batch := list(islice(waiting, _BATCH)):
+            parts += pool.map(packed, batch)
     return bytearray().join(reversed(parts)), documents
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces that end with a line if possible."""
+    """Cut the text into pieces that end with a line if possible."""
     start = 0
     while len(text) - start > _PIECE:
         end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
@@ -165,7 +166,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 def build(
     directory: Path, names: Sequence[str], spec: str, tokenizer: Tokenizer, watcher: Watcher
-) -> Header:
+) -> DatastoreHeader:
     """Make a datastore of the named files, folders and JSONL files. Raises `ConfigError`."""
     check_free(directory)
     size = tokenizer.vocab_size

@@ -27,9 +27,12 @@ _Inputs = Annotated[tuple[_Weight, ...], Field(min_length=INPUTS, max_length=INP
 
 
 def inputs(features: Features) -> list[float]:
-    """The classifier's inputs: ten probabilities (padded with 0), entropy in nats, position."""
-    top = [*features.top[:TOP], *[0.0] * (TOP - len(features.top))]
-    return [*top, features.entropy, float(min(features.position, FARTHEST))]
+    """Return the classifier's inputs: ten probabilities (padded with 0), entropy in nats, position."""
+    values = list(features.top[:TOP])
+    values += [0.0] * (TOP - len(values))
+    values.append(features.entropy)
+    values.append(float(min(features.position, FARTHEST)))
+    return values
 
 
 class Classifier(BaseModel):
@@ -71,15 +74,13 @@ class Classifier(BaseModel):
         return self
 
     def confidence(self, features: Features) -> float:
-        """The probability that the target accepts the token."""
-        seen = [
-            (x - mean) / scale
-            for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True)
-        ]
-        units = (
-            max(0.0, bias + sum(map(mul, row, seen)))
-            for row, bias in zip(self.hidden, self.hidden_bias, strict=True)
-        )
+        """Return the probability that the target accepts the token: sigmoid(out * relu(hidden * x + bias) + bias)."""
+        scaled: list[float] = []
+        for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True):
+            scaled.append((x - mean) / scale)
+        units: list[float] = []
+        for row, bias in zip(self.hidden, self.hidden_bias, strict=True):
+            units.append(max(0.0, bias + sum(map(mul, row, scaled))))
         logit = self.out_bias + sum(map(mul, self.out, units))
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
@@ -96,30 +97,34 @@ class Classifier(BaseModel):
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
     """Read the classifier of this pair. Raises `ConfigError` for a damaged file or another pair's."""
     try:
-        found = Classifier.model_validate_json(path.read_bytes())
+        classifier = Classifier.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read the classifier {path}: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
+        problem = error.errors()[0]
+        why = f"{'.'.join(map(str, problem['loc'])) or 'contents'}: {problem['msg']}"
         raise ConfigError(
             f"{path} is no classifier that pearl disco train has made: {why}"
         ) from None
-    for role, own, wanted in (("target", found.target, target), ("draft", found.draft, draft)):
-        is_same = own == wanted or (
-            os.path.exists(own) and os.path.exists(wanted) and os.path.samefile(own, wanted)
-        )
-        if not is_same:
+    for role, trained, model in (
+        ("target", classifier.target, target),
+        ("draft", classifier.draft, draft),
+    ):
+        if not _is_same_model(trained, model):
             raise ConfigError(
-                f"the classifier {path} is for {role} {own}, not {wanted}: make one with pearl disco train"
+                f"the classifier {path} is for {role} {trained}, not {model}: make one with pearl disco train"
             )
-    return found
+    return classifier
+
+
+def _is_same_model(name: str, model: str) -> bool:
+    if name == model:
+        return True
+    return os.path.exists(name) and os.path.exists(model) and os.path.samefile(name, model)
 
 
 def classifier_of(config: EngineConfig) -> Classifier | None:
-    """An engine's classifier, if it is configured with one. Raises `ConfigError`."""
-    return (
-        None
-        if config.disco is None
-        else read_classifier(Path(config.disco), config.target, config.draft)
-    )
+    """Read an engine's classifier; None: it is configured with none. Raises `ConfigError`."""
+    if config.disco is None:
+        return None
+    return read_classifier(Path(config.disco), config.target, config.draft)

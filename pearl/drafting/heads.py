@@ -1,7 +1,7 @@
-"""Guesses of a head for the text of one slot: it reads what is committed, and drafts a chain with runners-up beside it.
+"""Guesses of a head for the text of one slot: it reads the committed tokens, and drafts a chain with runners-up.
 
 A chain follows the head's own draws, which race with the same random numbers as the target's; it ends where it has
-become unlikely.  How likely a guess is right is learned by its rank and by the probability that the head gives it.
+become unlikely.  How often a guess is right is learned by its rank and by the probability that the head gives it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
+from pearl.drafting.ngram import RANKS, Candidate, learn_rate
 from pearl.models.heads.head import Head
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
@@ -25,11 +25,24 @@ _BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # of the head's probability
 Draw = Callable[[torch.Tensor, int], int]  # (logits [vocab], position) -> token
 
 
+class HeadToken(NamedTuple):
+    """A token and the head's probability of it."""
+
+    token: int
+    prob: float
+
+
+Level = list[HeadToken]  # of one position: the head's own draw first, then the likeliest others
+
+
 class StateLog:
-    """The target's hidden states of a text, from position `start` on, as far as nobody has taken them."""
+    """The target's hidden states of a text, from position `start` on, until they are taken."""
 
     def __init__(self) -> None:
-        self.start = 0
+        self._begin(0)
+
+    def _begin(self, start: int) -> None:
+        self.start = start
         self._parts: list[torch.Tensor] = []  # [n, features] each
 
     @property
@@ -37,178 +50,208 @@ class StateLog:
         return self.start + sum(map(len, self._parts))
 
     def extend(self, start: int, states: torch.Tensor) -> None:
-        """The target has read tokens from position `start` on, and these are its states; `end` may be among them."""
+        """Append the target's states of tokens from position `start` on; those before `end` are in the log already."""
         if start > self.end:
-            self.start, self._parts = start, []
+            self._begin(start)
         self._parts.append(states[self.end - start :])
 
     def rollback(self, length: int) -> None:
-        """The text has only the first `length` tokens."""
+        """Keep only the states of the text's first `length` tokens."""
         if length < self.start:
-            self.start, self._parts = length, []
+            self._begin(length)
         elif length < self.end:
             self._parts = [torch.cat(self._parts)[: length - self.start]]
 
     def take(self, count: int) -> torch.Tensor:
-        """The first `count` of them; they are kept no longer."""
+        """Remove and return the first `count` states."""
         states = torch.cat(self._parts)
-        self.start, self._parts = self.start + count, [states[count:]]
+        self.start += count
+        self._parts = [states[count:]]
         return states[:count]
 
 
 class HeadText:
-    """What a head has read of a slot's text.
+    """The part of a slot's text that a head has read.
 
-    It reads on from what it has read, or else from the position where the log begins: of earlier ones nobody has kept
-    the target's states.
+    The head reads on where it stopped, or else from the position where the log begins, because the target's earlier
+    states are gone.
     """
 
     def __init__(self, head: Head, slot: int) -> None:
         self.log = StateLog()
-        self._head, self._slot = head, slot
+        self._head = head
+        self._slot = slot
         self._first = 0
-        self._output: torch.Tensor | None = None  # the last one
+        self._output: torch.Tensor | None = None  # of the last token read
         head.lengths[slot] = 0
 
     @property
     def _read(self) -> int:
-        """The position whose states are read next: its token is known, the token after it may not be."""
+        """Next position whose hidden state the head reads."""
         return self._first + self._head.lengths[self._slot]
 
     def read(self, tokens: Sequence[int], committed: int) -> bool:
-        """Read the first `committed` tokens of the text as far as states are known. Whether that is all of them."""
+        """Read the first `committed` tokens of the text as far as states are logged; return whether all are read."""
         log = self.log
+        head = self._head
         if log.start != self._read:
-            self._first, self._output = log.start, None
-            self._head.lengths[self._slot] = 0
-        count = (
-            min(committed - 1, log.end, self._first + self._head.context - _DEEPEST) - self._read
-        )
+            self._first = log.start
+            self._output = None
+            head.lengths[self._slot] = 0
+        end = min(committed - 1, log.end, self._first + head.context - _DEEPEST)
+        count = end - self._read
         if count > 0:
-            ids = torch.tensor(
-                tokens[self._read + 1 : self._read + 1 + count], device=self._head.device
-            )
-            self._output = self._head.read(ids, self._head.fused(log.take(count)), self._slot)[-1:]
+            next_tokens = tokens[self._read + 1 : end + 1]
+            ids = torch.tensor(next_tokens, device=head.device)
+            self._output = head.read(ids, head.fused(log.take(count)), self._slot)[-1:]
         return self._output is not None and self._read == committed - 1
 
-    def draft(
-        self, position: int, draw: Draw, least: float = _LEAST_CHANCE
-    ) -> list[list[tuple[int, float]]]:
-        """For positions from `position` on the tokens that the head holds likeliest, its own draw first, each with its
-        probability; each level follows the draws of those before it.
-        """
-        head, slot, output = self._head, self._slot, self._output
+    def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
+        """Draft for positions from `position` on; each level follows the head's draws of the levels before it."""
+        head = self._head
+        slot = self._slot
+        output = self._output
         assert output is not None
-        levels: list[list[tuple[int, float]]] = []
-        length, reached = head.lengths[slot], 1.0
+        length = head.lengths[slot]
+        levels: list[Level] = []
+        reached = 1.0
         while len(levels) < _DEEPEST and reached >= least:
             (logits,) = head.logits(output)
-            own = draw(logits, position + len(levels))
-            shares, at = logits.softmax(-1).topk(min(RANKS, len(logits)))
-            likeliest = dict(zip(head.ids[at].tolist(), shares.tolist(), strict=True))
-            chance = likeliest.pop(own, 0.0) or float(logits.softmax(-1)[head.ids == own].sum())
-            levels.append([(own, chance), *likeliest.items()][:RANKS])
-            reached *= chance
-            output = head.read(
-                torch.tensor([own], device=head.device), output, slot, guessed=len(levels)
-            )
+            token = draw(logits, position + len(levels))
+            level = self._level(logits, token)
+            levels.append(level)
+            reached *= level[0].prob
+            ids = torch.tensor([token], device=head.device)
+            output = head.read(ids, output, slot, guessed=len(levels))
         head.lengths[slot] = length
         return levels
 
+    def _level(self, logits: torch.Tensor, drawn: int) -> Level:
+        """Return the drawn token and the likeliest others of logits over the head's vocabulary."""
+        probs = logits.softmax(-1)
+        top, places = probs.topk(min(RANKS, len(logits)))
+        likeliest = dict(zip(self._head.ids[places].tolist(), top.tolist(), strict=True))
+        prob = likeliest.pop(drawn, 0.0) or float(probs[self._head.ids == drawn].sum())
+        level = [HeadToken(drawn, prob)]
+        for token, share in likeliest.items():
+            level.append(HeadToken(token, share))
+        return level[:RANKS]
+
 
 class TargetStates:
-    """Where hidden states of each slot's text go: to a head in this process, to a draft that reads them, or nowhere.
+    """Passes the hidden states of each slot's text to a head in this process, to a draft that reads them, or nowhere.
 
     Args:
         runner: keeps the states of the last forward.
-        gives: whether there is such a draft.
+        gives: whether a draft reads them.
     """
 
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
         slots = range(runner.capabilities.slots)
         self._runner: Any = runner
-        self.texts = [] if head is None else [HeadText(head, slot) for slot in slots]
-        self._given = [StateLog() for _ in slots] if gives else []
+        self.texts: list[HeadText] = []
+        self._draft_logs: list[StateLog] = []
+        for slot in slots:
+            if head is not None:
+                self.texts.append(HeadText(head, slot))
+            if gives:
+                self._draft_logs.append(StateLog())
 
     def logs(self, slot: int) -> list[StateLog]:
-        return [*(text.log for text in self.texts[slot : slot + 1]), *self._given[slot : slot + 1]]
+        logs: list[StateLog] = []
+        if self.texts:
+            logs.append(self.texts[slot].log)
+        if self._draft_logs:
+            logs.append(self._draft_logs[slot])
+        return logs
 
     def rollback(self, length: int, slot: int) -> None:
         for log in self.logs(slot):
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
-        """The text has the tokens of the slot's last forward from position `start` on; of a tree those of `path`."""
-        if logs := self.logs(slot):
-            states = self._runner.features(slot)
-            for log in logs:
-                log.extend(start, states if path is None else states[list(path)])
+        """Log the states of the slot's last forward, whose tokens start at `start`; of a tree those of `path`."""
+        logs = self.logs(slot)
+        if not logs:
+            return
+        states = self._runner.features(slot)
+        if path is not None:
+            states = states[list(path)]
+        for log in logs:
+            log.extend(start, states)
 
     def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
-        """For the draft, those of the text up to position `end` that it was not given."""
-        log = self._given[slot]
-        start, count = log.start, min(end, log.end) - log.start
+        """Yield the states of the text up to position `end` that the draft was not sent."""
+        log = self._draft_logs[slot]
+        start = log.start
+        count = min(end, log.end) - start
         if count <= 0:
             return
         data = log.take(count).to("cpu", torch.bfloat16).view(torch.uint8)
-        for some in data.split(max(1, MAX_FRAME // 2 // data.shape[1])):
-            yield HiddenStates(request, start, some.numpy().tobytes())
-            start += len(some)
+        for part in data.split(max(1, MAX_FRAME // 2 // data.shape[1])):
+            yield HiddenStates(request, start, part.numpy().tobytes())
+            start += len(part)
 
 
 class HeadGuesses:
     """The guesses of one text, with rates that are learned as it grows.
 
     Args:
-        text: what the head has read.
+        text: the part that the head has read.
         tokens: of the text; only read.
         draw: the request's own draw from logits over the head's vocabulary.
     """
 
     def __init__(self, text: HeadText, tokens: Sequence[int], draw: Draw) -> None:
-        self._text, self._tokens, self._draw = text, tokens, draw
-        self._levels: list[list[tuple[int, float]]] = []
-        self._at = 0  # the position of the first level
+        self._text = text
+        self._tokens = tokens
+        self._draw = draw
+        self._levels: list[Level] = []
+        self._position = 0  # of the first level
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *_BINS, 1.0))]
         self._rates = [list(middles) for _ in range(RANKS)]
 
     def learn(self, committed: int) -> None:
-        """Update the rates by what became of the last guesses, and guess what follows the committed tokens."""
-        for position, level in enumerate(self._levels, self._at):
+        """Update the rates by the last guesses, and guess the tokens after the committed ones."""
+        for position, level in enumerate(self._levels, self._position):
             if position >= committed:
                 break
-            for rank, (token, chance) in enumerate(level):
-                rates, share, hit = (
-                    self._rates[rank],
-                    bisect(_BINS, chance),
-                    token == self._tokens[position],
-                )
-                rates[share] += RATE_WEIGHT * (hit - rates[share])
-            if level[0][0] != self._tokens[position]:
+            for rank, guess in enumerate(level):
+                hit = guess.token == self._tokens[position]
+                learn_rate(self._rates[rank], bisect(_BINS, guess.prob), hit)
+            if level[0].token != self._tokens[position]:
                 break
-        if committed == self._at and self._levels:
+        if committed == self._position and self._levels:
             return
-        is_read = self._text.read(self._tokens, committed)
-        self._at, self._levels = (
-            committed,
-            self._text.draft(committed, self._draw) if is_read else [],
-        )
+        levels: list[Level] = []
+        if self._text.read(self._tokens, committed):
+            levels = self._text.draft(committed, self._draw)
+        self._position = committed
+        self._levels = levels
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Of the position behind the committed tokens; there are none for others."""
-        return self._level(0) if position == self._at else []
+        """Return candidates for the first uncommitted position; empty for any other."""
+        if position != self._position:
+            return []
+        return self._level_candidates(0)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        ((level, rank),) = candidate.occurrences
-        return [] if rank else self._level(level + 1)
+        ((number, rank),) = candidate.occurrences
+        if rank:
+            return []
+        return self._level_candidates(number + 1)
 
-    def _level(self, number: int) -> list[Candidate]:
-        found = self._levels[number] if number < len(self._levels) else []
-        chances = [
-            self._rates[rank][bisect(_BINS, chance)] for rank, (_, chance) in enumerate(found)
-        ]
+    def _level_candidates(self, number: int) -> list[Candidate]:
+        if number >= len(self._levels):
+            return []
+        level = self._levels[number]
+        chances: list[float] = []
+        for rank, guess in enumerate(level):
+            chances.append(self._rates[rank][bisect(_BINS, guess.prob)])
         total = max(1.0, sum(chances))
-        return [
-            Candidate(token, chance / total, 1, ((number, rank),), Source.HEAD)
-            for rank, ((token, _), chance) in enumerate(zip(found, chances, strict=True))
-        ]
+        candidates = []
+        for rank, guess in enumerate(level):
+            place = ((number, rank),)
+            chance = chances[rank] / total
+            candidates.append(Candidate(guess.token, chance, 1, place, Source.HEAD))
+        return candidates

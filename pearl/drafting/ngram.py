@@ -1,8 +1,9 @@
-"""Prompt lookup: guesses the next tokens: those that followed where the text's last few tokens occurred before.
+"""Prompt lookup: guess the tokens that followed where the text's last few tokens occurred before.
 
 `NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
-into one tree.  Source: SSSD (Marzollo et al. 2024), which discounts counts by match length and depth; here,
-the discounts (rates by rank and match length) are learned from the text as it grows.
+into one tree.  Other sources of guesses are subclasses of `NgramIndex`.  Source: SSSD (Marzollo et al. 2024), which
+discounts counts by match length and depth; here, the discounts (rates by rank and match length) are learned from the
+text as it grows.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-from operator import mul
+from itertools import count
 from typing import NamedTuple
 
 from pearl.protocol.events import Alternative
@@ -25,21 +25,21 @@ _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
 _LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
 _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
-# Of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
+# Weight of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
 _WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
 # Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
 # Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
 _PRIOR = (
     (0.21, 0.52, 0.64, 0.72, 0.75, 0.75, 0.78, 0.85, 0.85, 0.87, 0.87, 0.94),
-    (0.12, 0.27, 0.32, 0.45, 0.45, *[0.4] * 7),
-    (0.12, 0.18, *[0.15] * 10),
+    (0.12, 0.27, 0.32, 0.45, 0.45, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4),
+    (0.12, 0.18, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15),
 )
 
 
 class Candidate(
     NamedTuple
-):  # dozens are made between two forwards, and a dataclass takes four times as long
+):  # a dataclass, of which dozens are made a forward, takes 4 times as long
     """A token guessed for one position.
 
     Attributes:
@@ -50,8 +50,8 @@ class Candidate(
         occurrences: (position, match length) of each occurrence in its source.
         source: who guessed it.
         also: the same token as guessed by other sources.
-        context: for `Habits`, which keep no positions: the last tokens, this one included. Else empty.
-        behind: what the draft has prepared behind it, with the chance of each token.
+        context: the last tokens, this one included, for sources that keep no positions; otherwise empty.
+        prepared: (token, chance) of each token of the draft's branch after it.
     """
 
     token: int
@@ -61,30 +61,60 @@ class Candidate(
     source: Source = Source.NGRAM
     also: tuple[Candidate, ...] = ()
     context: tuple[int, ...] = ()
-    behind: tuple[tuple[int, float], ...] = ()
+    prepared: tuple[tuple[int, float], ...] = ()
+
+
+def learn_rate(rates: list[float], place: int, hit: bool) -> None:
+    """Update a moving average: rate = (1 - w) * rate + w * hit, with w = `RATE_WEIGHT`."""
+    rates[place] += RATE_WEIGHT * (hit - rates[place])
+
+
+@dataclass(frozen=True)
+class GuessWindow:
+    """Nodes that an index has the target fed with every forward, to see what it draws after them.
+
+    Attributes:
+        tokens: level by level.
+        parents: another node of the window, or -1 for the text's last token.
+        columns: nodes of a level; the target draws after those of the last level.
+        levels: the depth of the last level's first node, from 1.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    columns: int
+    levels: int
 
 
 class NgramIndex:
     """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
 
+    Example: after the text 7 8 9 7 8, position 5 has candidate 9, because 7 8 was followed by 9::
+
+        >>> NgramIndex([7, 8, 9, 7, 8]).candidates(5)[0].token
+        9
+
     Attributes:
         most_occurrences: earlier ones considered at a position, longest matches first, then most recent.
         ranks: most candidates for a position.
+        reads_discarded: whether `discarded` is to be called, for which the target has to draw.
         has_head: whether the target's head guesses now, which takes time.
 
     Args:
         tokens: the text so far; rates are learned from its last `_LEARN` tokens.
     """
 
-    most_occurrences, ranks, has_head = 16, RANKS, True
+    most_occurrences = 16
+    ranks = RANKS
+    reads_discarded = False
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
+        self.has_head = True
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self._rates = [list(rates) for rates in _PRIOR]
-        self._matches: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # by position: looked for again when it is learned from
+        #: By position: kept for the time when it is learned from.
+        self._matches: dict[int, list[tuple[int, int]]] = {}
         self._learned = max(0, len(tokens) - _LEARN)
         self.extend(tokens)
         self.learn(len(tokens))
@@ -106,41 +136,68 @@ class NgramIndex:
         text = self.tokens
         for end in range(len(text), length, -1):
             for n in range(1, min(LONGEST, end) + 1):
-                ends, gram = self._ends[n - 1], tuple(text[end - n : end])
-                known = ends[gram]
-                known.pop()
-                if not known:
-                    del ends[gram]
+                gram = tuple(text[end - n : end])
+                ends = self._ends[n - 1][gram]
+                ends.pop()
+                if not ends:
+                    del self._ends[n - 1][gram]
         del text[length:]
-        self._matches = {
-            position: each for position, each in self._matches.items() if position <= length
-        }
+        for position in list(self._matches):
+            if position > length:
+                del self._matches[position]
 
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
         for position in range(max(1, self._learned), committed):
-            for rank, candidate in enumerate(
-                NgramIndex.candidates(self, position)
-            ):  # of this source alone
-                rates = self._rates[rank]
+            # The candidates of this source alone, whatever a subclass adds.
+            for rank, candidate in enumerate(NgramIndex.candidates(self, position)):
                 hit = candidate.token == self.tokens[position]
-                rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
+                learn_rate(self._rates[rank], candidate.matched - 1, hit)
                 if hit:
                     break
         self._learned = max(self._learned, committed)
-        self._matches = {
-            position: each for position, each in self._matches.items() if position >= committed
-        }
+        for position in list(self._matches):
+            if position < committed:
+                del self._matches[position]
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
-        if (known := self._matches.get(position)) is None:
-            known = self._matches[position] = self._matching(position)
-        return self._ranked(known)
+        """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
+        matches = self._matches.get(position)
+        if matches is None:
+            matches = self._matching(position)
+            self._matches[position] = matches
+        return self._ranked(matches)
+
+    def following(self, candidate: Candidate) -> list[Candidate]:
+        """Return candidates for the position after `candidate`: the tokens that followed its occurrences."""
+        occurrences = []
+        for end, matched in candidate.occurrences:
+            occurrences.append((end + 1, matched + (matched < MOST_MATCHED)))
+        return self._ranked(occurrences)
+
+    # ---- what the target computes for an index; nothing for this one ----
+
+    def window(self, most: int, room: int) -> GuessWindow | None:
+        """Return nodes to feed with the next forward; None: none.
+
+        Args:
+            most: nodes that the forward's tree has left.
+            room: positions of the context from the text's last token on.
+        """
+        return None
+
+    def take(self, draws: Sequence[int]) -> None:
+        """Take in what the target drew after each column of the last level of `window`."""
+
+    def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
+        """Take in discarded tokens of the draft, and the target's draw after each of them."""
+
+    # ---- occurrences ----
 
     def _matching(self, position: int) -> list[tuple[int, int]]:
-        """(end, match length) of earlier occurrences of the tokens before `position`."""
-        text, matches = self.tokens, dict[int, int]()
+        """Return (end, match length) of earlier occurrences of the tokens before `position`."""
+        text = self.tokens
+        matches: dict[int, int] = {}
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
             for end in reversed(ends):
@@ -151,46 +208,38 @@ class NgramIndex:
                     return list(matches.items())
         return list(matches.items())
 
-    def following(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
-        return self._ranked(
-            [
-                (end + 1, matched + (matched < MOST_MATCHED))
-                for end, matched in candidate.occurrences
-            ]
-        )
-
-    def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
-        found: dict[int, list[tuple[int, int]]] = {}
-        text, last = self.tokens, len(self.tokens)
-        for occurrence in occurrences:
-            if occurrence[0] < last:
-                found.setdefault(text[occurrence[0]], []).append(occurrence)
-        best = list(found)
-        if len(best) > 1:  # ties go to the more recent
-            weights = {
-                token: sum([_WEIGHTS[matched] for _, matched in seen])
-                for token, seen in found.items()
-            }
-            best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
-        left, result = 1.0, []
-        for rank, token in enumerate(best):
-            longest = max([matched for _, matched in found[token]])
-            chance = left * self._rates[rank][longest - 1]
-            left -= chance
-            result.append(Candidate(token, chance, longest, tuple(found[token])))
-        return result
-
-    def _matched(self, end: int, position: int, known: int) -> int:
-        """How many tokens before `end` equal those before `position`; at least `known`."""
-        text, matched = self.tokens, known
-        while (
-            matched < MOST_MATCHED
-            and matched < end
-            and text[end - 1 - matched] == text[position - 1 - matched]
-        ):
+    def _matched(self, end: int, position: int, at_least: int) -> int:
+        """Return how many tokens before `end` equal those before `position`; at least `at_least` do."""
+        text = self.tokens
+        most = min(MOST_MATCHED, end)
+        matched = at_least
+        while matched < most and text[end - 1 - matched] == text[position - 1 - matched]:
             matched += 1
         return matched
+
+    def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
+        text = self.tokens
+        length = len(text)
+        by_token: dict[int, list[tuple[int, int]]] = {}
+        for occurrence in occurrences:
+            end, _ = occurrence
+            if end < length:
+                by_token.setdefault(text[end], []).append(occurrence)
+        best = list(by_token)
+        if len(best) > 1:  # ties go to the more recent
+            weights: dict[int, float] = {}
+            for token, places in by_token.items():
+                weights[token] = sum([_WEIGHTS[matched] for _, matched in places])
+            best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
+        remaining = 1.0
+        candidates = []
+        for rank, token in enumerate(best):
+            places = by_token[token]
+            longest = max([matched for _, matched in places])
+            chance = remaining * self._rates[rank][longest - 1]
+            remaining -= chance
+            candidates.append(Candidate(token, chance, longest, tuple(places)))
+        return candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,57 +249,82 @@ class Anchor:
     Attributes:
         end: the position; the token before it is the guesses' parent.
         chance: probability that all pending tokens before `end` will be accepted.
-        taken: the draft's token at `end`, which is not guessed again; None at the text's end.
-        trust: probability that `taken` is accepted if all tokens before it are.
-        others: the draft's, in place of `taken`.
+        token: the draft's token at `end`, which is not guessed again; None at the text's end.
+        trust: probability that `token` is accepted if all tokens before it are.
+        runners_up: the draft's to `token`.
     """
 
     end: int
     chance: float
-    taken: int | None = None
+    token: int | None = None
     trust: float = 0.0
-    others: tuple[Alternative, ...] = ()
+    runners_up: tuple[Alternative, ...] = ()
 
-    def beside(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """The candidates of an index and the draft's others, each token once and the draft's own not at all."""
-        if self.taken is None and not self.others:
+    def merged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Merge the candidates of an index and the runners-up: each token once, and not the draft's token."""
+        if self.token is None and not self.runners_up:
             return list(candidates)
-        found: dict[int, Candidate] = {}
+        by_token: dict[int, Candidate] = {}
         for candidate in candidates:
-            if candidate.token != self.taken:
-                # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
-                share = (
-                    1.0
-                    if self.taken is None
-                    else (1 - self.trust) / (1 - candidate.chance * self.trust)
-                )
-                found[candidate.token] = Candidate(
-                    candidate.token, candidate.chance * share, *candidate[2:]
-                )
-        for other in self.others:
-            (token, *tokens), (chance, *chances) = other.tokens, other.chances
-            known = found.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
-            if token != self.taken and chance > known.chance:
-                behind = tuple(zip(tokens, chances, strict=True))
-                found[token] = known._replace(chance=chance, behind=behind)
-        return list(found.values())
+            if candidate.token != self.token:
+                chance = candidate.chance * self._share(candidate)
+                by_token[candidate.token] = Candidate(candidate.token, chance, *candidate[2:])
+        for alternative in self.runners_up:
+            chain = zip(alternative.tokens, alternative.chances, strict=True)
+            token, chance = next(chain)
+            guess = by_token.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
+            if token != self.token and chance > guess.chance:
+                by_token[token] = guess._replace(chance=chance, prepared=tuple(chain))
+        return list(by_token.values())
+
+    def _share(self, candidate: Candidate) -> float:
+        """Return P(candidate right | `token` wrong) / P(candidate right).
+
+        Both guess independently and at most one can be right, so it is (1 - trust) / (1 - chance * trust).
+        """
+        if self.token is None:
+            return 1.0
+        return (1 - self.trust) / (1 - candidate.chance * self.trust)
 
 
 def anchored(
-    text: Sequence[int], committed: int, trust: Sequence[float], others: Sequence[Alternative] = ()
+    text: Sequence[int],
+    committed: int,
+    trust: Sequence[float],
+    alternatives: Sequence[Alternative] = (),
 ) -> list[Anchor]:
-    """Anchors after the last committed token and after each pending one. `trust`: acceptance chances of the latter."""
-    reached = accumulate(trust, mul, initial=1.0)
-    pending = zip(text[committed:], trust, strict=True)
+    """Return anchors after the last committed token and after each pending one.
+
+    Args:
+        trust: acceptance chance of each pending token.
+        alternatives: the draft's runners-up, with what its branches have after them.
+    """
     by_position: dict[int, list[Alternative]] = {}
-    for other in others:
-        by_position.setdefault(other.position, []).append(other)
-    return [
-        Anchor(end, chance, token, own, tuple(by_position.get(end, ())))
-        for end, (chance, (token, own)) in enumerate(
-            zip(reached, [*pending, (None, 0.0)], strict=True), committed
-        )
-    ]
+    for alternative in alternatives:
+        by_position.setdefault(alternative.position, []).append(alternative)
+    chance = 1.0
+    anchors = []
+    for end, (token, accepted) in enumerate(zip(text[committed:], trust, strict=True), committed):
+        runners_up = tuple(by_position.get(end, ()))
+        anchors.append(Anchor(end, chance, token, accepted, runners_up))
+        chance *= accepted
+    end = committed + len(trust)
+    anchors.append(Anchor(end, chance, runners_up=tuple(by_position.get(end, ()))))
+    return anchors
+
+
+class GuessTree(NamedTuple):
+    """Guesses, parents before children.
+
+    Attributes:
+        parents: below the index's length a position of the text; from there on, guess `parent - length`.
+        chances: the probability of the whole path from the anchor on, times the anchor's.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chances: list[float]
+    sources: list[Source]
 
 
 def guess_tree(
@@ -260,53 +334,67 @@ def guess_tree(
     limit: int,
     branches: bool = True,
     nodes: int = MAX_LOOK_AHEAD,
-) -> tuple[list[int], list[int], list[float], list[Source]]:
-    """A tree of up to `nodes` guesses after the anchors, likeliest first, so that parents come before children.
+) -> GuessTree:
+    """Grow a tree of up to `nodes` guesses after the anchors, likeliest first, so that parents come before children.
+
+    Example: with one anchor at position 5 of a text of 5 tokens, candidates 9 (chance 0.5) and 4 (0.3) there, and
+    after 9 the candidate 2 (0.8), the tree is tokens [9, 2, 4], parents [4, 5, 4], chances [0.5, 0.4, 0.3].
 
     Args:
         most: of these that come from the index.
         limit: guesses are made for positions before this one.
         branches: whether a token may have several children; if not, only its likeliest candidate is used.
-
-    Returns:
-        (tokens, parents, chances, sources). A parent below `len(index)` is a position of the text; `len(index)` + i is
-        guess i. A chance is the probability of the whole path from the anchor on, times the anchor's.
     """
     widest = index.ranks if branches else 1
     ids = count()
-    waiting: list[
-        tuple[float, int, int, int, Candidate]
-    ] = []  # -chance, tie-break, parent, position, candidate
+    waiting: list[_Waiting] = []
     for anchor in anchors:
-        if anchor.end < limit:
-            for candidate in anchor.beside(index.candidates(anchor.end)[:widest] if most else ()):
-                chance = anchor.chance * candidate.chance
-                heapq.heappush(waiting, (-chance, next(ids), anchor.end - 1, anchor.end, candidate))
-    tokens: list[int] = []
-    parents: list[int] = []
-    chances: list[float] = []
-    sources: list[Source] = []
-    while waiting and len(tokens) < nodes and -waiting[0][0] >= _LEAST_CHANCE:
+        if anchor.end >= limit:
+            continue
+        candidates = index.candidates(anchor.end)[:widest] if most else []
+        for candidate in anchor.merged(candidates):
+            negative = -(anchor.chance * candidate.chance)
+            node = _Waiting(negative, next(ids), anchor.end - 1, anchor.end, candidate)
+            heapq.heappush(waiting, node)
+    tree = GuessTree([], [], [], [])
+    while waiting and len(tree.tokens) < nodes and -waiting[0].negative >= _LEAST_CHANCE:
         negative, _, parent, position, candidate = heapq.heappop(waiting)
         if candidate.source not in _OF_DRAFT:
             if not most:
                 continue
             most -= 1
-        number = len(index) + len(tokens)
-        tokens.append(candidate.token)
-        parents.append(parent)
-        chances.append(-negative)
-        sources.append(candidate.source)
-        if position + 1 < limit and (most or candidate.behind):
-            for below in _following(index, candidate)[:widest]:
-                heapq.heappush(
-                    waiting, (negative * below.chance, next(ids), number, position + 1, below)
-                )
-    return tokens, parents, chances, sources
+        node_id = len(index) + len(tree.tokens)
+        tree.tokens.append(candidate.token)
+        tree.parents.append(parent)
+        tree.chances.append(-negative)
+        tree.sources.append(candidate.source)
+        if position + 1 < limit and (most or candidate.prepared):
+            for child in _following(index, candidate)[:widest]:
+                chance = negative * child.chance
+                node = _Waiting(chance, next(ids), node_id, position + 1, child)
+                heapq.heappush(waiting, node)
+    return tree
+
+
+class _Waiting(NamedTuple):
+    """A guess that may enter the tree; the least of them is the likeliest.
+
+    Attributes:
+        negative: minus its chance.
+        tie_break: the order in which they came.
+    """
+
+    negative: float
+    tie_break: int
+    parent: int
+    position: int
+    candidate: Candidate
 
 
 def _following(index: NgramIndex, candidate: Candidate) -> list[Candidate]:
-    if candidate.behind:
-        ((token, chance), *behind) = candidate.behind
-        return [Candidate(token, chance, 0, (), Source.BRANCH, behind=tuple(behind))]
-    return index.following(candidate) if candidate.source not in _OF_DRAFT else []
+    if candidate.prepared:
+        token, chance = candidate.prepared[0]
+        return [Candidate(token, chance, 0, (), Source.BRANCH, prepared=candidate.prepared[1:])]
+    if candidate.source in _OF_DRAFT:
+        return []
+    return index.following(candidate)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
+from pearl.drafting.ngram import RANKS, Candidate, learn_rate
 
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
@@ -24,6 +25,19 @@ _PRIOR = (
     (0.03, 0.12, 0.19, 0.46, 0.58),
     (0.09, 0.19, 0.35, 0.78, 0.98),
 )
+
+
+class Follower(NamedTuple):
+    """A token that followed a context.
+
+    Attributes:
+        length: tokens of the context.
+        share: the bin of the token's share of the context's counts.
+    """
+
+    token: int
+    length: int
+    share: int
 
 
 class Habits:
@@ -40,31 +54,36 @@ class Habits:
 
     def learn(self, before: Sequence[int], token: int) -> None:
         """`token` followed `before`: update the rates of the candidates there, then the counts."""
-        for candidate, (length, share) in self._ranked(tuple(before[-CONTEXT:])):
-            rates = self._rates[length - 1]
-            rates[share] += RATE_WEIGHT * ((candidate == token) - rates[share])
+        for follower in self._ranked(tuple(before[-CONTEXT:])):
+            rates = self._rates[follower.length - 1]
+            learn_rate(rates, follower.share, follower.token == token)
         for length in range(1, min(CONTEXT, len(before)) + 1):
             self._count(tuple(before[-length:]), token)
 
     def candidates(self, before: Sequence[int]) -> list[Candidate]:
-        """Tokens seen after the longest known suffix of `before`, likeliest first."""
+        """Return tokens seen after the longest known suffix of `before`, likeliest first."""
         context = tuple(before[-CONTEXT:])
-        left, result = 1.0, []
-        for token, (length, share) in self._ranked(context):
-            chance = min(left, self._rates[length - 1][share])
-            left -= chance
-            result.append(
-                Candidate(token, chance, length, (), context=(*context, token)[-CONTEXT:])
-            )
-        return result
+        remaining = 1.0
+        candidates = []
+        for token, length, share in self._ranked(context):
+            chance = min(remaining, self._rates[length - 1][share])
+            remaining -= chance
+            extended = (*context, token)[-CONTEXT:]
+            candidates.append(Candidate(token, chance, length, (), context=extended))
+        return candidates
 
-    def _ranked(self, context: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-        """The most frequent followers: [(token, (length of the known suffix, bin of the token's share))]."""
+    def _ranked(self, context: tuple[int, ...]) -> list[Follower]:
+        """Return the most frequent followers of the longest known suffix."""
         for length in range(len(context), 0, -1):
-            if (followers := self._followers.get(context[-length:])) is not None:
-                total = sum(followers.values()) + 1
-                best = sorted(followers.items(), key=lambda pair: pair[1], reverse=True)[:RANKS]
-                return [(token, (length, bisect(_BINS, count / total))) for token, count in best]
+            counts = self._followers.get(context[-length:])
+            if counts is None:
+                continue
+            total = sum(counts.values()) + 1
+            followers = []
+            for token in sorted(counts, key=counts.__getitem__, reverse=True)[:RANKS]:
+                share = bisect(_BINS, counts[token] / total)
+                followers.append(Follower(token, length, share))
+            return followers
         return []
 
     def _count(self, context: tuple[int, ...], token: int) -> None:

@@ -1,8 +1,9 @@
-"""The proposer that is a model: it opens texts, turns commands into steps (see `step`), and runs forwards of them."""
+"""Drafts with a model: opens texts, turns commands into steps (`step` says what each owns), runs forwards of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
 from pearl.drafting.fused_guesses import text_index
-from pearl.drafting.step import DraftModel, Step, Text, make_mark
+from pearl.drafting.step import DraftModel, DraftText, Step, make_mark
 from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
@@ -26,10 +27,10 @@ from pearl.protocol.messages import HiddenStates
 
 
 class ModelProposer:
-    """Drafts with a model: one token a forward, or several where it guesses well what it will draw itself.
+    """Drafts one token a forward, or several where it guesses well what the model will draw.
 
-    It feeds a guess behind the last token; while the model's own draw is what was guessed, the row behind it counts
-    too. Draws are keyed by position, so the tokens are those of single forwards. The same forward continues what would
+    It feeds guesses after the last token; while the model's own draw is what was guessed, the next row counts too.
+    Draws are keyed by position, so the tokens are those of single forwards. The same forward continues what would
     follow if the target decided otherwise (`Branches`), in slots that hold no text.
 
     Args:
@@ -38,7 +39,7 @@ class ModelProposer:
         policies: makes the stop policy of a request; None: drafting stops at the window's end.
         chains: whether a forward is launched before the one before has ended; None: if the runner can.
         texts: the most texts at once: the runner's other slots are for branches.
-        datastore: a source of guesses beside the text.
+        datastore: a further source of guesses.
         guides: of texts that are held to a grammar.
     """
 
@@ -52,16 +53,19 @@ class ModelProposer:
         datastore: Datastore | None = None,
         guides: MakeGuide | None = None,
     ) -> None:
-        self.runner, self.device = runner, runner.device
+        self.runner = runner
+        self.device = runner.device
         self.chains = runner.capabilities.launches if chains is None else chains
         self.model = DraftModel(runner, vocab_size, self.chains, runner.device.type != "cpu")
-        self._policies, self._datastore, self._guides = policies, datastore, guides
+        self._policies = policies
+        self._datastore = datastore
+        self._guides = guides
         self._max_texts = texts
-        self._texts: dict[int, Text] = {}  # by request
+        self._texts: dict[int, DraftText] = {}  # by request
         self._foresight = Foresight()
 
     def measure(self, brief: bool) -> tuple[float, float]:
-        """Seconds a token, and seconds a token of a long prefix; forgets all texts. `brief`: in little time."""
+        """Measure (seconds a token, seconds a token of a long prefix); forgets all texts. `brief`: in little time."""
         return calibrate_draft(self.runner, brief)
 
     # ---- texts ----
@@ -70,50 +74,53 @@ class ModelProposer:
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
         options = command.options
         half = make_half("draft", options.rule, options, options.parameters)
-        before = self._texts.get(command.request)
-        window = (
-            before.window if before is not None else None
-        )  # a request that gets its prefix again keeps its windows
-        if window is None and (policy := self._policies(command)) is not None:
-            window = StopWindow(policy, len(command.prompt))
+        window = self._window(command)
         slot = self._slots.get(command.slot, command.slot)
-        self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
+        for request, text in list(self._texts.items()):
+            if text.slot == slot:
+                del self._texts[request]
         shaper = make_shaper(options, command.prompt, self._guides)
-        text = Text(command.slot, slot, half, options, shaper, window)
+        text = DraftText(command.slot, slot, half, options, shaper, window)
         # Shaped rows depend on the text up to them, blocks are searched for.
         if shaper is None and not text.is_block:
             self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
-    def _prepare_guesses(self, text: Text, prompt: Sequence[int]) -> None:
+    def _window(self, command: Open) -> StopWindow | None:
+        """Return the request's stop window, which it keeps when it gets its prefix again."""
+        text = self._texts.get(command.request)
+        if text is not None and text.window is not None:
+            return text.window
+        policy = self._policies(command)
+        return None if policy is None else StopWindow(policy, len(command.prompt))
+
+    def _prepare_guesses(self, text: DraftText, prompt: Sequence[int]) -> None:
         options = text.options
         if options.draft_lookup:
             text.index = text_index(prompt, self._datastore)
         text.ranks = options.sends_runners_up
-        may_branch = (
-            options.branches and self.runner.capabilities.together and not options.withholds
-        )
-        if may_branch and (spare := self._spare(text.slot)):
-            text.branches = Branches(self.runner, spare, self._foresight)
+        if options.branches and self.runner.capabilities.together and not options.withholds:
+            spare_slots = self._spare(text.slot)
+            if spare_slots:
+                text.branches = Branches(self.runner, spare_slots, self._foresight)
 
     @property
     def _slots(self) -> dict[int, int]:
-        """By the slot that requests name: the runner's slot that holds its text."""
-        return {slot: slot for slot in range(self._max_texts)} | {
-            each.place: each.slot for each in self._texts.values()
-        }
+        """Map from the slot that requests name to the runner's slot with its KV cache."""
+        slots = {slot: slot for slot in range(self._max_texts)}
+        for text in self._texts.values():
+            slots[text.place] = text.slot
+        return slots
 
     def _spare(self, slot: int) -> list[int]:
-        """Slots that hold neither a text nor its branches, an equal share for each text. `slot`: of a new text."""
-        held = {
-            each
-            for text in self._texts.values()
-            if text.branches is not None
-            for each in text.branches.slots
-        }
-        taken, every = {slot, *self._slots.values(), *held}, self.runner.capabilities.slots
-        share = max(1, (every - self._max_texts) // self._max_texts)
-        return [each for each in range(every) if each not in taken][:share]
+        """Return an equal share of the slots that hold neither a text nor its branches. `slot`: of the new text."""
+        occupied = {slot, *self._slots.values()}
+        for text in self._texts.values():
+            if text.branches is not None:
+                occupied |= text.branches.slots
+        num_slots = self.runner.capabilities.slots
+        share = max(1, (num_slots - self._max_texts) // self._max_texts)
+        return [spare for spare in range(num_slots) if spare not in occupied][:share]
 
     def rollback(self, length: int, request: int) -> None:
         """Forget all but the first `length` tokens of the request's text."""
@@ -124,46 +131,47 @@ class ModelProposer:
             return
         if text.branches is not None:
             text.branches.rollback(length)
-        if (
-            text.search is not None and length < text.search.end - 1
-        ):  # each level feeds the last token again
+        # Each level of a search feeds the last token again.
+        if text.search is not None and length < text.search.end - 1:
             text.search = None
         self.runner.rollback(length, text.slot)
 
     def see(self, states: HiddenStates) -> None:
         """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
-        text, runner = self._texts.get(states.request), self.runner
+        runner = self.runner
         if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
             raise RemoteProtocolError("target sent hidden states that this draft does not read")
+        text = self._texts.get(states.request)
         if text is not None and states.states:
-            found = torch.frombuffer(bytearray(states.states), dtype=torch.bfloat16)
-            text.states.append((states.start, found.view(-1, runner.features)))
+            values = torch.frombuffer(bytearray(states.states), dtype=torch.bfloat16)
+            text.states.append((states.start, values.view(-1, runner.features)))
 
     # ---- forwards ----
 
     def chained(self, request: int) -> bool:
-        """Whether this request's forwards may be launched before the host knows the tokens to feed."""
+        """Return whether this request's forwards may be launched before the host knows the tokens to feed."""
         text = self._texts[request]
         return self.chains and not (text.is_block or text.shaper or text.options.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
-        """Whether to await the token that `command` requests before the next forward is launched.
+        """Return whether to await the token that `command` requests before the next forward is launched.
 
-        That forward can then be fed guesses behind the token, which has to gain more than the `delay` in seconds for
-        which the device idles.
+        Waiting lets the next forward verify guesses too; worth it if they save more than `delay` seconds of idle
+        device.
         """
         self.model.delay = delay
         if not self.model.times.measured:
             return False
         text = self._texts[command.request]
-        # The first guess is of the token that is waited for; those behind it would be fed with that.
-        return bool(choose(self.model, text, command, text.guess(command)[1][1:], 1))
+        _, chances = text.guess(command)
+        # The first guess is of the awaited token itself; the others would be fed with that token.
+        return bool(choose(self.model, text, command, chances[1:], 1))
 
     def launch(self, command: Draft, after: Step | None = None) -> Step:
         """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
 
         Args:
-            after: what was launched last; its token stands in place of the command's one token. Untested on a GPU.
+            after: the step launched last; its token stands in place of the command's one token. Untested on a GPU.
         """
         step = self._step(command, after)
         step.marks[0].record()
@@ -174,54 +182,65 @@ class ModelProposer:
         return step
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
-        """As `launch` of each, in one forward. An event in place of one: nothing can be drawn for it."""
-        steps, left = list[Step](), sum(len(command.tokens) for command in commands)
-        for number, command in enumerate(commands):
-            left -= len(command.tokens)
-            planned = sum(step.tokens for step in steps)
-            steps.append(self._step(command, None, planned + left, len(commands) - number))
-        began, forwarded = make_mark(self.device), make_mark(self.device)
+        """Launch commands in one forward. A step whose draw fails is replaced by the event that says so."""
+        steps = self._plan_together(commands)
+        began = make_mark(self.device)
+        forwarded = make_mark(self.device)
+        feeds: list[Feed] = []
+        for step in steps:
+            feeds += step.feeds
         began.record()
-        logits = self._forward([feed for step in steps for feed in step.feeds])
+        logits = iter(self._forward(feeds))
         forwarded.record()
-        in_all = sum(step.tokens for step in steps)
+        fed = sum(step.tokens for step in steps)
         launched: list[Step | Drafted] = []
         for step in steps:
-            own, logits = logits[: len(step.feeds)], logits[len(step.feeds) :]
-            step.marks[:2], step.fed = (began, forwarded), in_all
+            step_logits = list(islice(logits, len(step.feeds)))
+            step.marks[:2] = (began, forwarded)
+            step.fed = fed
             try:
-                step.draw(own)
+                step.draw(step_logits)
                 step.marks[2].record()
                 launched.append(step)
             except NumericalError as error:
                 launched.append(Drafted(failure=str(error), request=step.command.request))
         return launched
 
+    def _plan_together(self, commands: Sequence[Draft]) -> list[Step]:
+        """Make a step for each command; each may use an equal share of the rows that are left."""
+        steps: list[Step] = []
+        planned = 0
+        pending = sum(len(command.tokens) for command in commands)
+        for i, command in enumerate(commands):
+            pending -= len(command.tokens)
+            step = self._step(command, None, planned + pending, len(commands) - i)
+            planned += step.tokens
+            steps.append(step)
+        return steps
+
     def _step(
-        self, command: Draft, after: Step | None = None, beside: int = 0, sharing: int = 1
+        self, command: Draft, after: Step | None = None, other_tokens: int = 0, sharing: int = 1
     ) -> Step:
-        """What to feed for one request; `beside`, `sharing`: see `plan_draw`."""
-        text, model = self._texts[command.request], self.model
-        assert self.runner.length(text.slot) == command.start, (
-            self.runner.length(text.slot),
-            command,
-        )
+        """Make the step of one request; `other_tokens`, `sharing`: see `plan_draw`."""
+        model = self.model
+        text = self._texts[command.request]
+        length = self.runner.length(text.slot)
+        assert length == command.start, (length, command)
         if text.shaper is not None:
             text.shaper.hold(command.start)
             text.shaper.extend(command.tokens)
         if text.window is not None and after is None:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
-            return BranchStep(model, text, command, beside, sharing)
+            return BranchStep(model, text, command, other_tokens, sharing)
         if text.is_block and command.budget:
             return LevelStep(model, text, command)
-        if (
-            after is not None and after.following is not None
-        ):  # the host does not know the token, nor guesses behind it
+        if after is not None and after.following is not None:
+            # The host does not know the token, nor guesses after it.
             if text.branches is not None:
                 text.branches.settle(command.start, (), command.start + 1 - command.pending)
             return DrawStep(model, text, command, after.following)
-        return plan_draw(model, text, command, beside, sharing)
+        return plan_draw(model, text, command, other_tokens, sharing)
 
     def _forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.runner.forward(feeds) if feeds else []
@@ -233,7 +252,8 @@ class ModelProposer:
         """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
         began, forwarded, done = launched.marks
         done.synchronize()
-        seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000
+        seconds = began.elapsed_time(forwarded) / 1000
+        draw = forwarded.elapsed_time(done) / 1000
         drafted = launched.collect()
         if drafted.tokens:
             self.model.times.observe(launched.fed, seconds + draw)  # each row costs a draw too

@@ -25,10 +25,10 @@ _FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a stop policy sees of a drafted token. Probabilities are the draft's own: at temperature 1, unfiltered.
+    """The view that a stop policy has of a drafted token. Probabilities are at temperature 1, unfiltered.
 
     Attributes:
-        top: the largest, descending; at most `TOP`.
+        top: the largest probabilities, descending; at most `TOP`.
         entropy: of the whole distribution, nats.
         chosen: of the token.
         index: in its window, from 0.
@@ -43,13 +43,13 @@ class Features:
 
 
 class StopPolicy(Protocol):
-    """Where one request's draft ends a window before its bound.
+    """Decides where one request's draft ends a window before its bound.
 
     A subclass that learns nothing from a window leaves `end_window` out.
     """
 
     def stop(self, features: Features) -> bool:
-        """Whether the window ends behind this token."""
+        """Return whether the window ends after this token."""
         ...
 
     def end_window(self, accepted: int) -> None:
@@ -58,7 +58,7 @@ class StopPolicy(Protocol):
 
 
 class Threshold(StopPolicy):
-    """Stops behind a token to which the draft gave a probability below `confidence`."""
+    """Stops after a token to which the draft gave a probability below `confidence`."""
 
     def __init__(self, confidence: float) -> None:
         self._confidence = confidence
@@ -77,7 +77,10 @@ class Heuristic(StopPolicy):
         return features.index + 1 >= self.window
 
     def end_window(self, accepted: int) -> None:
-        self.window = self.window + 2 if accepted >= self.window else max(1, self.window - 1)
+        if accepted >= self.window:
+            self.window += 2
+        else:
+            self.window = max(1, self.window - 1)
 
 
 class Doubtful(StopPolicy):
@@ -95,7 +98,7 @@ class Doubtful(StopPolicy):
 
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
-    """A request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
+    """Make a request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
     try:
         values = check_stop(command.options.draft_stop).values(command.options.stop_parameters)
     except ValueError as error:
@@ -117,8 +120,8 @@ def make_policy(command: Open, classifier: Classifier | None = None) -> StopPoli
 class StopWindow:
     """A request's windows: where each begins, what was drafted in it, and whether its policy has ended it.
 
-    A window begins behind a token that was not this draft's own (a correction, a bonus token), or where the policy
-    ended the one before.  So it does not depend on when verdicts come.
+    A window begins after a token that this draft did not draw (a correction, a bonus token), or where the policy
+    ended the last window.  So it does not depend on when verdicts come.
 
     Args:
         begin: length of the text when the request began.
@@ -126,40 +129,41 @@ class StopWindow:
 
     def __init__(self, policy: StopPolicy, begin: int) -> None:
         self.policy = policy
-        self._origin = self._start = begin
-        self._own: list[int] = []  # drafted, from `_start` on
+        self._origin = begin
+        self._start = begin
+        self._drafted: list[int] = []  # from `_start` on
         self._is_stopped = False
 
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
         """Take in that the text goes on with `tokens` at `start`, as drafted or otherwise.
 
-        `drafts`: whether a token is drafted behind them.
+        `drafts`: whether a token is drafted after them.
         """
         end = start + len(tokens)
         for position in range(max(start, self._start), end):
-            known = position - self._start
-            if known >= len(self._own) or tokens[position - start] != self._own[known]:
-                self._begin(position + 1, known)
-        if drafts and self._is_stopped and end >= self._start + len(self._own):
-            self._begin(end, len(self._own))  # all of it was accepted
+            index = position - self._start
+            if index >= len(self._drafted) or tokens[position - start] != self._drafted[index]:
+                self._begin(position + 1, index)
+        if drafts and self._is_stopped and end >= self._start + len(self._drafted):
+            self._begin(end, len(self._drafted))  # all of it was accepted
         elif drafts and end >= self._start:
-            del self._own[
-                end - self._start :
-            ]  # tokens beyond were rolled back, and are drafted again
+            # Later tokens were rolled back, and are drafted again.
+            del self._drafted[end - self._start :]
             self._is_stopped = False
 
     def _begin(self, start: int, accepted: int) -> None:
-        if self._own:
+        if self._drafted:
             self.policy.end_window(accepted)
-        self._start, self._own, self._is_stopped = start, [], False
+        self._start = start
+        self._drafted = []
+        self._is_stopped = False
 
     def stops(self, position: int, token: int, row: Sequence[float]) -> bool:
-        """Whether the token drafted for `position` is the window's last. `row`: see `step.shape_of`."""
+        """Return whether the token drafted for `position` is the window's last. `row`: see `step.shape_of`."""
         index = position - self._start
-        del self._own[index:]
-        self._own.append(token)
+        del self._drafted[index:]
+        self._drafted.append(token)
         *top, entropy, chosen = row
-        self._is_stopped = self.policy.stop(
-            Features(tuple(top), entropy, chosen, index, position - self._origin)
-        )
+        features = Features(tuple(top), entropy, chosen, index, position - self._origin)
+        self._is_stopped = self.policy.stop(features)
         return self._is_stopped

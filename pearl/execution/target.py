@@ -17,12 +17,10 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.fused_guesses import text_index
+from pearl.drafting.fused_guesses import index_factory
 from pearl.drafting.heads import HeadGuesses, TargetStates
-from pearl.drafting.jacobi import COLUMNS, LEVELS, JacobiIndex, Window
-from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
+from pearl.drafting.ngram import GuessWindow, NgramIndex, anchored, guess_tree
 from pearl.drafting.output_ngrams import Habits
-from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError
 from pearl.models.feeds import depths, paths
 from pearl.models.heads.head import Head
@@ -149,6 +147,21 @@ class _Request:
                 if self.text.stopped:
                     return count
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One request's share of a forward.
+
+    Attributes:
+        window: nodes of the request's index, fed after the command's tokens; None: the index has none.
+        feed: the command's tokens and the window.
+    """
+
+    command: Forward
+    request: _Request
+    window: GuessWindow | None
+    feed: Feed
 
 
 class TargetExecutor:
@@ -297,8 +310,8 @@ class TargetExecutor:
     def _make_index(self, request: _Request) -> NgramIndex:
         takes_head = self._head is not None and request.method.takes_head
         head = partial(self._head_guesses, request) if takes_head else None
-        make = INDEXES.get(request.method.guesses, text_index)
-        return make(request.prompt, self._datastore, self._habits, head)
+        make_index = index_factory(request.method.guesses)
+        return make_index(request.prompt, self._datastore, self._habits, head)
 
     def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
         assert self._head is not None
@@ -316,80 +329,66 @@ class TargetExecutor:
     @memory_errors
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
-        requests = [self._requests[command.request] for command in commands]
-        for command, request in zip(commands, requests, strict=True):
-            assert self.runner.length(request.slot) == command.start, (
-                self.runner.length(request.slot),
-                command,
-            )
         began = time.perf_counter()
-        windows = [
-            self._window(command, request)
-            for command, request in zip(commands, requests, strict=True)
-        ]
-        feeds = [
-            Feed(
-                command.tokens,
-                command.rows,
-                request.slot,
-                command.parents,
-                command.phase is Phase.PREFILL,
-            )
-            if window is None
-            else window.behind(Feed(command.tokens, command.rows, request.slot, command.parents))
-            for command, request, window in zip(commands, requests, windows, strict=True)
-        ]
-        logits = self.runner.forward(feeds)
-        for command, request, window, rows in zip(commands, requests, windows, logits, strict=True):
-            if window is not None:
-                rows = self._take_window(command, request, window, rows)
-            request.raw, request.fed, request.launched, request.draws = rows, command, None, None
-            if command.parents is None:
-                self._states.extend(command.start, request.slot)
-            request.logits = _shaped(request.shaper, command, rows)
-            if self.launches and command.rows:
-                self._launch(request)
+        shares = [self._share(command) for command in commands]
+        logits = self.runner.forward([share.feed for share in shares])
+        for share, rows in zip(shares, logits, strict=True):
+            self._take_rows(share, rows)
         if self.launches:
             self.meanwhile()
         self.runner.synchronize()
         now = time.perf_counter()
-        fed = sum(len(feed.tokens) for feed in feeds)  # the windows of Lookahead decoding too
+        fed = sum(len(share.feed.tokens) for share in shares)  # windows of indexes too
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
-        return [
-            Forwarded(
-                now - began,
-                now,
-                None if has_prompts else fed - len(command.tokens),
-                request=command.request,
-            )
-            for command in commands
-        ]
+        results = []
+        for command in commands:
+            beside = None if has_prompts else fed - len(command.tokens)
+            results.append(Forwarded(now - began, now, beside, request=command.request))
+        return results
 
-    def _window(self, command: Forward, request: _Request) -> Window | None:
-        """What is fed beside the text for Lookahead decoding."""
-        if (
-            not isinstance(request.index, JacobiIndex)
-            or not command.rows
-            or command.phase is Phase.PREFILL
-        ):
-            return None
-        window = request.index.window(self.runner.capabilities.tree_nodes - len(command.tokens))
-        # Beyond the context there is no place for it.
-        fits = command.start + COLUMNS + LEVELS < self.runner.context
-        return window if fits else None
+    def _share(self, command: Forward) -> _Share:
+        """Make the feed of a command, and take a window from the request's index if it has one."""
+        request = self._requests[command.request]
+        length = self.runner.length(request.slot)
+        assert length == command.start, (length, command)
+        is_prompt = command.phase is Phase.PREFILL
+        feed = Feed(command.tokens, command.rows, request.slot, command.parents, is_prompt)
+        window = None
+        if request.index is not None and command.rows and not is_prompt:
+            most = self.runner.capabilities.tree_nodes - len(command.tokens)
+            window = request.index.window(most, self.runner.context - command.start)
+        if window is not None:
+            feed = _with_window(feed, window)
+        return _Share(command, request, window, feed)
 
-    def _take_window(
-        self, command: Forward, request: _Request, window: Window, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Give the window its draws; the rows of the text."""
-        assert isinstance(request.index, JacobiIndex)
+    def _take_rows(self, share: _Share, rows: torch.Tensor) -> None:
+        """Give the request the logits of its rows, and launch what judging needs of them."""
+        command = share.command
+        request = share.request
+        if share.window is not None:
+            self._take_window(share, share.window, rows)
+            rows = rows[: command.rows]
+        request.raw = rows
+        request.fed = command
+        request.launched = None
+        request.draws = None
+        if command.parents is None:
+            self._states.extend(command.start, request.slot)
+        request.logits = _shaped(request.shaper, command, rows)
+        if self.launches and command.rows:
+            self._launch(request)
+
+    def _take_window(self, share: _Share, window: GuessWindow, rows: torch.Tensor) -> None:
+        """Draw after the last level of the window, and give the index these draws."""
+        command = share.command
+        request = share.request
+        assert request.index is not None
         if command.parents is None:  # a chain continues the text at once
             self.runner.keep(range(len(command.tokens)), request.slot)
-        last = command.start + LEVELS  # of column 0; the row is for the position behind it
-        positions = [last + 1 + column for column in range(window.columns)]
+        first = command.start + window.levels + 1  # the position that column 0's row is for
+        positions = range(first, first + window.columns)
         draws = request.direct.rows(rows[-window.columns :], positions).cpu()
         request.index.take([read_draw(draw) for draw in draws])
-        return rows[: command.rows]
 
     def _launch(self, request: _Request) -> None:
         """Launch what judging needs, and the target's own draws."""
@@ -422,17 +421,17 @@ class TargetExecutor:
             verdict = request.rule.judge(
                 request.logits[at], command.tokens, rows, command.start, **launched
             )
-            if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(
-                command.tokens
-            ):
-                self._reuse(request, request.index, command, verdict.accepted)
+            index = request.index
+            is_cut_short = verdict.accepted + 1 < len(command.tokens)
+            if index is not None and index.reads_discarded and is_cut_short:
+                self._reuse(request, index, command, verdict.accepted)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
         request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
         return replace(verdict, stop_after=request.stop_after(new), request=command.request)
 
-    def _reuse(self, request: _Request, index: PhraseIndex, command: Judge, accepted: int) -> None:
+    def _reuse(self, request: _Request, index: NgramIndex, command: Judge, accepted: int) -> None:
         """Give the index the tokens that are discarded, and the target's draws behind them but the last."""
         rows = [request.row(node) for node in command.nodes[accepted + 1 :]]
         positions = [command.start + number for number in range(accepted + 1, len(command.tokens))]
@@ -463,6 +462,16 @@ class TargetExecutor:
         if found is None or found.logprobs is None:
             return ()
         return tuple(found.said.pop(at) for at in range(start, start + count))
+
+
+def _with_window(feed: Feed, window: GuessWindow) -> Feed:
+    """Return one tree of `feed`, whose first token is the text's last, and a window after that token."""
+    size = len(feed.tokens)
+    parents = list(range(-1, size - 1) if feed.parents is None else feed.parents)
+    for parent in window.parents:
+        parents.append(0 if parent < 0 else size + parent)
+    tokens = (*feed.tokens, *window.tokens)
+    return Feed(tokens, feed.rows + len(window.tokens), feed.slot, tuple(parents))
 
 
 def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,4 @@
-"""Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it."""
+"""Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it.
+
+The registry of methods (`pearl.spec.methods`) names the factories in `guesses`.
+"""

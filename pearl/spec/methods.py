@@ -34,7 +34,8 @@ class Method:
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
         takes_head: whether the target's head guesses too, if there is one.
-        guesses: how guesses are made, a name in `pearl.drafting.published`; empty: as this project makes them.
+        guesses: the `module:name` of a factory of the index that guesses come from, which is called with (tokens of
+            the text, datastore, habits, head); empty: this project's own, `fused_guesses.text_index`.
         needs: the setting of the engine without which the method is refused; empty: none.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.method_choice`).
     """
@@ -124,7 +125,7 @@ METHODS: dict[str, Method] = {
             "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
             **_ALONE,
             look_ahead=LOOK_AHEAD,
-            guesses="jacobi",
+            guesses="pearl.lab.guesses.phrases:JacobiIndex",
         ),
         Method(
             "ouroboros",
@@ -132,24 +133,28 @@ METHODS: dict[str, Method] = {
             **_IN_TURN,
             look_ahead=LOOK_AHEAD,
             draft_lookup=DRAFT_LOOKUP,
-            guesses="phrases",
+            guesses="pearl.lab.guesses.phrases:PhraseIndex",
         ),
         Method(
-            "pld", "ngram as Prompt Lookup Decoding has it", **_ALONE, look_ahead=10, guesses="pld"
+            "pld",
+            "ngram as Prompt Lookup Decoding has it",
+            **_ALONE,
+            look_ahead=10,
+            guesses="pearl.lab.guesses.published:pld",
         ),
         Method(
             "llma",
             "ngram as LLMA has it: copies from the prompt alone",
             **_ALONE,
             look_ahead=19,
-            guesses="llma",
+            guesses="pearl.lab.guesses.published:llma",
         ),
         Method(
             "pia",
             "ngram as PIA has it, with --habits",
             **_ALONE,
             look_ahead=30,
-            guesses="pia",
+            guesses="pearl.lab.guesses.published:pia",
             needs="habits",
         ),
         Method(
@@ -157,7 +162,7 @@ METHODS: dict[str, Method] = {
             "ngram as REST has it: guesses from --datastore alone",
             **_ALONE,
             look_ahead=64,
-            guesses="rest",
+            guesses="pearl.lab.guesses.published:Rest",
             needs="datastore",
         ),
         Method(
@@ -165,7 +170,7 @@ METHODS: dict[str, Method] = {
             "ngram with the counts and damping that SSSD prints",
             **_ALONE,
             look_ahead=30,
-            guesses="sssd",
+            guesses="pearl.lab.guesses.published:sssd",
         ),
     )
 }

@@ -37,22 +37,22 @@ class DraftHalf(Protocol):
             tops: the shortlist of each row, if they are known.
 
         Returns:
-            Of each a draw (see `sampling.read_draw`), and the distribution [vocab] float32 that it was drawn from or
-            None if the rule needs none, both on the logits' device.
+            (draw, distribution) for each: see `sampling.read_draw`; the distribution [vocab] float32 that it was drawn
+            from, None if the rule needs none. Both are on the logits' device.
         """
         ...
 
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """The tokens that the target will most likely commit at `position`, as far as this model's row tells.
+        """Rank the tokens that the target will most likely commit at `position`, by this model's row.
 
         Args:
             top: the largest of the row.
             is_root: whether the text's last token is not this draft's, so that a rule may judge several tokens here.
 
         Returns:
-            The `count` likeliest, the likeliest first, and the share of each among the tokens of `top`.
+            (tokens, shares): the `count` likeliest tokens, the likeliest first, and the share of each among `top`.
         """
         ...
 
@@ -61,10 +61,10 @@ class TargetHalf(Protocol):
     """How the target judges. Positions are absolute."""
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """Begin what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; waits for no device.
+        """Launch what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; waits for no device.
 
-        Returns a tensor [n, ...], a row for each.  For a rule whose text does not depend on what was proposed that is
-        the direct draw, on its way to the host.
+        Returns a tensor [n, ...].  A rule whose text does not depend on what was proposed returns the direct draws, on
+        their way to the host.
         """
         ...
 
@@ -79,9 +79,9 @@ class TargetHalf(Protocol):
         """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:
-            rows: what the draft half gave with each token, [vocab], on the host or on the logits' device; empty for
-                a rule that needs nothing.
-            launched: what `launch` gave for these logits; None: it was not called.
+            rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device;
+                empty for a rule that needs none.
+            launched: the result of `launch` for these logits; None: it was not called.
 
         Raises `NumericalError` where logits that are looked at are not finite.
         """
@@ -94,15 +94,18 @@ def make_half(
     options: RequestOptions,
     parameters: Parameters = (),
 ) -> Any:
-    """A `TargetHalf` or a `DraftHalf`, or a `joint.JointDraft`, with those of the rule's parameters that it takes.
+    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes.
 
     Raises `RequestError` for an unknown rule or a parameter that it does not take.
     """
     try:
-        spec, values = find(name).at(options.temperature), find(name).values(parameters)
+        rule = find(name)
+        spec = rule.at(options.temperature)
+        values = rule.values(parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     module, _, factory = getattr(spec, side).partition(":")
     half = getattr(import_module(module), factory)
-    taken = signature(half).parameters
-    return half(options, **{key: value for key, value in values.items() if key in taken})
+    accepted_names = signature(half).parameters
+    arguments = {key: value for key, value in values.items() if key in accepted_names}
+    return half(options, **arguments)

@@ -40,7 +40,9 @@ class UnoTarget(RatioTarget):
         self._epsilon = epsilon
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
-        return accepts(u, target_prob + (self._epsilon if target_prob > 0 else 0.0), draft_prob)
+        if target_prob > 0:
+            target_prob += self._epsilon
+        return accepts(u, target_prob, draft_prob)
 
     def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
         return torch.minimum(draft, target + self._epsilon * (target > 0))
@@ -93,11 +95,15 @@ class GreedyBildTarget:
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        """The bias is the number of accepted tokens that are not the target's likeliest."""
-        scores = self.launch(logits, ()) if launched is None else launched
-        own = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
+        """Judge as the protocol says; the bias counts the accepted tokens that are not the target's likeliest."""
+        if launched is None:
+            launched = self.launch(logits, ())
+        scores = launched
+        ids = torch.tensor(tokens, device=scores.device).unsqueeze(1)
+        token_scores = scores.gather(1, ids).squeeze(1).tolist()
+        best_scores = scores.amax(-1).tolist()
         odds = Odds(0.0, 0.0, 0.0)
-        for i, (score, best) in enumerate(zip(own.tolist(), scores.amax(-1).tolist(), strict=True)):
+        for i, (score, best) in enumerate(zip(token_scores, best_scores, strict=True)):
             if not -score <= self._rollback:  # nor where it is no number
                 return Judged(i, read_draw(greedy(logits[i])), odds=odds + Odds(1.0, 0.0, 0.0))
             odds += Odds(0.0, 0.0, float(score < best))

@@ -38,7 +38,7 @@ class DirectDraw:
         self.is_filtered = options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
-        """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
+        """Draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
         if self.options.temperature == 0:
             return greedy(logits)
         if not self.is_filtered:
@@ -46,7 +46,7 @@ class DirectDraw:
         return race(probabilities(logits, self.options), self.key(position))
 
     def rows(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """The draws [n, 2] from logits [n, vocab], launched together."""
+        """Launch the draws [n, 2] from logits [n, vocab] together."""
         if self.options.temperature == 0:
             return greedy(logits)
         keys = [self.key(position) for position in positions]
@@ -67,17 +67,19 @@ class DirectDraft:
     def draft(
         self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
     ) -> list[Drafted]:
-        if logits[0].is_cpu:
-            known: Sequence[Shortlist | None] = tops or [None] * len(logits)
-            return [
-                (self._draw(*each), None) for each in zip(logits, positions, known, strict=True)
-            ]
-        return [(draw, None) for draw in self._draw.rows(torch.stack(list(logits)), positions)]
+        if not logits[0].is_cpu:
+            draws = self._draw.rows(torch.stack(list(logits)), positions)
+            return [(draw, None) for draw in draws]
+        shortlists: Sequence[Shortlist | None] = tops or [None] * len(logits)
+        drafted: list[Drafted] = []
+        for row, position, top in zip(logits, positions, shortlists, strict=True):
+            drafted.append((self._draw(row, position, top), None))
+        return drafted
 
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """The first of the race: the target runs it with the same exponentials."""
+        """Rank tokens by their times in the race, which the target runs with the same exponentials."""
         ids, logits = top
         temperature = self._draw.options.temperature
         weights = shares(logits, temperature)
@@ -104,13 +106,10 @@ class DirectTarget:
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        # The host draws none behind a rejection.
-        draws = (
-            (self._draw(row, start + i) for i, row in enumerate(logits))
-            if launched is None
-            else iter(launched)
-        )
-        for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
-            if (own := read_draw(draw)) != token:
-                return Judged(i, own)
+        for i, token in enumerate(tokens):
+            # One by one: the host draws none after a rejection.
+            draw = self._draw(logits[i], start + i) if launched is None else launched[i]
+            target_token = read_draw(draw)
+            if target_token != token:
+                return Judged(i, target_token)
         return Judged(len(tokens), None)

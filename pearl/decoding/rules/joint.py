@@ -24,13 +24,15 @@ from pearl.protocol.events import Judged, Odds
 
 
 class JointDraft:
-    """What a search for a block of `depth` tokens goes by, which keeps `width` sequences: see `drafting.beams`."""
+    """Scores the search for a block of `depth` tokens that keeps `width` sequences: see `drafting.beams`."""
 
     def __init__(self, options: RequestOptions, depth: int, width: int) -> None:
-        self.options, self.depth, self.width = unwarped(options), depth, width
+        self.options = unwarped(options)
+        self.depth = depth
+        self.width = width
 
     def score(self, logits: Tensor) -> Tensor:
-        """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
+        """Return the probabilities [vocab] float32 by which the search continues a sequence."""
         return probabilities(logits, self.options)
 
 
@@ -42,7 +44,9 @@ class JointTarget:
     """
 
     def __init__(self, options: RequestOptions, tau: float, depth: int) -> None:
-        self.options, self._tau, self._is_greedy = unwarped(options), tau, options.temperature == 0
+        self.options = unwarped(options)
+        self._tau = tau
+        self._is_greedy = options.temperature == 0
         self._is_by_token = depth == 1  # then several blocks are judged at a time
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -56,43 +60,55 @@ class JointTarget:
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        """`tokens` are a block; `rows` are 0 but at their tokens, where they have the draft's probability.
+        """Judge a block; each of `rows` is 0 but at its token, where it has the draft's probability.
 
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
         position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
         """
-        target = probabilities(logits, self.options) if launched is None else launched
+        target = launched
+        if target is None:
+            target = self.launch(logits, ())
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         target_probs = target.gather(1, ids).squeeze(1).tolist()
         draft_probs = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
-        accepted, ratio = 0, 1.0
-        for count, (own, other) in enumerate(zip(target_probs, draft_probs, strict=True), start=1):
+        accepted = self._accepted(target_probs, draft_probs)
+        is_whole = accepted == len(tokens)
+        bias = self._bias(target[:accepted], target_probs[:accepted])
+        odds = Odds(float(not is_whole), 0.0, bias)
+        if is_whole:
+            return Judged(accepted, None, odds=odds)
+        if self._is_greedy:
+            return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
+        key = draw_key(self.options, start + accepted, Purpose.CORRECTION)
+        return Judged(accepted, read_draw(pick(target[accepted], key)), odds=odds)
+
+    def _accepted(self, target_probs: Sequence[float], draft_probs: Sequence[float]) -> int:
+        """Return the length of the longest part whose joint ratio exceeds tau."""
+        accepted = 0
+        ratio = 1.0
+        pairs = zip(target_probs, draft_probs, strict=True)
+        for count, (target_prob, draft_prob) in enumerate(pairs, start=1):
             if self._is_by_token:
                 ratio = 1.0
                 if accepted < count - 1:
                     break
             # A broken draft's probabilities can make the ratio infinite, and infinity times 0 is NaN, which would pass.
-            ratio = ratio * own / other if own and other else 0.0
+            is_possible = target_prob and draft_prob
+            ratio = ratio * target_prob / draft_prob if is_possible else 0.0
             if min(1.0, ratio) > self._tau:
                 accepted = count
-        off = [max(0.0, 1 - own) for own in target_probs]
-        if self._is_greedy:
-            off = [
-                float(own < most)
-                for own, most in zip(target_probs, target.amax(-1).tolist(), strict=True)
-            ]
-        is_whole = accepted == len(tokens)
-        odds = Odds(float(not is_whole), 0.0, sum(off[:accepted]))
-        if is_whole:
-            return Judged(accepted, None, odds=odds)
-        if self._is_greedy:
-            return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
-        own = pick(target[accepted], draw_key(self.options, start + accepted, Purpose.CORRECTION))
-        return Judged(accepted, read_draw(own), odds=odds)
+        return accepted
+
+    def _bias(self, target: Tensor, target_probs: Sequence[float]) -> float:
+        """Return the distances of accepted tokens from the target's rows [accepted, vocab], summed."""
+        if not self._is_greedy:
+            return sum(max(0.0, 1 - prob) for prob in target_probs)
+        best = target.amax(-1).tolist()
+        return sum(float(prob < most) for prob, most in zip(target_probs, best, strict=True))
 
 
 def unwarped(options: RequestOptions) -> RequestOptions:
-    """At temperature 0, which has no distribution, the models' own, unfiltered; any other as it is."""
+    """Return the options; at temperature 0, which has no distribution, those of the models' own, unfiltered."""
     if options.temperature:
         return options
     return options.changed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0)

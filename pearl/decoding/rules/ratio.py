@@ -3,13 +3,14 @@
 Exact: what is committed has the target's distribution, whatever the draft proposed.  Source: Leviathan et al. 2023,
 algorithm 1.
 
-Others that judge each draft token against the distribution that it was drawn from are `RatioTarget` with another
-`accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.
+Other rules that judge each draft token against the distribution that it was drawn from are subclasses of `RatioTarget`
+with another `accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from pearl.protocol.events import Judged, Odds
 
 
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
-    """Whether a token is accepted, given u in [0, 1): u < target_prob / draft_prob, written without the division.
+    """Return whether u < target_prob / draft_prob, for u in [0, 1): the test of acceptance, without the division.
 
     Strict, so that a token of target probability 0 never passes, not even with u = 0.
     """
@@ -30,12 +31,27 @@ def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """max(target - draft, 0) [vocab], not normalised; all zero where rounding leaves nothing."""
+    """Return max(target - draft, 0) [vocab], not normalised; all zero where rounding leaves nothing."""
     return (target_probs - draft_probs).relu_()
 
 
+class Facts(NamedTuple):
+    """What judging one draft token reads from the rows of target and draft.
+
+    Attributes:
+        target, draft: the token's probability.
+        mass: probability that a token of the draft's distribution is accepted.
+        bias: see `RatioTarget.bias`; 0 if the rule is exact.
+    """
+
+    target: float
+    draft: float
+    mass: float
+    bias: float = 0.0
+
+
 class SampledDraft:
-    """Samples the draft's distribution, and gives it with each token."""
+    """Samples the draft's distribution, and returns it with each token."""
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
@@ -43,14 +59,17 @@ class SampledDraft:
     def draft(
         self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
     ) -> list[Drafted]:
-        every = [probabilities(row, self.options) for row in logits]
-        keys = [draw_key(self.options, position, Purpose.DRAFT) for position in positions]
-        return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
+        drafted: list[Drafted] = []
+        for row, position in zip(logits, positions, strict=True):
+            probs = probabilities(row, self.options)
+            key = draw_key(self.options, position, Purpose.DRAFT)
+            drafted.append((pick(probs, key), probs))
+        return drafted
 
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """By the draft's own probabilities: which tokens the target prefers is not known here."""
+        """Rank by the draft's own probabilities: those of the target are not known here."""
         ids, logits = top
         return ids[:count].tolist(), shares(logits[:count], self.options.temperature).tolist()
 
@@ -62,19 +81,21 @@ class RatioTarget:
         self.options = options
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
-        """Whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
+        """Return whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
         return accepts(u, target_prob, draft_prob)
 
     def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
-        """How likely each token is both drafted and accepted: [..., vocab], as `target` and `draft`."""
+        """Return the probability that each token is drafted and accepted: min(draft, target), [..., vocab]."""
         return torch.minimum(draft, target)
 
     def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
-        """What the correction is drawn from, [vocab], not normalised; where it is all zero, the target."""
+        """Return the distribution of the correction, [vocab], not normalised; all zero stands for the target."""
         return residual(target, draft)
 
     def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor | None:
-        """Total variation distance [..., 1] between the committed distribution and `target`; None: the rule is exact.
+        """Return the total variation distance [..., 1] of the committed distribution from `target`.
+
+        None: the rule is exact.
 
         Args:
             accepted: see `accepted`, [..., vocab]; `mass` [..., 1] is its sum.
@@ -92,53 +113,57 @@ class RatioTarget:
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        # The host computes nothing behind a rejection; another device computes all at once and is waited for once.
+        # The host computes nothing after a rejection; another device computes all at once and is waited for once.
         step = 1 if logits.is_cpu else len(tokens)
-        sums: list[tuple[float, float]] = []
+        masses: list[float] = []
+        biases: list[float] = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
-            target = (
-                probabilities(logits[part], self.options) if launched is None else launched[part]
-            )
-            draft = (
-                torch.stack([row.to(logits.device) for row in rows])
-                if step > 1
-                else rows[first][None]
-            )
-            for i, (target_prob, draft_prob, *both) in enumerate(
-                self._facts(target, draft, tokens[part])
-            ):
+            target = self._target(logits, launched, part)
+            if step == 1:
+                draft = rows[first][None]
+            else:
+                draft = torch.stack([row.to(logits.device) for row in rows])
+            for i, facts in enumerate(self._facts(target, draft, tokens[part])):
                 position = start + first + i
-                sums.append((both[0], sum(both[1:])))
+                masses.append(facts.mass)
+                biases.append(facts.bias)
                 u = uniform(draw_key(self.options, position, Purpose.ACCEPT))
-                if not self.accepts(u, target_prob, draft_prob):
-                    rest = self.replacement(target[i], draft[i])
-                    key = draw_key(self.options, position, Purpose.CORRECTION)
-                    token = read_draw(pick(rest, key, otherwise=target[i]))
-                    return Judged(first + i, token, odds=odds_of(sums))
-        return Judged(len(tokens), None, odds=odds_of(sums))
+                if not self.accepts(u, facts.target, facts.draft):
+                    token = self._correction(position, target[i], draft[i])
+                    return Judged(first + i, token, odds=odds_of(masses, biases))
+        return Judged(len(tokens), None, odds=odds_of(masses, biases))
 
-    def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[list[float]]:
-        """Of each row [n, vocab]: the token's probability with target and draft, acceptance mass, bias if any."""
+    def _target(self, logits: Tensor, launched: Tensor | None, part: int | slice) -> Tensor:
+        """Return the target's distribution for some rows of logits [n, vocab]."""
+        return probabilities(logits[part], self.options) if launched is None else launched[part]
+
+    def _correction(self, position: int, target: Tensor, draft: Tensor) -> int:
+        """Draw from `replacement` of rows [vocab]."""
+        key = draw_key(self.options, position, Purpose.CORRECTION)
+        return read_draw(pick(self.replacement(target, draft), key, otherwise=target))
+
+    def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[Facts]:
+        """Read the facts of each token from its rows [n, vocab], waiting for a device once."""
         accepted = self.accepted(target, draft)
         mass = accepted.sum(-1, keepdim=True)
         bias = self.bias(target, accepted, mass)
         if target.is_cpu and len(tokens) == 1:  # NumPy's scalars are the cheapest to read
-            values = [array.numpy().item(token) for array in (target, draft) for token in tokens]
-            return [[*values, mass.item(), *([] if bias is None else [bias.item()])]]
+            (token,) = tokens
+            target_prob = target.numpy().item(token)
+            draft_prob = draft.numpy().item(token)
+            if bias is None:
+                return [Facts(target_prob, draft_prob, mass.item())]
+            return [Facts(target_prob, draft_prob, mass.item(), bias.item())]
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         columns = [target.gather(1, ids), draft.gather(1, ids), mass]
         if bias is not None:
             columns.append(bias)
-        facts: list[list[float]] = torch.cat(columns, 1).tolist()
-        return facts
+        return [Facts(*values) for values in torch.cat(columns, 1).tolist()]
 
 
-def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
-    """Sums (acceptance mass, bias) over positions."""
-    chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in sums]
-    return Odds(
-        sum(chances),
-        sum(chance * (1 - chance) for chance in chances),
-        sum(bias for _, bias in sums),
-    )
+def odds_of(masses: Sequence[float], biases: Sequence[float] = ()) -> Odds:
+    """Sum acceptance masses and biases over positions: a rejection has probability 1 - mass."""
+    chances = [min(1.0, max(0.0, 1 - mass)) for mass in masses]
+    variance = sum(chance * (1 - chance) for chance in chances)
+    return Odds(sum(chances), variance, sum(biases, 0.0))

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.fused_guesses import text_index
-from pearl.drafting.published import INDEXES
+from pearl.drafting.fused_guesses import index_factory
 from pearl.engine import Engine
 from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.guessing import Generated, replay
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.sssd import SIZES, measure_times
 from pearl.models.runner import ModelRunner
+from pearl.spec.methods import METHODS
 from pearl.text.stream import Tokenizer
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -186,13 +186,12 @@ def long_prompts(
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
     """Return the tokens a step by s, of the guesses of other papers and ours (figure 4)."""
-    makes = {"pld": INDEXES["pld"], "llma": INDEXES["llma"]}
-    if store is not None:
-        makes["rest"] = INDEXES["rest"]
-    makes |= {"sssd": INDEXES["sssd"], "ngram": text_index}
     rows = []
     lines = {}
-    for name, make in makes.items():
+    for name in ("pld", "llma", "rest", "sssd", "ngram"):
+        if name == "rest" and store is None:
+            continue
+        make = index_factory(METHODS[name].guesses)
         steps = [replay(texts, store, s - 1, make=make).tokens_per_step for s in SIZES]
         rows.append([name] + [f"{tokens:.2f}" for tokens in steps])
         lines[name] = list(zip(SIZES, steps, strict=True))

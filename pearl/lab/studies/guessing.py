@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.fused_guesses import Guesser, text_index
+from pearl.drafting.fused_guesses import Guesser, MakeIndex, text_index
 from pearl.drafting.ngram import Candidate, NgramIndex, anchored, guess_tree
-from pearl.drafting.published import MakeIndex
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 

@@ -6,21 +6,21 @@ of its nodes pay, verification) is that of method `ngram`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import nlargest
+from typing import Any
 
 from pearl.drafting.datastore import Datastore, Occurrence
-from pearl.drafting.fused_guesses import Guesser, MakeHead, StoreGuesses
-from pearl.drafting.jacobi import JacobiIndex, PhraseIndex
+from pearl.drafting.fused_guesses import Guesser, RankedCandidate, StoreGuesses
 from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex
 from pearl.drafting.output_ngrams import Habits
 from pearl.protocol.messages import Source
 
-MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
-
 # SSSD's weights are not printed. These dampings are the best of a grid of 5 by 4 over 36 greedy answers (3,398 tokens)
 # of SmolLM2-135M to HumanEval, GSM8K and MT-bench. Guesses are then right 1.06 times as often as they say.
-INPUT_FACTOR, SHORT_DAMPING, DEPTH_DAMPING = 1.0, 0.65, 0.9
+INPUT_FACTOR = 1.0
+SHORT_DAMPING = 0.65
+DEPTH_DAMPING = 0.9
 _WIDEST = 8  # children of a node
 _FIRST = 5000  # REST's continuations
 
@@ -34,7 +34,8 @@ class Copied(NgramIndex):
     """
 
     def __init__(self, tokens: Sequence[int], longest: int, is_prompt_alone: bool) -> None:
-        self._longest, self._limit = longest, len(tokens) if is_prompt_alone else None
+        self._longest = longest
+        self._limit = len(tokens) if is_prompt_alone else None
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
@@ -42,13 +43,12 @@ class Copied(NgramIndex):
 
     def candidates(self, position: int) -> list[Candidate]:
         text = self.tokens
+        limit = min(position, self._limit or position)
         for n in range(min(self._longest, position), 0, -1):
-            known = min(n, LONGEST)
-            for end in self._ends[known - 1].get(tuple(text[position - known : position]), ()):
-                if (
-                    end < min(position, self._limit or position)
-                    and self._matched(end, position, known) >= n
-                ):
+            indexed = min(n, LONGEST)
+            gram = tuple(text[position - indexed : position])
+            for end in self._ends[indexed - 1].get(gram, ()):
+                if end < limit and self._matched(end, position, indexed) >= n:
                     return self._copy(end)
         return []
 
@@ -57,8 +57,9 @@ class Copied(NgramIndex):
         return self._copy(end + 1)
 
     def _copy(self, end: int) -> list[Candidate]:
-        is_known = end < (self._limit or len(self.tokens))
-        return [Candidate(self.tokens[end], 1.0, 1, ((end, 1),))] if is_known else []
+        if end >= (self._limit or len(self.tokens)):
+            return []
+        return [Candidate(self.tokens[end], 1.0, 1, ((end, 1),))]
 
 
 class Counted(Guesser):
@@ -70,8 +71,9 @@ class Counted(Guesser):
     its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
     """
 
-    most_occurrences, ranks = 100, _WIDEST
-    weights = INPUT_FACTOR, SHORT_DAMPING, DEPTH_DAMPING
+    most_occurrences = 100
+    ranks = _WIDEST
+    weights = (INPUT_FACTOR, SHORT_DAMPING, DEPTH_DAMPING)
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return CountedStore(store, self.tokens, learn_from)
@@ -79,48 +81,37 @@ class Counted(Guesser):
     def learn(self, committed: int) -> None:
         self._learn_habits(committed)
 
-    def _matched(self, end: int, position: int, known: int) -> int:
-        return known  # no longer prefix has a tree
+    def _matched(self, end: int, position: int, at_least: int) -> int:
+        return at_least  # no longer prefix has a tree
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         factor, damping, depth = self.weights
-        known = [
-            (self.tokens[end], end, matched)
-            for end, matched in occurrences
-            if end < len(self.tokens)
-        ]
+        places = [occurrence for occurrence in occurrences if occurrence[0] < len(self.tokens)]
         best: dict[int, float] = {}
-        for length in {matched for _, _, matched in known}:
-            tree = [token for token, _, matched in known if matched >= length]
+        for length in {matched for _, matched in places}:
+            tree = [self.tokens[end] for end, matched in places if matched >= length]
             weight = factor * depth * (1 - damping**length) / len(tree)
             for token in set(tree):
                 best[token] = max(best.get(token, 0.0), weight * tree.count(token))
-        return [
-            Candidate(
-                token,
-                best[token],
-                1,
-                tuple((end, matched) for each, end, matched in known if each == token),
-            )
-            for token in nlargest(self.ranks, best, best.__getitem__)
-        ]
+        candidates = []
+        for token in nlargest(self.ranks, best, best.__getitem__):
+            followed = tuple(place for place in places if self.tokens[place[0]] == token)
+            candidates.append(Candidate(token, best[token], 1, followed))
+        return candidates
 
 
 class CountedStore(StoreGuesses):
     """Continuations of a datastore by their share."""
 
-    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[tuple[Candidate, int]]:
-        found = self._store.followed(occurrences)
-        best = nlargest(_WIDEST, found, lambda token: len(found[token]))
-        return [
-            (
-                Candidate(
-                    t, len(found[t]) / len(occurrences), 1, tuple(found[t]), Source.DATASTORE
-                ),
-                0,
-            )
-            for t in best
-        ]
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[RankedCandidate]:
+        by_token = self._store.followed(occurrences)
+        ranked = []
+        for token in nlargest(_WIDEST, by_token, lambda token: len(by_token[token])):
+            places = tuple(by_token[token])
+            share = len(places) / len(occurrences)
+            candidate = Candidate(token, share, 1, places, Source.DATASTORE)
+            ranked.append(RankedCandidate(candidate, 0))
+        return ranked
 
 
 class Rest(Counted):
@@ -136,17 +127,28 @@ class Rest(Counted):
 class LongestMatch(CountedStore):
     """Continuations of the longest match alone."""
 
-    def _lookup(self, last: Sequence[int]) -> list[Occurrence]:
-        found = self._store.occurrences(last, _FIRST)
-        return [each for each in found if each[1] == found[0][1]]
+    def _lookup(self, context: Sequence[int]) -> list[Occurrence]:
+        occurrences = self._store.occurrences(context, _FIRST)
+        lengths = [matched for _, matched in occurrences]
+        return occurrences[: lengths.count(max(lengths, default=0))]
 
 
-INDEXES: dict[str, MakeIndex] = {
-    "jacobi": lambda tokens, *_: JacobiIndex(tokens),
-    "phrases": lambda tokens, *_: PhraseIndex(tokens),
-    "pld": lambda tokens, *_: Copied(tokens, longest=3, is_prompt_alone=False),
-    "llma": lambda tokens, *_: Copied(tokens, longest=5, is_prompt_alone=True),
-    "pia": lambda tokens, store, habits, *_: Counted(tokens, None, habits),
-    "rest": Rest,
-    "sssd": lambda tokens, store, *_: Counted(tokens, store),
-}
+# ---- factories, named by `pearl.spec.methods` ----
+
+
+def pld(tokens: Sequence[int], *sources: Any) -> NgramIndex:
+    return Copied(tokens, longest=3, is_prompt_alone=False)
+
+
+def llma(tokens: Sequence[int], *sources: Any) -> NgramIndex:
+    return Copied(tokens, longest=5, is_prompt_alone=True)
+
+
+def pia(
+    tokens: Sequence[int], store: Datastore | None, habits: Habits | None, head: Any
+) -> NgramIndex:
+    return Counted(tokens, None, habits)
+
+
+def sssd(tokens: Sequence[int], store: Datastore | None, *sources: Any) -> NgramIndex:
+    return Counted(tokens, store)
