@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars, Column, print_columns, print_table, shown
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
-from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import Settings
 from pearl.config.options import DECODING_NAMES
 from pearl.errors import ConfigError
@@ -69,8 +69,10 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
     return add
 
 
-@listed("Measure", "pearl bench pearl pearl,rule=opt,epsilon=0.1 --temperature 1 --perplexity")
-@click.command(cls=SettingsCommand)
+@click.command(
+    cls=SettingsCommand,
+    epilog=example("pearl bench pearl pearl,rule=opt,epsilon=0.1 --temperature 1 --perplexity"),
+)
 @click.argument("ways", nargs=-1, metavar="[WAY]...")
 @_prompt_options(4)
 @click.option(
@@ -230,8 +232,11 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
     return lines
 
 
-@listed("Measure", "pearl calibrate --target my-model --draft my-small-model")
-@click.command("calibrate", cls=SettingsCommand)
+@click.command(
+    "calibrate",
+    cls=SettingsCommand,
+    epilog=example("pearl calibrate --target my-model --draft my-small-model"),
+)
 @click.option(
     "--prompts",
     metavar="[NAME=]FILE",
@@ -304,8 +309,11 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
     )
 
 
-@listed("See and check", "pearl check --target my-model --draft my-small-model")
-@click.command("check", cls=SettingsCommand)
+@click.command(
+    "check",
+    cls=SettingsCommand,
+    epilog=example("pearl check --target my-model --draft my-small-model"),
+)
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]"
 )

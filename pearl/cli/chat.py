@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from pearl.cli import listed
-from pearl.cli.commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say, text_input
-from pearl.cli.launch import connect_option, running
+from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
+from pearl.cli.slash_commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
 from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
 from pearl.config import EngineConfig, RequestOptions, Settings
 from pearl.engine import Engine, torchrun
@@ -168,8 +168,10 @@ def status(result: Result, context: int, stats: bool) -> Text:
     return line
 
 
-@listed("Use it", "pearl chat --target my-model --draft my-small-model --show-draft")
-@click.command(cls=SettingsCommand)
+@click.command(
+    cls=SettingsCommand,
+    epilog=example("pearl chat --target my-model --draft my-small-model --show-draft"),
+)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
 @click.option(
@@ -222,7 +224,7 @@ def chat(
         )  # a warning would break the display
     while True:
         try:
-            with running(config, SafeConsole(stderr=True), connect) as engine:
+            with open_engine(config, SafeConsole(stderr=True), connect) as engine:
                 if engine is None:
                     return None
                 before = None

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars
 from pearl.cli.options import SettingsCommand, field_options, of_field, settings_options
 from pearl.cli.prompt_sets import output_option
-from pearl.cli.tables import Bars
 from pearl.config import OPTION_NAMES, Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
@@ -21,8 +21,7 @@ _MILLISECONDS = click.FloatRange(0, 1e6, min_open=True)
 _TOKENS = 128  # of an answer, without --max-tokens
 
 
-@listed("Make a draft", "pearl distill --target my-model --out my-draft")
-@click.command()
+@click.command(epilog=example("pearl distill --target my-model --out my-draft"))
 @click.option(
     "--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint."
 )
@@ -54,8 +53,7 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any)
     click.echo(made)
 
 
-@listed("Make a draft", "pearl disco train prompts.jsonl --out pair.disco")
-@click.group()
+@click.group(epilog=example("pearl disco train prompts.jsonl --out pair.disco"))
 def disco() -> None:
     """Train the classifier that tells a draft where to stop.
 

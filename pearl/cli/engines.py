@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import say
 from pearl.engine import registry
 from pearl.engine.registry import Card
@@ -21,8 +21,7 @@ _STOP_SECONDS = 30.0  # enough for an engine to kill its workers and write a tra
 _SERVED = "pearl serve"
 
 
-@listed("Use it", "pearl ps")
-@click.command()
+@click.command(epilog=example("pearl ps"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def ps(as_json: bool) -> None:
     """List your engines on this machine.
@@ -38,8 +37,7 @@ def ps(as_json: bool) -> None:
         say("no engine is running")
 
 
-@listed("Use it", "pearl stop 4242")
-@click.command()
+@click.command(epilog=example("pearl stop 4242"))
 @click.argument("engine", metavar="[PID|DIRECTORY]", default="")
 @click.option("--all", "every", is_flag=True, help=f"Stop every engine of {_SERVED}.")
 def stop(engine: str, every: bool) -> None:
@@ -98,8 +96,7 @@ def _stop(engine: Card) -> None:
     say(f"stopped {what}")
 
 
-@listed("Use it", "pearl keys pearl.keys")
-@click.command()
+@click.command(epilog=example("pearl keys pearl.keys"))
 @click.argument("file", type=click.Path(path_type=Path))
 def keys(file: Path) -> None:
     """Make the keys that secure a control channel between two hosts.

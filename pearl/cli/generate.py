@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl import __version__
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, text_input
-from pearl.cli.launch import connect_option, running
+from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
@@ -30,8 +30,12 @@ from pearl.text.reasoning import Splitter, split, splitter_of
 from pearl.text.tokenizer import GenerationDefaults
 
 
-@listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
-@click.command(cls=SettingsCommand)
+@click.command(
+    cls=SettingsCommand,
+    epilog=example(
+        'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100'
+    ),
+)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
 @click.option("--stats", is_flag=True, help="Print all figures below the text.")
@@ -60,7 +64,7 @@ def generate(
     grammar_of(options.json_schema, options.regex)
     if connect is None:
         settings.engine.check_options(options)
-    with running(settings.engine, console, connect) as engine:
+    with open_engine(settings.engine, console, connect) as engine:
         if engine is None:
             return
         with engine.stream(text, options, raw=raw) as stream:

@@ -8,9 +8,8 @@ from datetime import datetime
 
 import click
 
-from pearl.cli import listed
-from pearl.cli.console import say
-from pearl.cli.tables import print_table
+from pearl.cli.commands import example
+from pearl.cli.console import print_table, say
 from pearl.device import has_gpu
 from pearl.errors import ConfigError
 from pearl.printable import printable
@@ -22,8 +21,7 @@ _WORDS = {"None": "-", "True": "yes", "False": "no"}
 _MODEL = click.argument("model")
 
 
-@listed("Use it", "pearl list")
-@click.command("list")
+@click.command("list", epilog=example("pearl list"))
 @_JSON
 def list_models(as_json: bool) -> None:
     """List the models on this machine's disk.
@@ -47,8 +45,7 @@ def list_models(as_json: bool) -> None:
     )
 
 
-@listed("Use it", "pearl pull Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl pull Qwen/Qwen3-0.6B"))
 @_MODEL
 def pull(model: str) -> None:
     """Download a model from the hub into its cache.
@@ -61,8 +58,7 @@ def pull(model: str) -> None:
     click.echo(hub.pull(model, say))
 
 
-@listed("Use it", "pearl show Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl show Qwen/Qwen3-0.6B"))
 @_MODEL
 @_JSON
 def show(model: str, as_json: bool) -> None:
@@ -85,8 +81,7 @@ def show(model: str, as_json: bool) -> None:
         click.echo(f"{name.replace('_', ' '):14} {printable(text)}")
 
 
-@listed("Use it", "pearl rm Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl rm Qwen/Qwen3-0.6B"))
 @_MODEL
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm(model: str, yes: bool) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars, print_lines, print_table
 from pearl.cli.prompt_sets import json_option, read_sets, reported
-from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
@@ -90,8 +90,7 @@ def _asked(given: dict[str, Any], **settings: Any) -> _Asked:
     )
 
 
-@listed("Measure", "pearl paper theory --figures theory/")
-@click.group()
+@click.group(epilog=example("pearl paper theory --figures theory/"))
 def paper() -> None:
     """Tables and figures of the five papers, by runs of this runtime.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say
-from pearl.cli.launch import running
+from pearl.cli.open_engine import open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import torchrun
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from pearl.server.listen import Door
 
 
-@listed("Use it", "pearl serve --target my-model --draft my-small-model")
-@click.command(cls=SettingsCommand)
+@click.command(
+    cls=SettingsCommand, epilog=example("pearl serve --target my-model --draft my-small-model")
+)
 @click.option(
     "--http",
     metavar="HOST:PORT",
@@ -85,7 +86,7 @@ def serve(
         door = _bind(http, api_key or None, logs_requests=log_requests == "on", **more)
     with (
         closing(door) if door else nullcontext(),
-        running(settings.engine, SafeConsole(stderr=True)) as engine,
+        open_engine(settings.engine, SafeConsole(stderr=True)) as engine,
     ):
         if engine is None:
             return

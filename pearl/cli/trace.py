@@ -9,7 +9,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.prompt_sets import STDOUT, output_option, write_json
 from pearl.document import damaged
@@ -28,8 +28,7 @@ _FILES = click.argument(
 )
 
 
-@listed("See and check", "pearl trace show sd.json pearl.json --png both.png")
-@click.group()
+@click.group(epilog=example("pearl trace show sd.json pearl.json --png both.png"))
 def trace() -> None:
     """Report or draw the recordings of --trace FILE.
 
