@@ -42,7 +42,7 @@ _UNTRACED = {*DECODING_NAMES, "trace"}  # settings that bench, calibrate and che
 _SEEDED = {"seed": "0"}
 
 
-class _Size(NamedTuple):
+class _BenchSize(NamedTuple):
     """What pearl bench decodes by default, with how many prompts of each set."""
 
     prompts: int
@@ -50,8 +50,8 @@ class _Size(NamedTuple):
     temperature: float
 
 
-_DEFAULT = _Size(4, 128, 0.0)
-_EMULATED = _Size(3, 500, 1.0)  # a toy's acceptance rate is that under sampling
+_DEFAULT = _BenchSize(4, 128, 0.0)
+_EMULATED = _BenchSize(3, 500, 1.0)  # a toy's acceptance rate is that under sampling
 
 
 @click.command(
