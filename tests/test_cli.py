@@ -86,7 +86,7 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     toy: Engine, monkeypatch: pytest.MonkeyPatch, pearl_here: Run, method: str
 ) -> None:
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
-    monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
+    monkeypatch.setattr("pearl.cli.generate.open_engine", lambda *_: nullcontext(toy))
     monkeypatch.setattr(toy, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
     flags = [
         "--method",
@@ -336,7 +336,7 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(
     assert read_turns(tmp_path / "it.txt") == [("Hello",)]
     heard: list[str] = []
     _pipe(monkeypatch, b"\xef\xbb\xbf12\r\n34")
-    monkeypatch.setattr(chat.Chat, "answer", lambda self, message: heard.append(message))
+    monkeypatch.setattr(chat.ChatSession, "answer", lambda self, message: heard.append(message))
     monkeypatch.setattr(sys, "argv", ["pearl", "chat", *PAIR])
     with pytest.raises(SystemExit):
         main()
