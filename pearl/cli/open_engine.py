@@ -45,13 +45,15 @@ def open_engine(
     log_to_stderr(config.log_level, "front")
     if connect is not None:
         engine = _attach(config, console, connect)
-    elif torchrun.rank():
-        torchrun.check_world(config)
-        torchrun.die_with_torchrun()
-        torchrun.serve(config, progress=lambda _: None)
-        yield None
-        return
     else:
+        rank = torchrun.rank()
+        if rank is not None:
+            torchrun.check_world(config)
+            torchrun.die_with_torchrun()
+        if rank:
+            torchrun.serve(config, progress=lambda _: None)
+            yield None
+            return
         engine = _start(config, console)
     with engine:
         yield engine
@@ -72,14 +74,10 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
 
 
 def _start(config: EngineConfig, console: Console) -> Engine:
-    """Start an engine, on torchrun's first rank with its processes, and print the engine's notes."""
-    under_torchrun = torchrun.rank() is not None
-    if under_torchrun:
-        torchrun.check_world(config)
-        torchrun.die_with_torchrun()
+    """Start an engine, under torchrun on its first rank, and print the engine's notes."""
+    launcher_type = LocalLauncher if torchrun.rank() is None else torchrun.TorchrunLauncher
     with _show_progress(console, "starting the workers") as progress:
-        launcher = torchrun.TorchrunLauncher(config) if under_torchrun else LocalLauncher(config)
-        engine = Engine.launched_by(launcher, progress)
+        engine = Engine.launched_by(launcher_type(config), progress)
     for note in engine.notes:
         console.print(note, style="yellow")
     return engine

@@ -67,6 +67,7 @@ else:
     Schema = str | None
     Named = Parameters
 
+GuessBound = Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]]
 UNSET: Any = None
 
 
@@ -120,7 +121,7 @@ class RequestOptions(Record, frozen=True):
     rule: Annotated[Default[Name], Meta(description=_rules())] = UNSET
     parameters: Annotated[Named, Meta(description="Parameters of the rule: (name, value).")] = ()
     look_ahead: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; "
             "of these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
@@ -128,7 +129,7 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = UNSET
     draft_lookup: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, as "
             f"far as that pays. 0 or off: none, as published. Default, auto: {methods.DRAFT_LOOKUP} for pearl, else 0."
@@ -142,7 +143,7 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = UNSET
     siblings: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most runners-up of the draft's tokens that the target verifies beside them in a forward, "
             "under greedy decoding and rule coupled; of these as many as give the most tokens a second. 0 or off: "
