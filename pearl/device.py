@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pearl.printable import shortened
+
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 _MOST_NUMBERS = 4096  # cores or GPUs in a name
 _LONGEST_SHOWN = 80  # characters of a refused name in a message
@@ -75,7 +77,7 @@ class Device:
 
 
 def _bad_device(name: str) -> ValueError:
-    shown = name if len(name) < _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+    shown = shortened(name, _LONGEST_SHOWN)
     return ValueError(
         f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1"
     )

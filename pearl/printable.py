@@ -22,6 +22,13 @@ def printable(text: str) -> str:
     return _UNSEEN.sub("\ufffd", text.replace("\r\n", "\n").translate(_PICTURES))
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return `text`; if it is longer, its first `limit` characters and an ellipsis."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}..."
+
+
 class PrintableFormatter(logging.Formatter):
     """Formats logs for a terminal: they may quote a peer."""
 

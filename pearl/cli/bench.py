@@ -125,9 +125,11 @@ def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
                 "no prompt fits the context: shorten them, lower max_tokens, or raise max_context"
             )
         conditions.stop()
+        surprise = None
         if perplexity:
             bars.say("reading the texts for their perplexity")
-        rows = figures(plan, measured, Surprise(plan.config) if perplexity else None)
+            surprise = Surprise(plan.config)
+        rows = figures(plan, measured, surprise)
     if reported(to, document(plan, measured, rows, conditions)):
         notes = _notes(measured, rows) + _result_lines(plan, measured, conditions)
         print_columns(_columns(plan, measured), rows, *notes, words=2)

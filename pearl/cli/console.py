@@ -70,6 +70,14 @@ def text_input(errors: str, newline: str | None = "") -> TextIO:
     return sys.stdin
 
 
+def write_text(text: str) -> None:
+    """Write a model's text to standard output: a terminal shows control characters, a file gets the text as it is."""
+    if sys.stdout.isatty():
+        text = printable(text)
+    sys.stdout.write(text)  # click.echo would strip ANSI codes
+    sys.stdout.flush()
+
+
 def say(text: str) -> None:
     """Print a line to standard error."""
     click.echo(printable(text), err=True)

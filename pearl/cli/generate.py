@@ -14,14 +14,13 @@ from rich.text import Text
 
 from pearl import __version__
 from pearl.cli.commands import example
-from pearl.cli.console import SafeConsole, text_input
+from pearl.cli.console import SafeConsole, text_input, write_text
 from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import RequestOptions, Settings
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.metrics import FIGURES, Statistics, brief
-from pearl.printable import printable
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
@@ -117,9 +116,7 @@ def _print_as_it_comes(
             if is_thinking:
                 console.print("\n")
             is_thinking = False
-            # click.echo would strip ANSI codes, but a file must get the model's own text
-            sys.stdout.write(printable(answer) if sys.stdout.isatty() else answer)
-            sys.stdout.flush()
+            write_text(answer)
     if is_thinking:
         console.print()
     if not quiet:
@@ -183,7 +180,9 @@ def summary(settings: Settings, result: Result, defaults: GenerationDefaults) ->
         text = figure.text(statistics)
         if text is not None:
             remark = figure.remark(statistics)
-            table.add_row(figure.name, f"{text} ({remark})" if remark else text)
+            if remark:
+                text += f" ({remark})"
+            table.add_row(figure.name, text)
     if statistics.expected_rejections is not None:
         table.add_row("rejections", _rejections_text(statistics))
     _add_times(table, statistics)

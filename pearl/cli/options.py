@@ -109,7 +109,9 @@ class SettingsCommand(click.Command):
             order = [_USUAL_TITLE, "Options"]
         records: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
-            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if not isinstance(option, click.Option):
+                continue
+            record = option.get_help_record(ctx)
             if record is not None:
                 title = titles.get(str(option.name), "Options")
                 records.setdefault(title, []).append(record)

@@ -71,7 +71,7 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
     if not equals:
         file = prompt_set
         name = Path(file).stem
-    if not (file if equals else name):
+    if not file or not (equals or name):
         raise ConfigError(f"{prompt_set!r}: write FILE or NAME=FILE")
     return name, Path(file)
 

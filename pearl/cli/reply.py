@@ -6,7 +6,6 @@ draft's guesses) is redrawn, and never more of it than fits the screen.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
+from pearl.cli.console import write_text
 from pearl.colours import SOURCES
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
@@ -54,17 +54,14 @@ class Reply:
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         """Append final text: each token's text, and where each token came from."""
-        text = "".join(texts)
-        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
+        write_text("".join(texts))
 
     def guess(self, text: str) -> None:
         """Show the draft's guess of the text that follows, in place of its last guess."""
 
     def finish(self) -> None:
         """End the display: no more text comes."""
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")
 
 
 class _LastRows:

@@ -253,8 +253,9 @@ class RequestOptions(Record, frozen=True):
         values = []
         for name in OPTIONS:
             value = getattr(self, name)
-            convert = _CONVERTERS.get(name)
-            values.append(convert(value) if convert else value)
+            if name in _CONVERTERS:
+                value = _CONVERTERS[name](value)
+            values.append(value)
         try:
             checked = msgspec.convert(values, _Checked)
         except msgspec.ValidationError:
@@ -269,7 +270,9 @@ class RequestOptions(Record, frozen=True):
         """Yield what is wrong with fields that are each in their range."""
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            problem = None if value is None else sampling_problem(**{name: value})
+            if value is None:
+                continue
+            problem = sampling_problem(**{name: value})
             if problem:
                 yield f"{name}: {problem} (got {value!r})"
         problem = stop_problem(self.stop)

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from pearl.errors import ConfigError
-from pearl.printable import is_unicode
+from pearl.printable import is_unicode, shortened
 
 _SHOWN = 200  # characters of a refused value in a message
 
@@ -48,20 +48,15 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
     for key in values:
         if key not in allowed:
             nearest = get_close_matches(key, allowed, n=1)
-            hint = (
-                f"did you mean {nearest[0]}?"
-                if nearest
-                else f"allowed are {', '.join(sorted(allowed))}"
-            )
+            hint = f"allowed are {', '.join(sorted(allowed))}"
+            if nearest:
+                hint = f"did you mean {nearest[0]}?"
             raise ConfigError(f"unknown setting {key!r}: {hint}")
 
 
 def shown(value: Any) -> str:
     """Return a refused value for a message, at most the beginning of a long one."""
-    text = repr(value)
-    if len(text) <= _SHOWN:
-        return text
-    return f"{text[:_SHOWN]}..."
+    return shortened(repr(value), _SHOWN)
 
 
 def _explained(error: Any) -> str:
