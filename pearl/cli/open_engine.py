@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -19,18 +18,16 @@ from pearl.engine.registry import find_card
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _OF_THE_COMMAND = {"log_level", "trace"}  # settings that may differ from those of a running engine
 
 
-def connect_option(command: _Command) -> _Command:
-    return click.option(
-        "--connect",
-        is_flag=False,
-        flag_value="",
-        metavar="[PID|DIRECTORY]",
-        help="Use a running engine, as listed by pearl ps; the name may be left out if there is only one.",
-    )(command)
+connect_option = click.option(
+    "--connect",
+    is_flag=False,
+    flag_value="",
+    metavar="[PID|DIRECTORY]",
+    help="Use a running engine, as listed by pearl ps; the name may be left out if there is only one.",
+)
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -26,7 +26,6 @@ _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
 _EMULATED = {"tokens": 250, "texts": 2}  # texts of each row
 _EMULATED_QUICK = {"tokens": 60, "texts": 1}
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 figures_option = click.option(
     "--figures",
@@ -66,7 +65,7 @@ class _Arguments:
     to: Path | None
 
 
-def _on_a_pair(command: _Command) -> _Command:
+def _on_a_pair(command: Any) -> Any:
     """Add the options of `_Arguments`."""
     options = (
         click.option("--target", default=None, metavar="MODEL", help="[default: embedded]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -15,7 +15,6 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
 STDOUT = Path("-")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
@@ -29,7 +28,7 @@ def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> P
     return path
 
 
-def output_option(name: str, *names: str, **form: Any) -> Callable[[_Command], _Command]:
+def output_option(name: str, *names: str, **form: Any) -> Callable[[Any], Any]:
     """An option that names a file to write, which is refused at once if that is impossible."""
     kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
     return click.option(name, *names, type=kind, callback=_writable, **form)
