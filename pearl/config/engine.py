@@ -53,113 +53,116 @@ def is_toy(spec: str) -> bool:
 class EngineConfig(Section):
     """The settings of an engine: the pair, where it runs and how its processes communicate."""
 
+    # `default` is named: without pydantic's plugin, type checkers see no other default.
     target: str = Field(
-        "embedded",
+        default="embedded",
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
-        _EMBEDDED_DRAFT,
+        default=_EMBEDDED_DRAFT,
         validate_default=True,
         description="Draft model, named likewise, or a head of the target (EAGLE-3); 'none' for methods ar and ngram. "
         "That of a toy target is by default the target itself.",
     )
     target_device: str = Field(
-        "auto",
+        default="auto",
         description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).",
     )
     draft_device: str = Field(
-        "auto", description="Likewise, but of GPUs one: a draft is not spread."
+        default="auto", description="Likewise, but of GPUs one: a draft is not spread."
     )
     target_dtype: DType = Field(
-        "auto",
+        default="auto",
         description="Weights of the target; auto: the checkpoint's, in its own bits if it is quantised; on a CPU "
         "float32 if that has no instructions for bfloat16. int8 and int4 round them to another model.",
     )
     draft_dtype: DType = Field(
-        "auto",
+        default="auto",
         description="Of the draft. int8 and int4: slightly lower acceptance. auto is int4 on a CPU for a draft "
         "of 100M weights or more.",
     )
     forwards: Literal["auto", "eager", "transformers"] = Field(
-        "auto",
+        default="auto",
         description="auto: our own forward pass if it supports the model; eager: on a GPU neither captured in CUDA "
         "graphs nor chained; transformers: always theirs.",
     )
     exact: bool = Field(
-        False,
+        default=False,
         description="Refuse a model whose logits depend on how many tokens are fed together: all but our own forward.",
     )
     max_context: int | None = Field(
-        None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192."
+        default=None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192."
     )
     slots: int = Field(
-        1,
+        default=1,
         ge=1,
         le=MAX_SLOTS,
         description="Requests decoded side by side, each in a KV cache of its own; others wait.",
     )
     head: str | None = Field(
-        None,
+        default=None,
         description="Head of the target (EAGLE-3), a directory or hub id; the target's own name for its layer for "
         "multi-token prediction: method head verifies its guesses; auto and pearl take them too.",
     )
     datastore: str | None = Field(
-        None,
+        default=None,
         description="Directory of texts from which ngram and pearl also guess; see pearl datastore --help.",
     )
     habits: bool = Field(
-        False,
+        default=False,
         description="ngram and pearl also guess from the target's texts for earlier requests: counts of a few tokens "
         "in a row, in its worker's memory. The speed of a text then shows what it has in common with those of others.",
     )
     disco: str | None = Field(
-        None,
+        default=None,
         description="File with the classifier of --draft-stop disco for this pair; pearl disco train makes one.",
     )
     target_pace: Seconds | None = Field(
-        None, description="Emulation: seconds that each target forward lasts."
+        default=None, description="Emulation: seconds that each target forward lasts."
     )
     draft_pace: Seconds | None = Field(
-        None, description="Emulation: seconds that each draft forward lasts."
+        default=None, description="Emulation: seconds that each draft forward lasts."
     )
     control: str = Field(
-        "ipc",
+        default="ipc",
         description="Control channel: ipc (private socket files), or for two hosts tcp://HOST:PORT, an address of the "
         "target's host; PORT * is a free one.",
     )
     keys: str | None = Field(
-        None,
+        default=None,
         validate_default=True,
         description="File of the keys that secure a tcp:// control channel; pearl keys FILE makes one.",
     )
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
-        "auto",
+        default="auto",
         description="How dense draft distributions travel; auto: as frames of messages, between GPUs too.",
     )
     draft_timeout: Seconds = Field(
-        10.0, description="Seconds of silence after which the draft counts as lost."
+        default=10.0, description="Seconds of silence after which the draft counts as lost."
     )
     target_timeout: Seconds = Field(
-        120.0, description="Seconds of silence after which the target counts as lost."
+        default=120.0, description="Seconds of silence after which the target counts as lost."
     )
     startup_timeout: Seconds = Field(
-        900.0, description="Seconds within which both models must be loaded."
+        default=900.0, description="Seconds within which both models must be loaded."
     )
     profile: Literal["auto", "none"] = Field(
-        "auto",
+        default="auto",
         description="Measured speeds of the pair to start with: those that pearl calibrate has kept for this pair on "
         "this machine, if any, or none.",
     )
     draft_restarts: int = Field(
-        3, ge=0, description="How often in a row, for one cause, a lost draft is restarted."
+        default=3, ge=0, description="How often in a row, for one cause, a lost draft is restarted."
     )
-    trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with a checkpoint."
+    )
     trace: str | None = Field(
-        None,
+        default=None,
         description="File to write a timeline of both workers to; see pearl trace --help.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "warning", description="How much to log on stderr."
+        default="warning", description="How much to log on stderr."
     )
 
     @field_validator("*", mode="before")
