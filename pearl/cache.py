@@ -31,7 +31,7 @@ FORMAT = 9  # increase it where the same files would be described differently
 
 
 class Watcher(Protocol):
-    """Receives progress reports. `total` and `count`: units of the work, such as samples, steps or bytes."""
+    """Receives progress reports. `total` and `count` are in units of the work, such as samples, steps or bytes."""
 
     def begin(self, what: str, total: int) -> None: ...
 
@@ -41,7 +41,7 @@ class Watcher(Protocol):
 
 
 def silent(_message: str) -> None:
-    """Progress callback that discards its message."""
+    """Discard a progress message."""
 
 
 class Count:
@@ -58,7 +58,7 @@ class Count:
         self._reported = clock()
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more unit of work as done."""
         self._done += 1
         if self._clock() - self._reported >= _REPORT_SECONDS:
             self._progress(f"{self._what} {self._done} of {self._total}")
@@ -66,28 +66,32 @@ class Count:
 
 
 def cache_directory() -> Path:
-    """The cache's directory; not created here."""
-    if chosen := os.environ.get("PEARL_CACHE"):
-        return Path(check_utf8(chosen, "$PEARL_CACHE")).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pearl"
+    """Return the cache's directory, which may not exist yet."""
+    cache = os.environ.get("PEARL_CACHE")
+    if cache:
+        return Path(check_utf8(cache, "$PEARL_CACHE")).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pearl"
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """16 hexadecimal digits that change with path, size or time of any file, and with the versions that convert them.
+    """Return 16 hexadecimal digits that change with path, size or time of any file, and with the versions that convert
+    them.
 
     Raises `OSError`.
     """
-    found: list[object] = [FORMAT, version("tokenizers")]
-    found += [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
+    facts: list[object] = [FORMAT, version("tokenizers")]
+    for path in files:
+        status = path.stat()
+        facts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
 def built_once(name: str, build: Build, progress: Progress, root: Path | None = None) -> Path:
     """Return <root>/<name>; `build` makes it, in a sibling directory, unless it exists.
 
     `root` None: the cache itself. Safe in several processes at once: the first builds, the others wait. Raises
-    `ModelError` where it cannot be written.
+    `ModelError` if it cannot be written.
     """
     root = root or cache_directory()
     final = root / name
@@ -97,20 +101,25 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
             if not final.is_dir():
-                for leftover in root.glob(
-                    f".{name}.*"
-                ):  # of a builder that was killed: we hold the lock
-                    shutil.rmtree(leftover, ignore_errors=True)
-                with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as scratch:
-                    building = Path(scratch) / "building"
-                    build(building, progress)
-                    _flush(building)
-                    os.replace(building, final)
+                _build(final, build, progress)
     except OSError as error:
         raise ModelError(
             f"Cannot prepare {name} in {root}: {error}. Point $PEARL_CACHE to a writable directory with 1 GB free."
         ) from error
     return final
+
+
+def _build(final: Path, build: Build, progress: Progress) -> None:
+    """Build beside the final directory and rename. The caller holds the lock, so what is left there is of a killed
+    builder."""
+    root = final.parent
+    for leftover in root.glob(f".{final.name}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=root) as scratch:
+        building = Path(scratch) / "building"
+        build(building, progress)
+        _flush(building)
+        os.replace(building, final)
 
 
 def _flush(directory: Path) -> None:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pearl.printable import shortened
+
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
-_MOST_NUMBERS = 4096  # of cores or GPUs in a name
+_MOST_NUMBERS = 4096  # cores or GPUs in a name
+_LONGEST_SHOWN = 80  # characters of a refused name in a message
 
 
 @dataclass(frozen=True)
@@ -27,85 +30,96 @@ class Device:
 
     @staticmethod
     def parse(name: str) -> Device:
-        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1, cuda:0-1."""
-        kind, colon, rest = name.partition(":")
+        """Return the device of this name: auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1.
+
+        Raises ValueError for any other name.
+        """
+        if name == "auto":
+            return Device("auto")
+        kind, colon, listed = name.partition(":")
         try:
-            numbers = _numbers(rest) if colon else None
+            numbers = _numbers(listed) if colon else None
         except ValueError:
-            numbers, kind = None, ""
+            raise _bad_device(name) from None
         if kind == "cuda":
             return Device("cuda", gpus=numbers or (0,))
         if kind == "cpu":
             return Device("cpu", cores=numbers and _usable(numbers))
-        if name == "auto":
-            return Device("auto")
-        shown = name if len(name) < 80 else f"{name[:80]}..."
-        raise ValueError(
-            f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1"
-        )
+        raise _bad_device(name)
 
     @property
     def name(self) -> str:
-        """As users name it."""
+        """The device as users name it."""
         numbers = sorted(self.gpus or self.cores or ())
+        if not numbers:
+            return self.kind
         is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
         listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-        return f"{self.kind}:{listed}" if numbers else self.kind
+        return f"{self.kind}:{listed}"
 
-    def __or__(self, other: Device) -> Device:
-        """Both together: GPUs if one has any, otherwise cores; all cores where one of them is not pinned."""
-        if gpus := tuple(sorted({*self.gpus, *other.gpus})):
-            return Device("cuda", gpus=gpus)
-        return Device(
-            "cpu",
-            cores=tuple(sorted({*self.cores, *other.cores}))
-            if self.cores and other.cores
-            else None,
-        )
+    def __or__(self, device: Device) -> Device:
+        """Return both together: GPUs if one has any, otherwise cores; all cores if one of them is not pinned."""
+        gpus = set(self.gpus + device.gpus)
+        if gpus:
+            return Device("cuda", gpus=tuple(sorted(gpus)))
+        if not self.cores or not device.cores:
+            return Device("cpu")
+        return Device("cpu", cores=tuple(sorted(set(self.cores + device.cores))))
 
     @property
     def in_words(self) -> str:
-        """Their number."""
-        kind, numbers = ("GPU", self.gpus) if self.gpus else ("core", self.cores)
-        return (
-            f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
-        )
+        """The number of GPUs or cores, such as "2 GPUs"."""
+        unit = "GPU" if self.gpus else "core"
+        count = len(self.gpus or self.cores or ())
+        if not count:
+            return "all cores"
+        return f"1 {unit}" if count == 1 else f"{count} {unit}s"
+
+
+def _bad_device(name: str) -> ValueError:
+    shown = shortened(name, _LONGEST_SHOWN)
+    return ValueError(
+        f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1"
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""
+    """Return the numbers of a list: "0-2,5" is (0, 1, 2, 5). Raises ValueError."""
     numbers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        start, end = int(first), int(last if dash else first) + 1
-        if end - start + len(numbers) > _MOST_NUMBERS:
+        start, dash, end = part.partition("-")
+        span = range(int(start), int(end if dash else start) + 1)
+        if span.stop - span.start + len(numbers) > _MOST_NUMBERS:  # len(span) may overflow
             raise ValueError(text)
-        numbers += range(start, end)
+        numbers += span
     if not numbers:
         raise ValueError(text)
     return tuple(dict.fromkeys(numbers))
 
 
 def usable_cores() -> set[int]:
-    """The cores of this process, whichever of them the calling thread is pinned to."""
-    found: set[int] = set()
+    """Return the cores of this process, whichever of them the calling thread is pinned to."""
+    cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread is ending
-            found |= os.sched_getaffinity(int(thread))
-    return found
+            cores |= os.sched_getaffinity(int(thread))
+    return cores
 
 
 def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the cores. Raises ValueError if this process may not use one of them."""
     usable = usable_cores()
     missing = sorted(set(cores) - usable)
     if missing:
-        named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
+        names = ", ".join(map(str, missing[:8]))
+        if missing[8:]:
+            names += ", ..."
         raise ValueError(
-            f"CPU cores [{named}] are not there: this process may use {sorted(usable)}"
+            f"CPU cores [{names}] are not there: this process may use {sorted(usable)}"
         )
     return cores
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows a GPU's driver; torch may see none of its GPUs for all that."""
+    """Return whether this machine has a GPU's driver. torch may still see none of its GPUs."""
     return any(any(Path("/dev").glob(name)) for name in _GPUS)

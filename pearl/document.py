@@ -14,7 +14,7 @@ from pearl.errors import PearlError
 
 _MOST_YAML = 1 << 16  # characters, which take PyYAML 0.1 s; a configuration has two thousand
 # Errors of code that reads values of an unexpected type or shape.
-_WRONG = (
+_SHAPE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -26,7 +26,7 @@ _WRONG = (
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError: `json.JSONDecodeError` if it is not JSON."""
+    """Parse JSON. Raises ValueError: `json.JSONDecodeError` if it is not JSON."""
     collects = gc.isenabled()
     gc.disable()  # the collector would walk a million new lists again and again: 0.3 s for 2 MiB, not 0.06 s
     try:
@@ -43,7 +43,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document of plain data, without aliases: a few could fill all memory. Raises ValueError."""
+    """Parse one YAML document of plain data, without aliases: a few could fill all memory. Raises ValueError."""
     if len(text) > _MOST_YAML:
         raise ValueError(f"it has {len(text):,} characters, at most {_MOST_YAML:,} are read")
     try:
@@ -53,20 +53,25 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise ValueError(f"{error.problem}{where}") from None
-    except (yaml.YAMLError, *_WRONG) as error:
-        raise ValueError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+    except (yaml.YAMLError, *_SHAPE_ERRORS) as error:
+        raise ValueError(_one_line(error)[:300] or type(error).__name__) from None
     if has_aliases:
         raise ValueError("aliases are not read: write them out")
     return values
 
 
 @contextmanager
-def damaged(what: object, kind: type[PearlError]) -> Iterator[None]:
-    """Turn the errors of reading values of unexpected types or shapes into one error: `what`, a file, is damaged."""
+def damaged(file: object, kind: type[PearlError]) -> Iterator[None]:
+    """Turn the errors of reading values of unexpected types or shapes into one error: the file is damaged."""
     try:
         yield
-    except _WRONG as error:
-        why = " ".join(str(error).split())[:200]
-        raise kind(
-            f"{what} is damaged: {type(error).__name__}{': ' if why else ''}{why}"
-        ) from error
+    except _SHAPE_ERRORS as error:
+        cause = type(error).__name__
+        message = _one_line(error)[:200]
+        if message:
+            cause += f": {message}"
+        raise kind(f"{file} is damaged: {cause}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

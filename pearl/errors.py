@@ -123,13 +123,15 @@ class RemoteProtocolError(ProtocolError):
 
 
 def error_named(kind: str) -> type[PearlError]:
-    """The class of that name; `StartError` for an unknown name, as the name may come from an untrusted peer."""
-    found = globals().get(kind)
-    return found if isinstance(found, type) and issubclass(found, PearlError) else StartError
+    """Return the class of that name; `StartError` for an unknown name, as an untrusted peer may send it."""
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, PearlError):
+        return error_class
+    return StartError
 
 
 def installing(extra: str) -> str:
-    """How to install an extra of the package: ends a sentence that says what is missing."""
+    """Return how to install an extra of the package: the end of a sentence that says what is missing."""
     return (
         f"`scripts/setup {extra}` in a checkout, or pip with the extra `{extra}` of PEARL's wheel"
     )

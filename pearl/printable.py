@@ -13,17 +13,24 @@ _UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, as Python decodes bytes that are not UTF-8, or some JSON."""
+    """Return whether a text has no half of a surrogate pair, which Python makes of bytes that are not UTF-8."""
     return _HALVES.search(text) is None
 
 
 def printable(text: str) -> str:
-    """`text` with visible symbols for control characters other than newline and tab."""
+    """Return `text` with visible symbols for control characters other than newline and tab."""
     return _UNSEEN.sub("\ufffd", text.replace("\r\n", "\n").translate(_PICTURES))
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return `text`; if it is longer, its first `limit` characters and an ellipsis."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}..."
+
+
 class PrintableFormatter(logging.Formatter):
-    """For logs on a terminal, which may quote a peer."""
+    """Formats logs for a terminal: they may quote a peer."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -37,5 +44,6 @@ def log_to_stderr(level: str, who: str) -> None:
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of another library's error message, without its full stop; its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first line of another library's error message, without its full stop; its type if it is empty."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

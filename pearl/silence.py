@@ -24,9 +24,10 @@ class Silence:
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
-        """A sign of life. `allowance`: seconds of announced work, which do not count as silence."""
+        """Note a sign of life. `allowance`: seconds of announced work, which do not count as silence."""
         with self._lock:
-            self._seconds, self._looked = -allowance, time.monotonic()
+            self._seconds = -allowance
+            self._looked = time.monotonic()
 
     @property
     def seconds(self) -> float:

@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 import click
 
 from pearl import Engine
+from pearl.cli.console import print_table
 from pearl.cli.prompt_sets import json_option, write_json
-from pearl.cli.tables import print_table
 from pearl.config import EngineConfig, RequestOptions
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from pearl.cli.chat import Chat, status
+from pearl.cli.chat import ChatSession, status
 from pearl.cli.reply import PENDING, STYLES, Reply, legend
 from pearl.config import RequestOptions
 from pearl.engine import Engine, Piece, Stream
@@ -63,7 +63,7 @@ class Still(Reply):
         self._console.print(self._text + Text(self._guess if self.is_frozen else "", PENDING))
 
 
-class Pictured(Chat):
+class Pictured(ChatSession):
     frozen_at: int | None = None
 
     def _await_first(self, stream: Stream) -> list[Piece]:

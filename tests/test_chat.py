@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pearl import SamplingParams
-from pearl.cli.commands import COMMANDS
+from pearl.cli.slash_commands import COMMANDS
 from pearl.colours import SOURCES
 from pearl.engine import Engine
 from tests.conftest import AS_PUBLISHED, CHARACTERS, TOY, output, started_in, wanted

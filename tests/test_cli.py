@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from rich.progress import Progress
 
 from pearl import device
-from pearl.cli import chat, cli, generate, listed_commands, main, tables
+from pearl.cli import chat, cli, commands, console, generate, main
+from pearl.cli.commands import COMMANDS
 from pearl.cli.options import settings_options
 from pearl.config import SETTING_NAMES, Settings
 from pearl.config.options import options_of
@@ -85,7 +86,7 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     toy: Engine, monkeypatch: pytest.MonkeyPatch, pearl_here: Run, method: str
 ) -> None:
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
-    monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
+    monkeypatch.setattr("pearl.cli.generate.open_engine", lambda *_: nullcontext(toy))
     monkeypatch.setattr(toy, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
     flags = [
         "--method",
@@ -229,7 +230,7 @@ def test_progress_counts_few_pieces_of_work_and_shares_of_many() -> None:
     progress = Progress()
     for total, done in ((23, "[3 of 23] "), (6000, "0% "), (None, "")):
         progress.add_task("checking", total=total, completed=3)
-        assert tables._done(progress.tasks[-1]) == done
+        assert console._done(progress.tasks[-1]) == done
 
 
 def test_short_names_of_data_types_are_flags_too() -> None:
@@ -335,7 +336,7 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(
     assert read_turns(tmp_path / "it.txt") == [("Hello",)]
     heard: list[str] = []
     _pipe(monkeypatch, b"\xef\xbb\xbf12\r\n34")
-    monkeypatch.setattr(chat.Chat, "answer", lambda self, message: heard.append(message))
+    monkeypatch.setattr(chat.ChatSession, "answer", lambda self, message: heard.append(message))
     monkeypatch.setattr(sys, "argv", ["pearl", "chat", *PAIR])
     with pytest.raises(SystemExit):
         main()
@@ -425,15 +426,27 @@ def test_keys_are_made_once_and_serve(tmp_path: Path, pearl_here: Run) -> None:
 
 
 def test_the_list_has_the_commands_with_their_own_first_lines() -> None:
-    """It is read from the sources, so that printing it imports no command."""
+    """It is a table, so that printing it imports no command."""
     listed = CliRunner().invoke(cli, ["--help"]).output
-    assert len(listed_commands()) > 10
-    for name, place in listed_commands().items():
+    assert len(COMMANDS) > 10
+    for name, listing in COMMANDS.items():
         command = cli.get_command(click.Context(cli), name)
         assert command.name == name
-        assert command.get_short_help_str(200) == place.summary
-        words = r"\s+".join(map(re.escape, place.summary.split()))
+        assert command.get_short_help_str(200) == listing.summary
+        words = r"\s+".join(map(re.escape, listing.summary.split()))
         assert re.search(rf"^  {name} +{words}$", listed, re.MULTILINE), "whole, not truncated"
+
+
+def test_every_command_of_the_package_is_listed() -> None:
+    """A command without a line in the table cannot be called."""
+    package = Path(commands.__file__).parent
+    written = set()
+    for path in package.glob("*.py"):
+        functions = re.findall(
+            r"epilog=example\(.*?^def (\w+)\(", path.read_text(), re.MULTILINE | re.DOTALL
+        )
+        written |= {f"{path.stem}:{function}" for function in functions}
+    assert written == {listing.place for listing in COMMANDS.values()}
 
 
 _HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib"}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from msgspec import convert
 
-from pearl.cli.tables import print_table
+from pearl.cli.console import print_table
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies import chains as theory

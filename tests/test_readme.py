@@ -10,7 +10,8 @@ import click
 import pytest
 
 from pearl import errors
-from pearl.cli import cli, listed_commands
+from pearl.cli import cli
+from pearl.cli import commands as command_line
 from pearl.errors import PearlError
 from pearl.protocol import drafter, request_machine
 from pearl.spec.methods import METHODS
@@ -274,7 +275,7 @@ def test_every_command_can_be_given() -> None:
 
 
 def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
-    for name in listed_commands():
+    for name in command_line.COMMANDS:
         example = ran(name, "--help").output.splitlines()[-1].strip()
         assert example.startswith(f"pearl {name}")
         assert not problem(example), example

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pearl.cli import generate
-from pearl.cli.chat import Chat
+from pearl.cli.chat import ChatSession
 from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
 from pearl.config import RequestOptions, SamplingParams, Settings
@@ -258,7 +258,7 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
-    chat = Chat(
+    chat = ChatSession(
         engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO())
     )
     text = chat.answer("123").text

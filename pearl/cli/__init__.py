@@ -1,34 +1,20 @@
-"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints.
-
-A command declares with `listed` where `pearl --help` shows it. That list is read from the sources, for importing a
-command can take seconds.
-"""
+"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints."""
 
 from __future__ import annotations
 
-import ast
 import errno
-import importlib
 import io
 import os
-import re
 import sys
-from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from importlib import import_module
 
 import click
 
+from pearl.cli.commands import COMMANDS, SECTIONS
 from pearl.errors import PearlError
 from pearl.version import __version__
 
-_SECTIONS = ("Use it", "Guess without a model", "See and check", "Measure", "Make a draft")
-_LISTED = re.compile(
-    r'^@listed\((?P<declared>.*?)\)\n@.*?^def (?P<function>\w+)\(.*?^    """(?P<summary>.*?\.)(?=\s|""")',
-    re.MULTILINE | re.DOTALL,
-)
 _EXAMPLES = """
 Examples:
 
@@ -45,53 +31,23 @@ Shell completion, for bash (zsh and fish likewise):
 """
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
-_NO_ARGUMENTS = getattr(
-    click.exceptions, "NoArgsIsHelpError", ()
-)  # older versions of click print the help
-
-_Command = TypeVar("_Command", bound=click.Command)
-
-
-class _Listed(NamedTuple):
-    section: str
-    summary: str
-    module: str
-    function: str
-
-
-def listed(section: str, example: str) -> Callable[[_Command], _Command]:
-    """Show a command in this section of `pearl --help`, by the name in its example, which ends its own help."""
-
-    def add(command: _Command) -> _Command:
-        command.epilog = f"Example:\n\n\b\n  {example}"
-        return command
-
-    return add
-
-
-@cache
-def listed_commands() -> dict[str, _Listed]:
-    """The commands by name, in the order of `pearl --help`, from the sources of this package."""
-    found = []
-    for path in Path(__file__).parent.glob("*.py"):
-        for match in _LISTED.finditer(path.read_text(encoding="utf-8")):
-            section, example = ast.literal_eval(f"({match['declared']})")
-            place = _Listed(section, match["summary"], path.stem, match["function"])
-            found.append((_SECTIONS.index(section), example.split()[1], place))
-    return {name: place for _, name, place in sorted(found)}
+_OUTPUT_LOST = 4  # exit code
+_INTERRUPTED = 130
+# Older versions of click print the help where arguments are missing, and have no such error.
+_NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class _Group(click.Group):
     """Lists the commands without importing them; imports one when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(listed_commands())
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        place = listed_commands().get(cmd_name)
-        if place is None:
+        if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"{__name__}.{place.module}"), place.function)
+        module, _, function = COMMANDS[cmd_name].place.partition(":")
+        command = getattr(import_module(f"{__name__}.{module}"), function)
         assert isinstance(command, click.Command)
         return command
 
@@ -101,19 +57,18 @@ class _Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            nearest = get_close_matches(args[0], listed_commands(), n=1)
+            nearest = get_close_matches(args[0], COMMANDS, n=1)
             if not nearest:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {nearest[0]!r}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for section in _SECTIONS:
+        for section in SECTIONS:
+            rows = []
+            for name, listing in COMMANDS.items():
+                if listing.section == section:
+                    rows.append((name, listing.summary))
             with formatter.section(section):
-                rows = [
-                    (name, each.summary)
-                    for name, each in listed_commands().items()
-                    if each.section == section
-                ]
                 formatter.write_dl(rows)
 
 
@@ -142,45 +97,56 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(path, mode))  # noqa: SIM115 - takes the lowest free descriptor, which is the stream's
 
 
+def _escape_unencodable() -> None:
+    """Let the streams write an escape for a character that their encoding lacks, rather than raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _explained(error: click.ClickException) -> str:
-    """What is wrong with the arguments, and which help to read; for no arguments at all the help itself."""
+    """Say what is wrong with the arguments, and which help to read; for no arguments at all return the help itself."""
     text = error.format_message()
     if isinstance(error, _NO_ARGUMENTS):
         return text
-    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pearl"
-    return f"error: {text}\n  See {where} --help."
+    command = "pearl"
+    if isinstance(error, click.UsageError) and error.ctx:
+        command = error.ctx.command_path
+    return f"error: {text}\n  See {command} --help."
 
 
 def main() -> None:
-    """Entry point. Prints a `PearlError` in a line or two and exits with its code.
+    """Run the command line. Prints a `PearlError` in a line or two and exits with its code.
 
     Other exit codes: 130 for Ctrl-C, 143 for SIGTERM where a command ends in order by it, 1 for a broken pipe (click's
     own), 4 if output cannot be written because the disk is full or standard output is closed.
     """
-    text, closed, is_lost = "", sys.stdout is None, False
+    was_closed = sys.stdout is None
+    is_lost = False
+    text = ""
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # what its encoding lacks becomes an escape, not a traceback
-            stream.reconfigure(errors="backslashreplace")
+    _escape_unencodable()
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except OSError as error:
         if error.errno not in _WRITE_ERRORS or error.filename is not None:
             raise
-        text = f"error: output is lost: {'standard output is closed' if closed else error.strerror}"
-        code, is_lost = 4, True
+        cause = "standard output is closed" if was_closed else error.strerror
+        text = f"error: output is lost: {cause}"
+        code = _OUTPUT_LOST
+        is_lost = True
     except click.ClickException as error:
-        text, code = _explained(error), error.exit_code
+        text = _explained(error)
+        code = error.exit_code
     except click.exceptions.Abort:
-        text, code = "interrupted", 130
+        text = "interrupted"
+        code = _INTERRUPTED
     except PearlError as error:
-        text, code = (
-            f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""),
-            error.exit_code,
-        )
+        text = f"error: {error}"
+        if error.advice:
+            text += f"\n  {error.advice}"
+        code = error.exit_code
     if text:
         from pearl.cli.console import say
 

@@ -6,17 +6,18 @@ Arguments and tables; `pearl.lab.bench` measures.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars, Column, print_columns, shown
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
-from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import Settings
 from pearl.config.options import DECODING_NAMES
 from pearl.errors import ConfigError
@@ -34,45 +35,44 @@ if TYPE_CHECKING:
     from pearl.lab.bench.runner import Measured, Plan
 
 _EACH_WAY = "pearl bench runs untraced, and each way with its own settings, such as pearl,draft_stop=heuristic"
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
-_DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 _CALIBRATED = 64  # tokens
-_CHECKED = 16  # of a text; with two prompts the embedded pair takes minutes
+_CHECKED = 16  # tokens of a text; with two prompts the embedded pair takes minutes
 _UNTRACED = {*DECODING_NAMES, "trace"}  # settings that bench, calibrate and check choose themselves
 _SEEDED = {"seed": "0"}
 
 
-def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
-    """`limit`: prompts of each set, if not given; of an emulated pair one less."""
+class _BenchSize(NamedTuple):
+    """What pearl bench decodes by default, with how many prompts of each set."""
 
-    def add(command: _Command) -> _Command:
-        for option in (
-            click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template."),
-            click.option(
-                "--limit",
-                type=_COUNT,
-                metavar="N",
-                help=f"Prompts of each set.  [default: {limit}]",
-            ),
-            click.option(
-                "--prompts",
-                multiple=True,
-                metavar="[NAME=]FILE",
-                help="A prompt set: humaneval; questions, summaries or edits (built in, 20 prompts each); or a .jsonl "
-                "file of prompts, questions or turns. Repeatable.  [default: the three built-in sets]",
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return add
+    prompts: int
+    max_tokens: int
+    temperature: float
 
 
-@listed("Measure", "pearl bench pearl pearl,rule=opt,epsilon=0.1 --temperature 1 --perplexity")
-@click.command(cls=SettingsCommand)
+_DEFAULT = _BenchSize(4, 128, 0.0)
+_EMULATED = _BenchSize(3, 500, 1.0)  # a toy's acceptance rate is that under sampling
+
+
+@click.command(
+    cls=SettingsCommand,
+    epilog=example("pearl bench pearl pearl,rule=opt,epsilon=0.1 --temperature 1 --perplexity"),
+)
 @click.argument("ways", nargs=-1, metavar="[WAY]...")
-@_prompt_options(4)
+@click.option(
+    "--prompts",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="A prompt set: humaneval; questions, summaries or edits (built in, 20 prompts each); or a .jsonl "
+    "file of prompts, questions or turns. Repeatable.  [default: the three built-in sets]",
+)
+@click.option(
+    "--limit",
+    type=_COUNT,
+    metavar="N",
+    help=f"Prompts of each set.  [default: {_DEFAULT.prompts}]",
+)
+@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option(
     "--perplexity",
     is_flag=True,
@@ -82,7 +82,7 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 @settings_options(
     _SEEDED
     | {
-        "max_tokens": f"{_DEFAULT[1]}; of an emulated pair {_EMULATED[1]}",
+        "max_tokens": f"{_DEFAULT.max_tokens}; of an emulated pair {_EMULATED.max_tokens}",
         "temperature": "0; of an emulated pair 1",
         "gamma": "for sd and ssd the fastest one tried",
     },
@@ -125,12 +125,14 @@ def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
                 "no prompt fits the context: shorten them, lower max_tokens, or raise max_context"
             )
         conditions.stop()
+        surprise = None
         if perplexity:
             bars.say("reading the texts for their perplexity")
-        found = figures(plan, measured, Surprise(plan.config) if perplexity else None)
-    if reported(to, document(plan, measured, found, conditions)):
-        columns, notes = _columns(plan, measured, found)
-        print_columns(columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
+            surprise = Surprise(plan.config)
+        rows = figures(plan, measured, surprise)
+    if reported(to, document(plan, measured, rows, conditions)):
+        notes = _notes(measured, rows) + _result_lines(plan, measured, conditions)
+        print_columns(_columns(plan, measured), rows, *notes, words=2)
 
 
 def _benched(
@@ -145,93 +147,116 @@ def _benched(
         raise ConfigError(
             "--draft none: there is nothing to compare with ar; name ways, such as ngram"
         )
-    rows = (
-        named_rows(ways, rows_for(config))
-        if ways
-        else rows_for(config, options.rule or next(iter(RULES)))
-    )
+    if ways:
+        rows = named_rows(ways, rows_for(config))
+    else:
+        rows = rows_for(config, options.rule or next(iter(RULES)))
     for row in rows:
         config.check_options(row.options)
     toys = is_emulated(config)
-    texts, tokens, temperature = (
-        (*_EMULATED, 1.0) if toys else (*_DEFAULT, 0.0)
-    )  # a toy's rate is under sampling
-    tasks, params = (
-        read_sets(prompts, limit or texts, toys),
-        sampling_of(settings.options, tokens, temperature),
+    size = _EMULATED if toys else _DEFAULT
+    return Plan(
+        config,
+        rows,
+        read_sets(prompts, limit or size.prompts, toys),
+        sampling_of(options, size.max_tokens, size.temperature),
+        raw=raw,
+        together=not devices_of(config)[0].gpus,
+        gamma=options.gamma,
     )
-    together = not devices_of(config)[0].gpus
-    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=options.gamma)
 
 
-def _columns(
-    plan: Plan, measured: Measured, found: Sequence[Figures]
-) -> tuple[list[Column[Figures]], list[str]]:
-    def between(one: Estimate | None) -> str:
-        return "" if one is None or one.low == one.high else f"{one.low:.2f}-{one.high:.2f}"
+def _columns(plan: Plan, measured: Measured) -> list[Column[Figures]]:
+    """Return the table's columns, with the speedup on each set if there are several."""
 
-    def named(one: Figures) -> str:
-        special = {
-            "sd": f"sd, gamma {measured.gamma}",
-            "published,window=fixed": f"published, window {one.window}",
-        }
-        return special.get(one.name, one.name)
+    def method(row: Figures) -> str:
+        if row.name == "sd":
+            return f"sd, gamma {measured.gamma}"
+        if row.name == "published,window=fixed":
+            return f"published, window {row.window}"
+        return row.name
 
-    def milliseconds(seconds: float | None) -> str:
-        return "-" if seconds is None else f"{seconds * 1e3:.0f}"
-
-    names = list(dict.fromkeys(task.set for task in plan.tasks))
-    sets = names if len(names) > 1 else []
+    sets = list(dict.fromkeys(task.set for task in plan.tasks))
     columns: list[Column[Figures]] = [
-        ("method", named),
-        ("on", lambda one: one.devices),
-        ("tokens/s", lambda one: shown(one.rate)),
-        ("95%", lambda one: between(one.rate)),
-        ("over\nar", lambda one: shown(one.speedup)),
-        ("95%", lambda one: between(one.speedup)),
-        ("biased\nby", lambda one: "" if one.exact else f"{one.bias.value:.3f}"),
-        ("perplexity", lambda one: str(one.perplexity or "")),
-        *((name, lambda one, name=name: shown(one.by_set.get(name))) for name in sets),
-        ("first\ntoken", lambda one: milliseconds(one.first_seconds)),
-        ("ITL\np50", lambda one: milliseconds(one.itl_p50)),
-        ("ITL\np99", lambda one: milliseconds(one.itl_p99)),
-        ("accepted", lambda one: shown(one.acceptance)),
-        ("accepted\nlength", lambda one: shown(one.tokens_per_run)),
-        ("tokens\na step", lambda one: shown(one.tokens_per_step)),
+        ("method", method),
+        ("on", lambda row: row.devices),
+        ("tokens/s", lambda row: shown(row.rate)),
+        ("95%", lambda row: _interval(row.rate)),
+        ("over\nar", lambda row: shown(row.speedup)),
+        ("95%", lambda row: _interval(row.speedup)),
+        ("biased\nby", lambda row: "" if row.exact else f"{row.bias.value:.3f}"),
+        ("perplexity", lambda row: str(row.perplexity or "")),
     ]
-    tried = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
+    if len(sets) > 1:
+        columns += [(name, partial(_speedup_on, name)) for name in sets]
+    columns += [
+        ("first\ntoken", lambda row: _milliseconds(row.first_seconds)),
+        ("ITL\np50", lambda row: _milliseconds(row.itl_p50)),
+        ("ITL\np99", lambda row: _milliseconds(row.itl_p99)),
+        ("accepted", lambda row: shown(row.acceptance)),
+        ("accepted\nlength", lambda row: shown(row.tokens_per_run)),
+        ("tokens\na step", lambda row: shown(row.tokens_per_step)),
+    ]
+    return columns
+
+
+def _speedup_on(name: str, row: Figures) -> str:
+    return shown(row.by_set.get(name))
+
+
+def _interval(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.low == estimate.high:
+        return ""
+    return f"{estimate.low:.2f}-{estimate.high:.2f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.0f}"
+
+
+def _notes(measured: Measured, rows: Sequence[Figures]) -> list[str]:
+    """Return the lines that explain the table's columns."""
     notes = [
         "tokens/s: after a text's first commit, median over texts; over ar: speedup on the same text, median over "
         "texts; 95%: bootstrap interval; first token (without queueing), ITL (inter-token latency): ms, medians over "
-        "texts; accepted length: mean, including the correction or bonus token",
-        f"tokens/s of sd by gamma: {tried}" if tried else "",
-        "biased by: total variation distance between the distribution sampled from and the target's, per token"
-        if any(not one.exact for one in found)
-        else "",
-        "perplexity: of the texts under the target, at temperature 1"
-        if any(one.perplexity for one in found)
-        else "",
+        "texts; accepted length: mean, including the correction or bonus token"
     ]
-    return columns, notes
+    if measured.gammas:
+        rates = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
+        notes.append(f"tokens/s of sd by gamma: {rates}")
+    if not all(row.exact for row in rows):
+        notes.append(
+            "biased by: total variation distance between the distribution sampled from and the target's, per token"
+        )
+    if any(row.perplexity for row in rows):
+        notes.append("perplexity: of the texts under the target, at temperature 1")
+    return notes
 
 
 def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
-    """The lines below the table: settings and conditions."""
-    sampled = f"temperature {plan.params.temperature:g}" if plan.params.temperature else "greedy"
-    tokens = sum(sample.tokens for sample in measured.samples)
-    lines = [
-        f"{len(plan.tasks)} texts of up to {plan.params.max_tokens} tokens, {sampled}, seed "
-        f"{plan.params.seed}; {tokens} tokens in {conditions}"
-    ]
-    if measured.gamma is not None:
-        lines.insert(0, f"sd rows that set no gamma use the fastest one tried, {measured.gamma}")
+    """Return the lines below the table: settings and conditions."""
+    params = plan.params
+    lines = []
     if measured.skipped:
-        lines.insert(0, f"skipped, because the context is too small: {', '.join(measured.skipped)}")
+        lines.append(f"skipped, because the context is too small: {', '.join(measured.skipped)}")
+    if measured.gamma is not None:
+        lines.append(f"sd rows that set no gamma use the fastest one tried, {measured.gamma}")
+    sampling = f"temperature {params.temperature:g}" if params.temperature else "greedy"
+    tokens = sum(sample.tokens for sample in measured.samples)
+    lines.append(
+        f"{len(plan.tasks)} texts of up to {params.max_tokens} tokens, {sampling}, seed "
+        f"{params.seed}; {tokens} tokens in {conditions}"
+    )
     return lines
 
 
-@listed("Measure", "pearl calibrate --target my-model --draft my-small-model")
-@click.command("calibrate", cls=SettingsCommand)
+@click.command(
+    "calibrate",
+    cls=SettingsCommand,
+    epilog=example("pearl calibrate --target my-model --draft my-small-model"),
+)
 @click.option(
     "--prompts",
     metavar="[NAME=]FILE",
@@ -239,7 +264,7 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=4,
     show_default=True,
     metavar="N",
@@ -270,42 +295,48 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     tasks = read_sets([prompts] if prompts else [], limit, toys, default=("questions",))
     conditions = Conditions()
     with Bars() as bars:
-        found = calibrate(settings.engine, tasks, params, bars)
+        calibration = calibrate(settings.engine, tasks, params, bars)
     conditions.stop()
-    is_saved = not toys and not conditions.are_noisy
-    saved = speed_profile.save(settings.engine, found.profile) if is_saved else None
-    if reported(
-        to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()}
-    ):
-        _print_calibration(found, conditions, saved)
+    file = None
+    if not toys and not conditions.are_noisy:
+        file = speed_profile.save(settings.engine, calibration.profile)
+    document = asdict(calibration) | conditions.as_dict()
+    if reported(to, document | {"settings": settings.engine.model_dump()}):
+        _print_calibration(calibration, conditions, file)
 
 
-def _print_calibration(found: Calibration, conditions: Conditions, saved: Path | None) -> None:
+def _print_calibration(calibration: Calibration, conditions: Conditions, file: Path | None) -> None:
+    """Print the table of methods and the advice.
+
+    Args:
+        file: where the profile is kept; None: it is not.
+    """
     columns: list[Column[Figures]] = [
-        ("method", lambda one: one.name),
-        ("on", lambda one: one.devices),
-        ("tokens/s", lambda one: shown(one.rate, 1)),
-        ("over ar, 95%", lambda one: str(one.speedup)),
+        ("method", lambda row: row.name),
+        ("on", lambda row: row.devices),
+        ("tokens/s", lambda row: shown(row.rate, 1)),
+        ("over ar, 95%", lambda row: str(row.speedup)),
     ]
-    times = ", ".join(f"t_target({n}) {seconds * 1e3:.2f}" for n, seconds in found.profile.t_target)
-    print_columns(
-        columns,
-        found.rows,
-        f"ms a forward: t_draft {found.profile.t_draft * 1e3:.2f}, {times}",
-        f"window c = {found.c}; gamma of sd and ssd {found.gamma}; acceptance {found.acceptance:.2f}",
-        f"[bold]{found.advice}[/bold]\n  {found.flags}\n{conditions}",
-        "not kept: calibrate again when the machine has nothing else to do"
-        if conditions.are_noisy
-        else "",
-        f"kept: engines of this pair begin with it (--profile none: afresh): {saved}"
-        if saved
-        else "",
-        words=2,
-    )
+    profile = calibration.profile
+    times = ", ".join(f"t_target({n}) {seconds * 1e3:.2f}" for n, seconds in profile.t_target)
+    notes = [
+        f"ms a forward: t_draft {profile.t_draft * 1e3:.2f}, {times}",
+        f"window c = {calibration.c}; gamma of sd and ssd {calibration.gamma}; "
+        f"acceptance {calibration.acceptance:.2f}",
+        f"[bold]{calibration.advice}[/bold]\n  {calibration.flags}\n{conditions}",
+    ]
+    if conditions.are_noisy:
+        notes.append("not kept: calibrate again when the machine has nothing else to do")
+    if file is not None:
+        notes.append(f"kept: engines of this pair begin with it (--profile none: afresh): {file}")
+    print_columns(columns, calibration.rows, *notes, words=2)
 
 
-@listed("See and check", "pearl check --target my-model --draft my-small-model")
-@click.command("check", cls=SettingsCommand)
+@click.command(
+    "check",
+    cls=SettingsCommand,
+    epilog=example("pearl check --target my-model --draft my-small-model"),
+)
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]"
 )
@@ -347,27 +378,27 @@ def check_bits(
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.options.with_seed()
-    length = {
-        "max_tokens": params.max_tokens or _CHECKED,
-        "stop": (),
-    }  # the reference knows no stop strings
-    params = params.changed(**length, temperature=params.temperature or 1.0)
+    params = params.changed(
+        max_tokens=params.max_tokens or _CHECKED,
+        stop=(),  # the reference knows no stop strings
+        temperature=params.temperature or 1.0,
+    )
     if limit is None:
         limit = 1 if quick else 2
-    asked: list[Prompt] = (
-        [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
-    )
+    first_turns: list[Prompt] = list(PROMPTS[:limit])
+    if prompts:
+        first_turns = [turns[0] for turns in read_turns(prompts, limit)]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
     with Bars() as bars:
         bars.begin("loading the models", None)
         for finding in check_pair(
             config,
-            asked,
+            first_turns,
             params,
             kill=kill,
             quick=quick,
-            tick=lambda what: bars.advance(0, what),
+            tick=lambda comparison: bars.advance(0, comparison),
             begin=lambda total: bars.begin("checking", total),
         ):
             findings.append(finding)
@@ -379,14 +410,22 @@ def check_bits(
 
 
 def _print_findings(findings: list[Finding], seed: int | None) -> None:
-    rows = []
-    for one in findings:
-        guessed = ", ".join(
-            f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True)
-        )
-        equal, longest = f"{one.equal} of {one.count}", str(one.longest or "")
-        rows.append([one.what, one.reference, equal, guessed, longest, one.first])
-    columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")
-    wrong = sum(not finding.passed for finding in findings)
-    result = f"{wrong} of {len(findings)} comparisons differ" if wrong else "all equal, bit for bit"
-    print_table(columns, rows, f"{result}; seed {seed}", words=2)
+    columns: list[Column[Finding]] = [
+        ("compared", lambda finding: finding.what),
+        ("with", lambda finding: finding.reference),
+        ("equal", lambda finding: f"{finding.equal} of {finding.count}"),
+        ("tokens guessed", _guesses),
+        ("longest step", lambda finding: str(finding.longest or "")),
+        ("first difference", lambda finding: finding.first),
+    ]
+    num_failed = sum(not finding.passed for finding in findings)
+    result = "all equal, bit for bit"
+    if num_failed:
+        result = f"{num_failed} of {len(findings)} comparisons differ"
+    print_columns(columns, findings, f"{result}; seed {seed}", words=2)
+
+
+def _guesses(finding: Finding) -> str:
+    """Return the numbers of guessed tokens by source, such as "3 text, 1 siblings"."""
+    counts = sorted(finding.guessed.items(), reverse=True)
+    return ", ".join(f"{tokens} {source}" for source, tokens in counts)

@@ -1,4 +1,4 @@
-"""`pearl chat`: a conversation in a terminal. `reply` displays replies, `commands` has the slash commands."""
+"""`pearl chat`: a conversation in a terminal. `reply` displays replies, `slash_commands` has the chat's commands."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from pearl.cli import listed
-from pearl.cli.commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say, text_input
-from pearl.cli.launch import connect_option, running
+from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
+from pearl.cli.slash_commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
 from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
 from pearl.config import EngineConfig, RequestOptions, Settings
 from pearl.engine import Engine, torchrun
@@ -35,18 +35,19 @@ from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
 _MIN_REPLY_TOKENS = 16  # a message that leaves fewer tokens of the context is refused
+_LAST_CHAT = "last-chat.json"  # in the state directory
 
 
 @dataclass
-class Chat:
+class ChatSession:
     """A conversation with an engine, and its settings, which the slash commands change.
 
     Attributes:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
-        done: method -> the figures of its finished replies.
+        figures: method -> the figures of its finished replies.
         has_legend: whether the meaning of the colours has been printed.
         stats: whether all figures stand below a reply, rather than one line.
-        attached: files for the next message.
+        attachments: files for the next message.
         is_attached: whether the engine was started by another program, or under torchrun.
         remembers: whether the conversation is saved when the chat ends.
     """
@@ -58,52 +59,55 @@ class Chat:
     markdown: bool = True
     keys: bool = False
     console: Console = field(default_factory=SafeConsole)
-    done: dict[str, list[Statistics]] = field(default_factory=dict)
+    figures: dict[str, list[Statistics]] = field(default_factory=dict)
     has_legend: bool = False
     stats: bool = False
-    attached: list[str] = field(default_factory=list)
+    attachments: list[str] = field(default_factory=list)
     is_attached: bool = False
     remembers: bool = True
 
     def answer(self, message: str) -> Result:
-        """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps what there is of it.
+        """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps it so far.
 
-        The oldest turns go where the context is full. Raises `RequestError` for a message that cannot be sent.
+        A full context drops the oldest turns. Raises `RequestError` for a message that cannot be sent.
         """
-        if dropped := self.conversation.make_room(message, self.engine.context - _MIN_REPLY_TOKENS):
-            say(f"the context is full: the oldest {dropped} turns are forgotten")
+        room_for_prompt = self.engine.context - _MIN_REPLY_TOKENS
+        dropped_turns = self.conversation.make_room(message, room_for_prompt)
+        if dropped_turns:
+            say(f"the context is full: the oldest {dropped_turns} turns are forgotten")
         prompt = self.conversation.prompt(message)
         options = self.options
         room = self.engine.context - len(prompt)
         if options.max_tokens and options.max_tokens > room:
             options = options.changed(max_tokens=room)  # the context is the tighter limit
         stream = self.engine.stream(prompt, options, preview=self.show_draft)
-        splitter = None if self.conversation.is_raw else splitter_of(self.engine.tokenizer, prompt)
+        splitter = None
+        if not self.conversation.is_raw:
+            splitter = splitter_of(self.engine.tokenizer, prompt)
         self._show(stream, splitter)
         result = stream.result
         if result.finish_reason != "cancelled":
-            self.done.setdefault(self.options.method, []).append(result.statistics)
+            self.figures.setdefault(self.options.method, []).append(result.statistics)
         self.conversation.add(message, result.text)
         return result
 
     def exchange(self, message: str) -> None:
-        """Answer a message, behind the attached files, and print the figures."""
-        message = "".join(self.attached) + message
-        self.attached.clear()
+        """Answer a message that follows the attached files, and print the figures."""
+        message = "".join(self.attachments) + message
+        self.attachments.clear()
         self.console.print(status(self.answer(message), self.engine.context, self.stats))
 
     def _show(self, stream: Stream, splitter: Splitter | None) -> None:
         """Show the reply, with its reasoning dimmed."""
         keys = KeyWatcher(stream.close) if self.keys else nullcontext()
         with stream, keys:
-            begun = self._await_first(stream)
+            first_pieces = self._await_first(stream)
             reply = self._display(splitter)
             if splitter is not None and splitter.is_open and not isinstance(reply, MarkdownReply):
-                reply.add(
-                    [f"{splitter.tags.start}\n"], [Provenance.DIRECT]
-                )  # its counterpart will come as text
+                start_tag = f"{splitter.tags.start}\n"  # the model writes the end tag itself
+                reply.add([start_tag], [Provenance.DIRECT])
             try:
-                for piece in chain(begun, stream):
+                for piece in chain(first_pieces, stream):
                     self._add(reply, piece, stream.result)
             finally:
                 reply.finish()
@@ -113,21 +117,23 @@ class Chat:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """The first piece, if any comes; until then a line says so."""
+        """Return the first piece, if any comes; until then a line says so. Without a screen do not wait."""
         if not self._is_screen:
             return []
         with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):
             return list(islice(stream, 1))
 
     def _display(self, splitter: Splitter | None) -> Reply:
-        if self._is_screen and self.show_draft:
+        if not self._is_screen:
+            return Reply()
+        if self.show_draft:
             if not self.has_legend:
                 self.console.print(legend())
             self.has_legend = True
             return TokenReply(self.console)
-        return (
-            MarkdownReply(self.console, splitter) if self._is_screen and self.markdown else Reply()
-        )
+        if self.markdown:
+            return MarkdownReply(self.console, splitter)
+        return Reply()
 
     def _add(self, reply: Reply, piece: Piece, result: Result) -> None:
         if piece.preview:
@@ -138,38 +144,42 @@ class Chat:
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
-    """The text that the tokens `pending` add, without incomplete characters at its end."""
-    before = [*result.prompt_tokens[-CONTEXT:], *result.tokens][-CONTEXT:]
-    shown = engine.tokenizer.decode(before).rstrip(REPLACEMENT)
-    return engine.tokenizer.decode([*before, *pending])[len(shown) :].rstrip(REPLACEMENT)
+    """Return the text that the tokens `pending` add, without incomplete characters at its end."""
+    context = (list(result.prompt_tokens[-CONTEXT:]) + result.tokens)[-CONTEXT:]
+    shown = engine.tokenizer.decode(context).rstrip(REPLACEMENT)
+    text = engine.tokenizer.decode(context + list(pending))
+    return text[len(shown) :].rstrip(REPLACEMENT)
 
 
 def status(result: Result, context: int, stats: bool) -> Text:
-    """The line of figures below a reply, all figures with `stats`, and warnings below them."""
-    s = result.statistics
+    """Return the line of figures below a reply, all figures with `stats`, and warnings below them."""
     if result.finish_reason == "cancelled":  # the target sends no statistics
         return Text(f"stopped after {len(result.tokens)} tokens", "dim")
-    line = Text(brief(s), "dim")
+    line = Text(brief(result.statistics), "dim")
     if stats:
-        texts = ((figure.name, figure.text(s)) for figure in FIGURES if not figure.is_brief)
-        line.append("\n" + " · ".join(f"{name} {text}" for name, text in texts if text is not None))
-    if s.draft_lost:
+        texts = []
+        for figure in FIGURES:
+            text = figure.text(result.statistics)
+            if text is not None and not figure.is_brief:
+                texts.append(f"{figure.name} {text}")
+        line.append("\n" + " · ".join(texts))
+    if result.statistics.draft_lost:
         line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
-    if (
-        result.finish_reason == "length"
-        and len(result.prompt_tokens) + len(result.tokens) >= context
-    ):
-        line.append(
-            f"\nthe reply was cut: the context of {context:,} tokens is full; /undo, /clear, or go on and drop turns",
-            "yellow",
-        )
-    elif result.finish_reason == "length":
-        line.append("\nthe reply was cut at max_tokens", "yellow")
+    if result.finish_reason == "length":
+        cause = "the reply was cut at max_tokens"
+        if len(result.prompt_tokens) + len(result.tokens) >= context:
+            cause = (
+                f"the reply was cut: the context of {context:,} tokens is full; "
+                "/undo, /clear, or go on and drop turns"
+            )
+        line.append(f"\n{cause}", "yellow")
     return line
 
 
-@listed("Use it", "pearl chat --target my-model --draft my-small-model --show-draft")
-@click.command(cls=SettingsCommand)
+@click.command(
+    cls=SettingsCommand,
+    epilog=example("pearl chat --target my-model --draft my-small-model --show-draft"),
+)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
 @click.option(
@@ -215,41 +225,55 @@ def chat(
     If standard input is not a terminal, each of its lines is a message, and only the replies are printed.
     """
     saved = _saved_chat(load, goes_on)
-    config, before = settings.engine, None
+    config = settings.engine
+    previous_config = None  # to go back to if /model names models that cannot be loaded
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
         config = config.model_copy(
             update={"log_level": "error"}
         )  # a warning would break the display
     while True:
         try:
-            with running(config, SafeConsole(stderr=True), connect) as engine:
+            with open_engine(config, SafeConsole(stderr=True), connect) as engine:
                 if engine is None:
-                    return None
-                before = None
+                    return
+                previous_config = None
                 conversation = Conversation(engine.tokenizer, raw, system)
                 if saved is not None:
                     conversation.load(saved)
-                talk = Chat(engine, settings.options, conversation, show_draft, markdown)
-                talk.stats, talk.remembers = stats, history
-                talk.is_attached = connect is not None or torchrun.rank() is not None
-                return _talk(talk, question)
-        except Switch as wanted:
-            given, before = config.model_dump(exclude_unset=True), config
-            config, saved = (
-                EngineConfig(**given | {"target": wanted.target, "draft": wanted.draft}),
-                wanted.saved,
-            )
+                session = ChatSession(
+                    engine,
+                    settings.options,
+                    conversation,
+                    show_draft,
+                    markdown,
+                    stats=stats,
+                    is_attached=connect is not None or torchrun.rank() is not None,
+                    remembers=history,
+                )
+                _talk(session, question)
+                return
+        except Switch as switch:
+            previous_config = config
+            saved = switch.saved
+            config_values = config.model_dump(exclude_unset=True)
+            config_values |= {"target": switch.target, "draft": switch.draft}
+            config = EngineConfig(**config_values)
         except PearlError as error:
-            if before is None:
+            if previous_config is None:
                 raise
-            SafeConsole(stderr=True).print(Text(f"{error}; back to {before.target}", "red"))
-            config, before = before, None
+            message = f"{error}; back to {previous_config.target}"
+            SafeConsole(stderr=True).print(Text(message, "red"))
+            config = previous_config
+            previous_config = None
 
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
-    """The text of a saved conversation. Raises `ConfigError`."""
-    path = load or (state_directory() / "last-chat.json" if goes_on else None)
-    if path is None:
+    """Return the text of a saved conversation, of --load or --continue. Raises `ConfigError`."""
+    if load is not None:
+        path = load
+    elif goes_on:
+        path = state_directory() / _LAST_CHAT
+    else:
         return None
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -263,61 +287,63 @@ def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
     return text
 
 
-def _talk(chat: Chat, question: str | None) -> None:
+def _talk(session: ChatSession, question: str | None) -> None:
     if question is not None:
-        chat.answer(question)
+        session.answer(question)
     elif sys.stdin.isatty() and sys.stdout.isatty():
-        reader = LineReader(COMMANDS, ARGUMENTS, chat.remembers)
+        reader = LineReader(COMMANDS, ARGUMENTS, session.remembers)
         with raw_terminal():
             try:
-                _run_interactive(chat, reader)
+                _run_interactive(session, reader)
             finally:
-                _save_last_chat(chat)
+                _save_last_chat(session)
     else:
         for line in text_input("replace", newline=None):
             if line.strip():
-                chat.answer(line.rstrip("\n"))
+                session.answer(line.rstrip("\n"))
 
 
-def _run_interactive(chat: Chat, reader: LineReader) -> None:
+def _run_interactive(session: ChatSession, reader: LineReader) -> None:
     """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; survives other errors."""
-    logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
-    chat.keys = True
-    config, turns = chat.engine.config, len(chat.conversation.turns)
-    chat.console.print(
-        Text(
-            f"{config.target} with {config.draft}, method {chat.options.method}. /? for help", "dim"
-        )
-    )
-    if turns:
-        last = chat.conversation.turns[-1].user.splitlines() or [""]
-        chat.console.print(
-            Text(printable(f"going on after {turns} turns, the last: {last[0][:60]}"), "dim")
-        )
+    console = session.console
+    logging.root.handlers = [RichHandler(console=console, show_time=False, show_path=False)]
+    session.keys = True
+    _greet(session)
     while True:
         try:
             line = reader.read()
-            message = run_command(chat, line) if line.startswith("/") else line
+            message = run_command(session, line) if line.startswith("/") else line
             if message and message.strip():
-                chat.exchange(message)
+                session.exchange(message)
         except KeyboardInterrupt:  # Ctrl-C in an empty line
-            chat.console.print("Ctrl-D or /bye leaves.", style="dim")
+            console.print("Ctrl-D or /bye leaves.", style="dim")
         except (EOFError, Leave):
             return
         except (TargetLost, EngineClosed):
-            if chat.conversation.turns and chat.remembers:
-                chat.console.print(
-                    Text("pearl chat --continue goes on with this conversation", "yellow")
-                )
+            if session.conversation.turns and session.remembers:
+                hint = "pearl chat --continue goes on with this conversation"
+                console.print(Text(hint, "yellow"))
             raise
         except PearlError as error:
-            chat.console.print(Text(printable(str(error)), "red"))
+            console.print(Text(printable(str(error)), "red"))
 
 
-def _save_last_chat(chat: Chat) -> None:
+def _greet(session: ChatSession) -> None:
+    """Say which models talk, and where a conversation that was loaded had ended."""
+    config = session.engine.config
+    method = session.options.method
+    greeting = f"{config.target} with {config.draft}, method {method}. /? for help"
+    session.console.print(Text(greeting, "dim"))
+    turns = session.conversation.turns
+    if turns:
+        message_lines = turns[-1].user.splitlines() or [""]
+        reminder = f"going on after {len(turns)} turns, the last: {message_lines[0][:60]}"
+        session.console.print(Text(printable(reminder), "dim"))
+
+
+def _save_last_chat(session: ChatSession) -> None:
     """Save the conversation, if any, for --continue. Ignores errors of the file system."""
-    if chat.conversation.turns and chat.remembers:
+    if session.conversation.turns and session.remembers:
+        text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):
-            private_file("last-chat.json").write_text(
-                chat.conversation.saved(chat.engine.config.target), encoding="utf-8"
-            )
+            private_file(_LAST_CHAT).write_text(text, encoding="utf-8")

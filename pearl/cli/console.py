@@ -1,4 +1,4 @@
-"""Text for the user's terminal, printed without obeying its control characters.
+"""What commands print for people: text, tables and progress bars. Control characters are shown, never obeyed.
 
 Separate from `terminal`, which imports prompt_toolkit: every command prints, but only the chat reads lines.
 """
@@ -7,15 +7,37 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import sys
-from collections.abc import Iterable
-from typing import TextIO
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TextIO, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
+from rich.table import Table
 
 from pearl.printable import printable
+
+_Row = TypeVar("_Row")
+Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
+_WIDTH = 160  # columns, if the output is not a terminal
+_MOST_COUNTED = 999  # pieces of work that are counted one by one where the output is not a terminal
+_SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
+
+
+# ---- text ----
 
 
 class SafeConsole(Console):
@@ -28,18 +50,210 @@ class SafeConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
 
 def text_input(errors: str, newline: str | None = "") -> TextIO:
-    """Standard input without a byte order mark; `errors` and `newline` as of `open`. To be called before reading."""
+    """Return standard input without a byte order mark. It must not have been read from.
+
+    Args:
+        errors, newline: as of `open`.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = codecs.lookup(sys.stdin.encoding).name
-        wider = "utf-8-sig" if encoding in ("utf-8", "ascii") else encoding
-        sys.stdin.reconfigure(encoding=wider, errors=errors, newline=newline)
+        if encoding in ("utf-8", "ascii"):
+            encoding = "utf-8-sig"
+        sys.stdin.reconfigure(encoding=encoding, errors=errors, newline=newline)
     return sys.stdin
+
+
+def write_text(text: str) -> None:
+    """Write a model's text to standard output: a terminal shows control characters, a file gets the text as it is."""
+    if sys.stdout.isatty():
+        text = printable(text)
+    sys.stdout.write(text)  # click.echo would strip ANSI codes
+    sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Print a line to standard error."""
     click.echo(printable(text), err=True)
+
+
+# ---- progress ----
+
+
+class Bars:
+    """A `Watcher` on standard error: a progress bar with ETA on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._console = SafeConsole(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(separator=" of "),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._reported = time.monotonic()
+
+    def __enter__(self) -> Bars:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Begin a bar. `total`: None if it is unknown."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=total, note="")
+
+    def advance(self, count: int, note: str = "") -> None:
+        assert self._task is not None
+        self._progress.update(self._task, advance=count, note=note)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._reported > _SILENT_SECONDS:
+            self._reported = now
+            task = self._progress.tasks[-1]
+            self.say(f"{task.description} {_done(task)}{note}")
+
+    def step(self, note: str) -> None:
+        """Report the next step of work of unknown length."""
+        if self._task is None:
+            self.begin("working", None)
+        self.advance(1, note)
+
+    def say(self, message: str) -> None:
+        self._console.print(message, soft_wrap=True)
+
+
+def _done(task: Task) -> str:
+    """Return how much of the work is done: a count, or a share where the work is bytes or thousands of samples."""
+    if task.total is None:
+        return ""
+    if task.total > _MOST_COUNTED:
+        return f"{task.percentage:.0f}% "
+    return f"[{task.completed:.0f} of {task.total:.0f}] "
+
+
+# ---- tables ----
+
+
+def _knows_width() -> bool:
+    """Return whether standard output has a width: it is a terminal, or COLUMNS is set."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
+
+
+def _table_console() -> Console:
+    return Console(highlight=False, width=None if _knows_width() else _WIDTH)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines, broken between words where the width is known: on a terminal, or with COLUMNS set."""
+    console = _table_console()
+    for line in lines:
+        console.print(line, soft_wrap=not _knows_width())
+
+
+def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
+    """Return the least width of each column: only headers may be broken, and only between words."""
+    widths = []
+    for header in columns:
+        widths.append(max(map(cell_len, header.split()), default=0))
+    for row in rows:
+        for column, cell in enumerate(row):
+            for line in cell.split("\n"):
+                widths[column] = max(widths[column], cell_len(line))
+    return widths
+
+
+def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yield the columns of each partial table: the first column, and as many of `columns` as fit beside it."""
+    part = [0]
+    used = 1 + widths[0]
+    for column in columns:
+        if len(part) > 1 and used + 1 + widths[column] > width:
+            yield part
+            part = [0]
+            used = 1 + widths[0]
+        part.append(column)
+        used += 1 + widths[column]
+    yield part
+
+
+def _filled_columns(count: int, rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the columns after the first in which a row has text; all of them if there are no rows."""
+    filled = []
+    for column in range(1, count):
+        if not rows or any(row[column] for row in rows):
+            filled.append(column)
+    return filled
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *notes: str,
+    words: int = 1,
+    title: str | None = None,
+) -> None:
+    """Print a table and notes below it; one that is too wide, as several with the same first column. Leaves out columns
+    without a cell.
+
+    Args:
+        notes: empty ones are left out.
+        words: number of leading columns that are text, aligned to the left.
+    """
+    console = _table_console()
+    cells = list(rows)
+    widths = _column_widths(columns, cells)
+    if title:
+        print_lines(title)
+    for part in _parts(_filled_columns(len(columns), cells), widths, console.width):
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        room = console.width - sum(1 + widths[column] for column in part)
+        for column in part:
+            width = None  # rich would break the widest cells, not the headers
+            if room >= 0:
+                header_width = max(map(cell_len, columns[column].split("\n")))
+                width = max(widths[column], min(widths[column] + room, header_width))
+                room -= width - widths[column]
+            table.add_column(
+                columns[column],
+                justify="left" if column < words else "right",
+                no_wrap=column == 0,
+                width=width,
+            )
+        for row in cells:
+            table.add_row(*(row[column] for column in part))
+        console.print(table, "")
+    print_lines(*filter(None, notes))
+
+
+def print_columns(
+    columns: Sequence[Column[_Row]], records: Iterable[_Row], *notes: str, **options: Any
+) -> None:
+    """Call `print_table` with a row for each of `records`."""
+    headers = [header for header, _ in columns]
+    rows = []
+    for record in records:
+        rows.append([cell_of(record) for _, cell_of in columns])
+    print_table(headers, rows, *notes, **options)
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    """Return a number, or the value of an estimate, as text; "-" for None."""
+    number = getattr(value, "value", value)
+    if number is None:
+        return "-"
+    return f"{number:.{digits}f}"

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import click
 
-from pearl.cli import listed
-from pearl.cli.console import say
-from pearl.cli.tables import Bars
+from pearl.cli.commands import example
+from pearl.cli.console import Bars, say
 from pearl.errors import ModelError
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
-@listed(
-    "Guess without a model",
-    "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl",
+@click.group(
+    epilog=example("pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl")
 )
-@click.group()
 def datastore() -> None:
     """Make datastores: texts that guesses come from, with no draft model.
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars
 from pearl.cli.options import SettingsCommand, field_options, of_field, settings_options
 from pearl.cli.prompt_sets import output_option
-from pearl.cli.tables import Bars
 from pearl.config import OPTION_NAMES, Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
@@ -21,8 +21,7 @@ _MILLISECONDS = click.FloatRange(0, 1e6, min_open=True)
 _TOKENS = 128  # of an answer, without --max-tokens
 
 
-@listed("Make a draft", "pearl distill --target my-model --out my-draft")
-@click.command()
+@click.command(epilog=example("pearl distill --target my-model --out my-draft"))
 @click.option(
     "--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint."
 )
@@ -35,7 +34,7 @@ _TOKENS = 128  # of an answer, without --max-tokens
     {name: of_field(field) for name, field in DistillConfig.model_fields.items()},
     "YAML file of these settings; see configs/distill/embedded.yaml.",
 )
-def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any) -> None:
+def distill(config: Path | None, resume: bool, answers_only: bool, **flags: Any) -> None:
     """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
@@ -44,18 +43,15 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any)
     """
     from pearl.lab.distill.run import Distillation
 
-    settings = load_config(
-        config, {name: value for name, value in given.items() if value not in (None, ())}
-    )
+    settings = {name: value for name, value in flags.items() if value not in (None, ())}
     logging.basicConfig(level="WARNING")
     with Bars() as bars:
-        distillation = Distillation(settings, bars, resume=resume)
-        made = distillation.answer() if answers_only else distillation.run()
-    click.echo(made)
+        distillation = Distillation(load_config(config, settings), bars, resume=resume)
+        path = distillation.answer() if answers_only else distillation.run()
+    click.echo(path)
 
 
-@listed("Make a draft", "pearl disco train prompts.jsonl --out pair.disco")
-@click.group()
+@click.group(epilog=example("pearl disco train prompts.jsonl --out pair.disco"))
 def disco() -> None:
     """Train the classifier that tells a draft where to stop.
 
@@ -106,27 +102,30 @@ def train(
     target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
     are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
     """
+    from pearl.lab.studies import stops
     from pearl.lab.studies.recorded_texts import record_pair
     from pearl.lab.studies.simulate import timing_of
-    from pearl.lab.studies.stops import train as training
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
-    conversations = [turns for path in prompts for turns in read_turns(path, limit)]
+    conversations: list[tuple[str, ...]] = []
+    for path in prompts:
+        conversations += read_turns(path, limit)
     tokens = settings.options.max_tokens or _TOKENS
+    seed = settings.options.seed or 0
     with Bars() as bars:
         bars.begin("recording", None)
         recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
-        found = training(
-            recorded, timing_of(t_draft, t_target), settings.options.seed or 0, bars.step
-        )
-    found.classifier.write(out)
+        training = stops.train(recorded, timing_of(t_draft, t_target), seed, bars.step)
+    classifier = training.classifier
+    classifier.write(out)
+    ratio = training.static.speed / training.best.speed
     click.echo(
-        f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "
-        f"{found.classifier.examples} tokens, {found.classifier.accepted:.1%} of them accepted\n"
-        f"on {found.held_out} held-out tokens it is right about {found.accuracy:.1%} (the more frequent answer: "
-        f"{found.base:.1%})\n"
-        f"drafting ends at a confidence of {found.classifier.threshold:.3f}, or after {found.classifier.cap} tokens: "
-        f"there sd takes {found.static.speed / found.best.speed:.3f} of the time that it takes with the best static "
-        f"window, {found.static.window}"
+        f"{out}: for {classifier.draft} and {classifier.target}; trained on "
+        f"{classifier.examples} tokens, {classifier.accepted:.1%} of them accepted\n"
+        f"on {training.held_out} held-out tokens it is right about {training.accuracy:.1%} "
+        f"(the more frequent answer: {training.base:.1%})\n"
+        f"drafting ends at a confidence of {classifier.threshold:.3f}, or after {classifier.cap} "
+        f"tokens: there sd takes {ratio:.3f} of the time that it takes with the best static "
+        f"window, {training.static.window}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import say
 from pearl.engine import registry
 from pearl.engine.registry import Card
@@ -21,8 +21,7 @@ _STOP_SECONDS = 30.0  # enough for an engine to kill its workers and write a tra
 _SERVED = "pearl serve"
 
 
-@listed("Use it", "pearl ps")
-@click.command()
+@click.command(epilog=example("pearl ps"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def ps(as_json: bool) -> None:
     """List your engines on this machine.
@@ -31,75 +30,76 @@ def ps(as_json: bool) -> None:
     """
     running = registry.running_engines()
     if as_json:
-        click.echo(json.dumps([each.to_json() for each in running], indent=2))
+        click.echo(json.dumps([card.to_json() for card in running], indent=2))
     elif running:
         click.echo(printable(registry.table(running)))
     else:
         say("no engine is running")
 
 
-@listed("Use it", "pearl stop 4242")
-@click.command()
+@click.command(epilog=example("pearl stop 4242"))
 @click.argument("engine", metavar="[PID|DIRECTORY]", default="")
-@click.option("--all", "every", is_flag=True, help=f"Stop every engine of {_SERVED}.")
-def stop(engine: str, every: bool) -> None:
+@click.option("--all", "stops_all", is_flag=True, help=f"Stop every engine of {_SERVED}.")
+def stop(engine: str, stops_all: bool) -> None:
     """Stop an engine of yours on this machine.
 
     Name it by its PID or directory, as listed by pearl ps. Without a name, on a terminal, it asks whether to stop the
     one engine of pearl serve: another program may need it. Engines of other programs end only by name, and --all leaves
     them alone. The program that owns the engine gets SIGTERM and ends its workers.
     """
-    if engine and every:
+    if engine and stops_all:
         raise ConfigError("name an engine or give --all, not both")
     if engine:
         _stop(registry.find_card(engine))
         return
-    served = _served()
-    if not every:
-        _confirm(served)
-    for each in served:
-        _stop(each)
+    servers = _servers()
+    if not stops_all:
+        _confirm(servers)
+    for server in servers:
+        _stop(server)
 
 
-def _served() -> list[Card]:
-    """The engines of `pearl serve`. Says which others are left alone; raises `ConfigError` if none is served."""
-    served: list[Card] = []
+def _servers() -> list[Card]:
+    """Return the engines of `pearl serve`, and say which other engines are left alone.
+
+    Raises `ConfigError` if there is none.
+    """
+    servers: list[Card] = []
     for engine in registry.running_engines():
         if engine.program == _SERVED:
-            served.append(engine)
+            servers.append(engine)
         else:
             say(f"left alone: PID {engine.pid}, the engine of {engine.program}")
-    if not served:
+    if not servers:
         raise ConfigError(f"no engine of {_SERVED} is running")
-    return served
+    return servers
 
 
-def _confirm(served: list[Card]) -> None:
+def _confirm(servers: list[Card]) -> None:
     """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
-    if len(served) > 1 or not sys.stdin.isatty():
+    if len(servers) > 1 or not sys.stdin.isatty():
         raise ConfigError(
-            f"name the engine by its PID or directory, or give --all:\n{registry.table(served)}"
+            f"name the engine by its PID or directory, or give --all:\n{registry.table(servers)}"
         )
-    click.confirm(printable(f"stop {_described(served[0])}?"), abort=True, err=True)
+    click.confirm(printable(f"stop {_described(servers[0])}?"), abort=True, err=True)
 
 
 def _described(engine: Card) -> str:
-    return (
-        f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
-    )
+    target = engine.config["target"]
+    return f"PID {engine.pid}: {engine.program} with {target} in {engine.directory}"
 
 
 def _stop(engine: Card) -> None:
-    what = _described(engine)
+    description = _described(engine)
     if not registry.stop(engine, _STOP_SECONDS):
         raise StartError(
-            f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it"
+            f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {description}. "
+            f"kill -9 {engine.pid} ends it"
         )
-    say(f"stopped {what}")
+    say(f"stopped {description}")
 
 
-@listed("Use it", "pearl keys pearl.keys")
-@click.command()
+@click.command(epilog=example("pearl keys pearl.keys"))
 @click.argument("file", type=click.Path(path_type=Path))
 def keys(file: Path) -> None:
     """Make the keys that secure a control channel between two hosts.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
 
 import click
 from msgspec import structs
@@ -13,15 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl import __version__
-from pearl.cli import listed
-from pearl.cli.console import SafeConsole, text_input
-from pearl.cli.launch import connect_option, running
+from pearl.cli.commands import example
+from pearl.cli.console import SafeConsole, text_input, write_text
+from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.config import Settings
+from pearl.config import RequestOptions, Settings
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.errors import ConfigError
-from pearl.metrics import FIGURES, brief
-from pearl.printable import printable
+from pearl.metrics import FIGURES, Statistics, brief
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
@@ -29,9 +28,15 @@ from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import Splitter, split, splitter_of
 from pearl.text.tokenizer import GenerationDefaults
 
+_NORMAL_95 = 1.96  # standard deviations: half of a 95% interval
 
-@listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
-@click.command(cls=SettingsCommand)
+
+@click.command(
+    cls=SettingsCommand,
+    epilog=example(
+        'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100'
+    ),
+)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
 @click.option("--stats", is_flag=True, help="Print all figures below the text.")
@@ -60,28 +65,26 @@ def generate(
     grammar_of(options.json_schema, options.regex)
     if connect is None:
         settings.engine.check_options(options)
-    with running(settings.engine, console, connect) as engine:
+    with open_engine(settings.engine, console, connect) as engine:
         if engine is None:
             return
         with engine.stream(text, options, raw=raw) as stream:
-            is_plain = raw or options.json_schema is not None or options.regex is not None
-            splitter = (
-                None if is_plain else splitter_of(engine.tokenizer, stream.result.prompt_tokens)
-            )
+            splitter = None
+            if not raw and options.json_schema is None and options.regex is None:
+                splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
             _print_as_it_comes(stream, splitter, console, quiet=as_json)
             result = stream.result
     if as_json:
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
+        return
+    console.print()
+    if stats:
+        console.print(summary(settings, result, engine.defaults))
     else:
-        console.print()
-        if stats:
-            console.print(summary(settings, result, engine.defaults))
-        else:
-            console.print(Text(brief(result.statistics), "dim"), soft_wrap=True)
-        if result.statistics.draft_lost:
-            console.print(
-                "the draft was lost during the text; the target went on alone", style="yellow"
-            )
+        console.print(Text(brief(result.statistics), "dim"), soft_wrap=True)
+    if result.statistics.draft_lost:
+        warning = "the draft was lost during the text; the target went on alone"
+        console.print(warning, style="yellow")
 
 
 def _prompt(prompt: str | None, raw: bool) -> str:
@@ -89,7 +92,8 @@ def _prompt(prompt: str | None, raw: bool) -> str:
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
         # The engine refuses a prompt with halves of surrogate pairs.
-        prompt, raw = text_input("surrogateescape").read(), False
+        prompt = text_input("surrogateescape").read()
+        raw = False
     if not raw and not prompt.strip():  # --raw "" starts from the tokenizer's first token
         raise ConfigError(
             'no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"'
@@ -100,10 +104,9 @@ def _prompt(prompt: str | None, raw: bool) -> str:
 def _print_as_it_comes(
     stream: Stream, splitter: Splitter | None, console: SafeConsole, quiet: bool
 ) -> None:
-    """Print the answer to standard output, and what stands before it dimmed to standard error."""
+    """Print the answer to standard output, and the reasoning before it dimmed to standard error."""
     is_thinking = False
-    for text, is_last in chain(((piece.text, False) for piece in stream), [("", True)]):
-        thought, answer = ("", text) if splitter is None else splitter.feed(text, is_last)
+    for thought, answer in _split(stream, splitter):
         if quiet:
             continue
         if thought:
@@ -113,84 +116,116 @@ def _print_as_it_comes(
             if is_thinking:
                 console.print("\n")
             is_thinking = False
-            # click.echo would strip ANSI codes, but a file must get the model's own text
-            sys.stdout.write(printable(answer) if sys.stdout.isatty() else answer)
-            sys.stdout.flush()
+            write_text(answer)
     if is_thinking:
         console.print()
     if not quiet:
         click.echo()
 
 
+def _split(stream: Stream, splitter: Splitter | None) -> Iterator[tuple[str, str]]:
+    """Yield reasoning and answer of each piece, and of what the splitter holds back until the end."""
+    for piece in stream:
+        if splitter is None:
+            yield "", piece.text
+        else:
+            yield splitter.feed(piece.text, False)
+    if splitter is not None:
+        yield splitter.feed("", True)
+
+
 def _document(
     settings: Settings, engine: Engine, result: Result, splitter: Splitter | None
 ) -> dict[str, object]:
-    """The output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text again."""
-    parts = None if splitter is None else split(result.text, splitter.tags, splitter.is_open)
+    """Return the output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text."""
+    reasoning = None
+    text = result.text
+    if splitter is not None:
+        reasoning, text = split(result.text, splitter.tags, splitter.is_open)
+    logprobs = None
     options = settings.options
+    if options.logprobs is not None:
+        logprobs = [structs.asdict(position) for position in result.logprobs]
     room = engine.context - len(result.prompt_tokens)
     in_use = options.in_use(result.statistics.window).resolved(engine.defaults.sampling)
     in_use = in_use.changed(seed=result.seed, max_tokens=options.max_tokens or room)
     return {
-        "text": result.text if parts is None else parts[1],
-        "reasoning": None if parts is None else parts[0],
+        "text": text,
+        "reasoning": reasoning,
         "tokens": result.tokens,
-        "provenance": [p.value for p in result.provenance],
+        "provenance": [source.value for source in result.provenance],
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "prompt_tokens": result.prompt_tokens,
-        "logprobs": [structs.asdict(one) for one in result.logprobs]
-        if options.logprobs is not None
-        else None,
+        "logprobs": logprobs,
         "statistics": asdict(result.statistics),
-        "settings": {
-            "engine": engine.config.model_dump(),
-            "options": in_use.by_flag(),
-        },
+        "settings": {"engine": engine.config.model_dump(), "options": in_use.by_flag()},
         "version": __version__,
     }
 
 
 def summary(settings: Settings, result: Result, defaults: GenerationDefaults) -> Table:
-    """All figures of a finished text."""
-    s = result.statistics
-    decoding = settings.options.resolved(defaults.sampling)
-    rule = find(decoding.rule).label(decoding.temperature)
+    """Return all figures of a finished text, as a table."""
+    statistics = result.statistics
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    window = f", window {decoding.window}" if decoding.method not in DRAFTLESS else ""
-    if decoding.draft_stop != FIXED:
-        window += f", stopped by {decoding.draft_stop} {s.num_draft_stops} times"
-    table.add_row("method", f"{decoding.method}{window}, rule {rule}, seed {result.seed}")
-    lengths = f"{s.num_generated_tokens} tokens after a prompt of {s.num_prompt_tokens}"
+    options = settings.options.resolved(defaults.sampling)
+    table.add_row("method", f"{_method_text(options, statistics)}, seed {result.seed}")
+    lengths = (
+        f"{statistics.num_generated_tokens} tokens after a prompt of {statistics.num_prompt_tokens}"
+    )
     table.add_row("text", f"{lengths}, ended by {result.finish_reason}")
     for figure in FIGURES:
-        text = figure.text(s)
+        text = figure.text(statistics)
         if text is not None:
-            remark = figure.remark(s)
-            table.add_row(figure.name, f"{text} ({remark})" if remark else text)
-    if s.expected_rejections is not None:
-        odds = (
-            f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
-        )
-        bias = f"; bias {s.bias / s.num_judged_draft_tokens:.3f} per judged token" if s.bias else ""
-        table.add_row(
-            "rejections", f"{s.num_rejections}, {odds} from the models' distributions{bias}"
-        )
-    steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
-    table.add_row("target steps", steps)
-    if s.t_draft and s.num_draft_tokens:
-        table.add_row(
-            "t_draft", f"{s.t_draft * 1e3:.1f} ms; t_target(1) / t_draft = {s.speed_ratio:.2f}"
-        )
-    for name, measured in (("t_target(n)", s.t_target), ("on all cores", s.t_target_spread)):
-        if measured:
-            table.add_row(
-                name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms"
-            )
-    waits = ", ".join(
-        f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle"
-    )
-    table.add_row("target waited for", waits or "nothing")
+            remark = figure.remark(statistics)
+            if remark:
+                text += f" ({remark})"
+            table.add_row(figure.name, text)
+    if statistics.expected_rejections is not None:
+        table.add_row("rejections", _rejections_text(statistics))
+    _add_times(table, statistics)
     return table
+
+
+def _method_text(options: RequestOptions, statistics: Statistics) -> str:
+    """Return how the text was decoded, such as "sd, window stream, rule ratio"."""
+    text = options.method
+    if options.method not in DRAFTLESS:
+        text += f", window {options.window}"
+    if options.draft_stop != FIXED:
+        text += f", stopped by {options.draft_stop} {statistics.num_draft_stops} times"
+    return f"{text}, rule {find(options.rule).label(options.temperature)}"
+
+
+def _rejections_text(statistics: Statistics) -> str:
+    """Return the rejections, beside the number that the models' distributions let expect."""
+    margin = _NORMAL_95 * (statistics.expected_rejections_sd or 0)
+    expected = f"{statistics.expected_rejections:.1f} ± {margin:.1f} expected"
+    text = f"{statistics.num_rejections}, {expected} from the models' distributions"
+    if statistics.bias:
+        bias = statistics.bias / statistics.num_judged_draft_tokens
+        text += f"; bias {bias:.3f} per judged token"
+    return text
+
+
+def _add_times(table: Table, statistics: Statistics) -> None:
+    """Add the target's steps, the times of forwards, and what the target waited for."""
+    steps = [f"{count} {phase}" for phase, count in statistics.target_steps.items() if count]
+    table.add_row("target steps", ", ".join(steps))
+    if statistics.t_draft and statistics.num_draft_tokens:
+        ratio = f"t_target(1) / t_draft = {statistics.speed_ratio:.2f}"
+        table.add_row("t_draft", f"{statistics.t_draft * 1e3:.1f} ms; {ratio}")
+    for name, forward_times in (
+        ("t_target(n)", statistics.t_target),
+        ("on all cores", statistics.t_target_spread),
+    ):
+        if forward_times:
+            times = [f"{size}: {seconds * 1e3:.1f}" for size, seconds in forward_times.items()]
+            table.add_row(name, ", ".join(times) + " ms")
+    waits = []
+    for cause, seconds in statistics.target_wait_seconds.items():
+        if cause != "idle":
+            waits.append(f"{cause} {seconds:.2f} s")
+    table.add_row("target waited for", ", ".join(waits) or "nothing")

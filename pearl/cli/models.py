@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import click
 
-from pearl.cli import listed
-from pearl.cli.console import say
-from pearl.cli.tables import print_table
+from pearl.cli.commands import example
+from pearl.cli.console import Column, print_columns, say
 from pearl.device import has_gpu
 from pearl.errors import ConfigError
 from pearl.printable import printable
+
+if TYPE_CHECKING:
+    from pearl.models.checkpoints.stored import Stored
 
 _JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
@@ -22,8 +25,7 @@ _WORDS = {"None": "-", "True": "yes", "False": "no"}
 _MODEL = click.argument("model")
 
 
-@listed("Use it", "pearl list")
-@click.command("list")
+@click.command("list", epilog=example("pearl list"))
 @_JSON
 def list_models(as_json: bool) -> None:
     """List the models on this machine's disk.
@@ -33,22 +35,23 @@ def list_models(as_json: bool) -> None:
     from pearl.models.checkpoints.hub import size_text
     from pearl.models.checkpoints.stored import stored
 
-    found = stored()
+    models = stored()
     if as_json:
-        click.echo(json.dumps([each._asdict() for each in found], indent=2))
+        click.echo(json.dumps([model._asdict() for model in models], indent=2))
         return
-    days = (f"{datetime.fromtimestamp(each.used):%Y-%m-%d}" for each in found)
-    rows = (
-        (one.name, size_text(one.size), day, *one[4:]) for one, day in zip(found, days, strict=True)
-    )
-    print_table(("name", "size", "last used", "weights", "forward"), rows)
-    say(
-        f"{len(found)} model{'s' * (len(found) != 1)}, {size_text(sum(each.size for each in found))}"
-    )
+    columns: list[Column[Stored]] = [
+        ("name", lambda model: model.name),
+        ("size", lambda model: size_text(model.size)),
+        ("last used", lambda model: f"{datetime.fromtimestamp(model.used):%Y-%m-%d}"),
+        ("weights", lambda model: model.weights),
+        ("forward", lambda model: model.forward),
+    ]
+    print_columns(columns, models)
+    count = "1 model" if len(models) == 1 else f"{len(models)} models"
+    say(f"{count}, {size_text(sum(model.size for model in models))}")
 
 
-@listed("Use it", "pearl pull Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl pull Qwen/Qwen3-0.6B"))
 @_MODEL
 def pull(model: str) -> None:
     """Download a model from the hub into its cache.
@@ -61,8 +64,7 @@ def pull(model: str) -> None:
     click.echo(hub.pull(model, say))
 
 
-@listed("Use it", "pearl show Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl show Qwen/Qwen3-0.6B"))
 @_MODEL
 @_JSON
 def show(model: str, as_json: bool) -> None:
@@ -76,17 +78,19 @@ def show(model: str, as_json: bool) -> None:
         postpone_kernels()
     from pearl.models.checkpoints.description import describe
 
-    about = describe(model, say)
+    description = describe(model, say)
     if as_json:
-        click.echo(json.dumps(about, indent=2))
+        click.echo(json.dumps(description, indent=2))
         return
-    for name, value in about.items():
-        text = f"{value:,}" if type(value) is int else _WORDS.get(str(value), str(value))
+    for name, value in description.items():
+        if type(value) is int:
+            text = f"{value:,}"
+        else:
+            text = _WORDS.get(str(value), str(value))
         click.echo(f"{name.replace('_', ' '):14} {printable(text)}")
 
 
-@listed("Use it", "pearl rm Qwen/Qwen3-0.6B")
-@click.command()
+@click.command(epilog=example("pearl rm Qwen/Qwen3-0.6B"))
 @_MODEL
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm(model: str, yes: bool) -> None:

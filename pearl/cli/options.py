@@ -16,7 +16,14 @@ from pydantic.fields import FieldInfo
 
 from pearl.config import OPTION_NAMES, EngineConfig, load_settings
 from pearl.config.engine import SHORT_DTYPES, ShortDType
-from pearl.config.options import DECODING_NAMES, OPTIONS, description_of, kind_of_parameter, type_of
+from pearl.config.options import (
+    DECODING_NAMES,
+    OPTIONS,
+    described,
+    description_of,
+    kind_of_parameter,
+    type_of,
+)
 from pearl.errors import ConfigError
 from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
 from pearl.spec.rules import RULES
@@ -43,18 +50,20 @@ def settings_options(
 
     def add(command: _Command) -> _Command:
         @functools.wraps(command)
-        def wrapped(config: Path | None, **given: Any) -> Any:
-            rest = {name: given.pop(name) for name in list(given) if name not in _SETTINGS}
-            values = {
-                name: value for name, value in given.items() if value is not None and value != ()
-            }
-            for name in values:
-                if name in unread:
-                    raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
-            return command(settings=load_settings(config, values), **rest)
+        def wrapped(config: Path | None, **flags: Any) -> Any:
+            values = {}
+            arguments = {}  # of the command itself
+            for name, value in flags.items():
+                if name not in _SETTINGS:
+                    arguments[name] = value
+                elif value is not None and value != ():
+                    values[name] = value
+                    if name in unread:
+                        raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
+            return command(settings=load_settings(config, values), **arguments)
 
-        made = field_options(_SETTINGS, _ABOUT_CONFIG, defaults or {}, unread)(wrapped)
-        return typing.cast(_Command, made)
+        decorated = field_options(_SETTINGS, _ABOUT_CONFIG, defaults, unread)(wrapped)
+        return typing.cast(_Command, decorated)
 
     return add
 
@@ -67,19 +76,22 @@ def field_options(
 ) -> Callable[[Any], Any]:
     """Add a flag for each setting, and --config with the help `about`. `defaults` as of `settings_options`."""
 
+    defaults = defaults or {}
+
     def add(command: Any) -> Any:
-        for name, setting in reversed([*settings.items()]):
-            default = (defaults or {}).get(name)
-            command = _flag(name, setting, default, hidden=name in hidden)(command)
-        return click.option(
-            "--config", type=click.Path(dir_okay=False, path_type=Path), help=about
-        )(command)
+        for name, setting in reversed(list(settings.items())):
+            flag = _flag(name, setting, defaults.get(name), hidden=name in hidden)
+            command = flag(command)
+        path = click.Path(dir_okay=False, path_type=Path)
+        return click.option("--config", type=path, help=about)(command)
 
     return add
 
 
 # Settings that --help of a command lists; --help-all lists every one.
 _USUAL = ("target", "draft", "temperature", "max_tokens", "method", "seed", "config")
+_USUAL_TITLE = "Settings used most"
+_UNLISTED = ""  # title of the settings that --help leaves out
 
 
 class SettingsCommand(click.Command):
@@ -89,27 +101,33 @@ class SettingsCommand(click.Command):
         return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = _titles()
-        order = ["Options", *dict.fromkeys(titles.values())]
-        if not ctx.meta.get(_ALL):
-            titles = dict.fromkeys(titles, "") | dict.fromkeys(_USUAL, "Settings used most")
-            order = ["Settings used most", "Options", ""]
-        listed: dict[str, list[tuple[str, str]]] = {title: [] for title in order}
+        if ctx.meta.get(_ALL):
+            titles = _titles()
+            order = ["Options", *dict.fromkeys(titles.values())]
+        else:
+            titles = dict.fromkeys(_SETTINGS, _UNLISTED) | dict.fromkeys(_USUAL, _USUAL_TITLE)
+            order = [_USUAL_TITLE, "Options"]
+        records: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
-            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if not isinstance(option, click.Option):
+                continue
+            record = option.get_help_record(ctx)
             if record is not None:
-                listed[titles.get(str(option.name), "Options")].append(record)
-        for title, records in listed.items():
-            if title and records:
+                title = titles.get(str(option.name), "Options")
+                records.setdefault(title, []).append(record)
+        for title in order:
+            if title in records:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    formatter.write_dl(records[title])
 
 
 def _titles() -> dict[str, str]:
-    """The heading under which --help-all lists each setting."""
+    """Return the heading under which --help-all lists each setting."""
     titles = dict.fromkeys(EngineConfig.model_fields, "The pair, and where it runs")
     titles |= dict.fromkeys(DECODING_NAMES, "How it is decoded")
-    return {**titles, **dict.fromkeys(OPTION_NAMES, "How tokens are drawn"), **titles}
+    for name in OPTION_NAMES:
+        titles.setdefault(name, "How tokens are drawn")
+    return titles
 
 
 def _print_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -160,7 +178,7 @@ class Setting(NamedTuple):
 
 
 def of_field(field: FieldInfo) -> Setting:
-    """The setting of a pydantic field."""
+    """Return the setting of a pydantic field."""
     kind = type_of(field.annotation)
     default = None if field.is_required() else field.default
     description = field.description or ""
@@ -171,11 +189,11 @@ def of_field(field: FieldInfo) -> Setting:
 
 
 def of_option(name: str) -> Setting:
-    """The setting of a request's option, or of a parameter of a rule or stop policy."""
+    """Return the setting of a request's option, or of a parameter of a rule or stop policy."""
     description = description_of(name)
     if name not in OPTIONS:
-        of_parameter = kind_of_parameter(name)
-        return Setting(of_parameter, description, None, (), _METAVAR_OF_KIND[of_parameter])
+        kind_of_number = kind_of_parameter(name)
+        return Setting(kind_of_number, description, metavar=_METAVAR_OF_KIND[kind_of_number])
     field = OPTIONS[name]
     kind = str if name in AS_PUBLISHED else type_of(field.type)
     metavar = _METAVARS.get(name) or _METAVAR_OF_KIND.get(kind)
@@ -190,18 +208,21 @@ _SETTINGS |= {name: of_option(name) for name in OPTION_NAMES}
 def _flag(
     name: str, setting: Setting, default: str | None, *, hidden: bool
 ) -> Callable[[Any], Any]:
-    """A click option with the setting's type, description and default."""
-    flag = f"--{name.replace('_', '-')}"
-    common: dict[str, Any] = {"default": None, "hidden": hidden}
+    """Return a click option with the setting's type, description and default."""
+    dashed = name.replace("_", "-")
+    form: dict[str, Any] = {"default": None, "hidden": hidden}
     if setting.kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, help=setting.description, **common)
-    common["help"] = _help(setting, default)
+        return click.option(f"--{dashed}/--no-{dashed}", name, help=setting.description, **form)
+    form["help"] = _help(setting, default)
     if name == "method":
-        return click.option(flag, name, cls=_MethodOption, type=_Choice(METHODS), **common)
-    kind = _Choice(setting.choices, setting.other_names) if setting.choices else _type(setting.kind)
-    multiple = get_origin(setting.kind) is tuple
-    metavar = None if setting.choices else setting.metavar
-    return click.option(flag, name, type=kind, multiple=multiple, metavar=metavar, **common)
+        form["cls"] = _MethodOption
+    if setting.choices:
+        form["type"] = _Choice(setting.choices, setting.other_names)
+    else:
+        form["type"] = _type(setting.kind)
+        form["metavar"] = setting.metavar
+    form["multiple"] = get_origin(setting.kind) is tuple
+    return click.option(f"--{dashed}", name, **form)
 
 
 class _Choice(click.Choice):
@@ -214,19 +235,19 @@ class _Choice(click.Choice):
     def __init__(
         self, values: Collection[str], other_names: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__([*values])
+        super().__init__(list(values))
         self._other_names = other_names or {}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return super().convert(self._other_names.get(value, value), param, ctx)
         except click.BadParameter as error:
-            nearest = get_close_matches(str(value), [*self.choices, *self._other_names], n=1)
+            names = list(self.choices) + list(self._other_names)
+            nearest = get_close_matches(str(value), names, n=1)
             if not nearest:
                 raise
-            raise click.BadParameter(
-                f"{error.message} Did you mean {nearest[0]!r}?", ctx, param
-            ) from None
+            message = f"{error.message} Did you mean {nearest[0]!r}?"
+            raise click.BadParameter(message, ctx, param) from None
 
 
 class _MethodOption(click.Option):
@@ -236,30 +257,30 @@ class _MethodOption(click.Option):
         record = super().get_help_record(ctx)
         if record is None or ctx.meta.get(_ALL):
             return record
-        usual = [method for method in METHODS.values() if method.is_usual]
-        words = "; ".join(f"{method.name}: {method.description}" for method in usual)
-        names = "|".join(method.name for method in usual)
-        others = len(METHODS) - len(usual)
+        usual = {name: method for name, method in METHODS.items() if method.is_usual}
+        names = "|".join(usual)
+        num_unlisted = len(METHODS) - len(usual)
         default = OPTIONS["method"].default
         return (
             f"--method [{names}|...]",
-            f"{words}; --help-all: {others} others.  [default: {default}]",
+            f"{described(usual)}; --help-all: {num_unlisted} others.  [default: {default}]",
         )
 
 
 def _type(kind: Any) -> Any:
+    """Return click's type of a flag; of pairs a tuple of two, as the flag then takes two arguments."""
     if get_origin(kind) is not tuple:
         return kind
     item = type_of(get_args(kind)[0])
-    return (
-        tuple(type_of(part) for part in get_args(item)) or item
-    )  # pairs are two arguments of the flag
+    return tuple(map(type_of, get_args(item))) or item
 
 
 def _help(setting: Setting, default: str | None) -> str:
+    description = setting.description
     if default is not None:
-        return f"{_STATED_DEFAULT.sub('', setting.description).rstrip('.')}.  [default: {default}]"
-    is_shown = setting.default is not None and not isinstance(setting.default, tuple)
-    return (
-        f"{setting.description}  [default: {setting.default}]" if is_shown else setting.description
-    )
+        description = _STATED_DEFAULT.sub("", description).rstrip(".") + "."
+    elif setting.default is not None and not isinstance(setting.default, tuple):
+        default = setting.default
+    if default is None:
+        return description
+    return f"{description}  [default: {default}]"

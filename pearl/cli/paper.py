@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
+from pearl.cli.console import Bars, print_lines, print_table
 from pearl.cli.prompt_sets import json_option, read_sets, reported
-from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_EMULATED, _EMULATED_QUICK = (
-    {"tokens": 250, "texts": 2},
-    {"tokens": 60, "texts": 1},
-)  # texts of each row
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+_EMULATED = {"tokens": 250, "texts": 2}  # texts of each row
+_EMULATED_QUICK = {"tokens": 60, "texts": 1}
 
 figures_option = click.option(
     "--figures",
@@ -39,21 +36,37 @@ figures_option = click.option(
 quick_option = click.option("--quick", is_flag=True, help="Fewer and shorter texts: a first look.")
 
 
+class _StudySize(NamedTuple):
+    """How much a study decodes: prompts of each set for the study, and for measurements that take less time."""
+
+    study_prompts: int
+    prompts: int
+    tokens: int
+
+
+_SIZE = _StudySize(study_prompts=4, prompts=12, tokens=96)
+_QUICK_SIZE = _StudySize(study_prompts=1, prompts=2, tokens=48)
+
+
 @dataclass(frozen=True)
-class _Asked:
-    """What the commands on a real pair have in common. `tasks`: of the study; `more`: for what takes less time."""
+class _Arguments:
+    """The arguments that all commands on a real pair take.
+
+    Attributes:
+        study_tasks: the first of `tasks`, for the study itself, which takes longest.
+    """
 
     config: EngineConfig
+    study_tasks: list[Task]
     tasks: list[Task]
-    more: list[Task]
     tokens: int
     quick: bool
     figures: Path | None
     to: Path | None
 
 
-def _on_a_pair(command: _Command) -> _Command:
-    """The options of `_Asked`."""
+def _on_a_pair(command: Any) -> Any:
+    """Add the options of `_Arguments`."""
     options = (
         click.option("--target", default=None, metavar="MODEL", help="[default: embedded]"),
         click.option("--draft", default=None, metavar="MODEL", help="[default: embedded-draft]"),
@@ -72,26 +85,31 @@ def _on_a_pair(command: _Command) -> _Command:
     return command
 
 
-def _asked(given: dict[str, Any], **settings: Any) -> _Asked:
-    if given["figures"] is not None:
+def _arguments(
+    *,
+    target: str | None,
+    draft: str | None,
+    prompts: Sequence[str],
+    quick: bool,
+    figures: Path | None,
+    to: Path | None,
+    **settings: Any,
+) -> _Arguments:
+    """Return the arguments, with the prompts read. `settings`: further ones of the engine."""
+    if figures is not None:
         check_drawing()
-    names = {name: given[name] for name in ("target", "draft") if given[name] is not None}
-    few, many, tokens = (1, 2, 48) if given["quick"] else (4, 12, 96)
-    more = read_sets(given["prompts"], many, default=_SETS)
-    tasks = [task for task in more if task.number <= few]
-    return _Asked(
-        EngineConfig(**names, **settings),
-        tasks,
-        more,
-        tokens,
-        given["quick"],
-        given["figures"],
-        given["to"],
-    )
+    if target is not None:
+        settings["target"] = target
+    if draft is not None:
+        settings["draft"] = draft
+    size = _QUICK_SIZE if quick else _SIZE
+    tasks = read_sets(prompts, size.prompts, default=_SETS)
+    study_tasks = [task for task in tasks if task.number <= size.study_prompts]
+    config = EngineConfig(**settings)
+    return _Arguments(config, study_tasks, tasks, size.tokens, quick, figures, to)
 
 
-@listed("Measure", "pearl paper theory --figures theory/")
-@click.group()
+@click.group(epilog=example("pearl paper theory --figures theory/"))
 def paper() -> None:
     """Tables and figures of the five papers, by runs of this runtime.
 
@@ -109,7 +127,7 @@ def paper() -> None:
 )
 @click.option(
     "--table",
-    "wanted",
+    "tables",
     multiple=True,
     type=click.Choice(list(TABLES)),
     help="Only this one. Repeatable.",
@@ -120,7 +138,7 @@ def paper() -> None:
 @json_option
 def of_pearl(
     names: tuple[str, ...],
-    wanted: tuple[str, ...],
+    tables: tuple[str, ...],
     simulate_only: bool,
     quick: bool,
     figures: Path | None,
@@ -137,45 +155,52 @@ def of_pearl(
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
-    clock, cells, about = Conditions(), dict[str, list[Cell]](), []
-    asked = _pairs(names)
+    conditions = Conditions()
+    cells: dict[str, list[Cell]] = {name: [] for name in TABLES}
+    descriptions = []
+    selected = _pairs(names)
     with Bars() as bars:
-        for pair in asked:
+        for pair in selected:
             bars.say(pair.title)
-            found, known = emulate(pair, wanted or tuple(TABLES), bars, **settings)
-            about.append(known)
-            cells |= {name: cells.get(name, []) + some for name, some in found.items() if some}
-    clock.stop()
-    cells = {name: cells[name] for name in TABLES if name in cells}
-    kind = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
-    if reported(to, kind | {"tables": cells, "pairs": about}):
-        texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0; {clock}"
-        _print(*(table(name, some) for name, some in cells.items()))
-        print_lines(*map(pair_line, asked), EXPLAINED, texts)
+            cells_of_pair, description = emulate(pair, tables or tuple(TABLES), bars, **settings)
+            descriptions.append(description)
+            for name, additions in cells_of_pair.items():
+                cells[name] += additions
+    conditions.stop()
+    cells = {name: rows for name, rows in cells.items() if rows}
+    document = {"kind": "paper", "emulated": True, "settings": settings, **conditions.as_dict()}
+    if reported(to, document | {"tables": cells, "pairs": descriptions}):
+        texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0"
+        for name, rows in cells.items():
+            _print(table(name, rows))
+        print_lines(*map(pair_line, selected), EXPLAINED, f"{texts}; {conditions}")
     if figures is not None:
         _draw(_optimal_lengths(), figures)
 
 
 def _pairs(names: Sequence[str]) -> list[Pair]:
-    every = pairs()
-    found = [
-        pair
-        for pair in every
-        if not names or any(name.lower() in pair.title.lower() for name in names)
-    ]
-    if not found:
-        raise ConfigError(
-            f"no pair is called {names[0]!r}; there are {'; '.join(pair.title for pair in every)}"
-        )
-    return found
+    """Return the pairs whose title holds one of `names`; all pairs without names. Raises `ConfigError`."""
+    all_pairs = pairs()
+    if not names:
+        return all_pairs
+    selected = []
+    for pair in all_pairs:
+        title = pair.title.lower()
+        if any(name.lower() in title for name in names):
+            selected.append(pair)
+    if not selected:
+        titles = "; ".join(pair.title for pair in all_pairs)
+        raise ConfigError(f"no pair is called {names[0]!r}; there are {titles}")
+    return selected
 
 
 def _optimal_lengths() -> list[Plot]:
-    """Figure 2b, of the embedded pair."""
+    """Draw figure 2b for the embedded pair."""
     from pearl.lab.studies.lengths import step_by_step
 
+    tasks = read_sets((), 1, default=_SETS[1:])
     with Bars() as bars:
-        recorded, _ = _recorded(EngineConfig(), read_sets((), 1, default=_SETS[1:]), 96, bars)
+        recorded, _ = _recorded(EngineConfig(), tasks, _SIZE.tokens, bars)
     title = "The optimal draft length changes from step to step (figure 2b)"
     return [step_by_step(recorded.texts[0], "pearl-lengths", title)]
 
@@ -183,7 +208,7 @@ def _optimal_lengths() -> list[Plot]:
 def _recorded(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
 ) -> tuple[RecordedTexts, list[str]]:
-    """Greedy answers with the draft's tokens, and the set of each."""
+    """Record greedy answers with the draft's tokens. Returns them, and the prompt set of each."""
     from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
@@ -206,14 +231,14 @@ def _recorded(
     metavar="N",
     help="Simulated on Markov chains.",
 )
-def theory(texts: int, **given: Any) -> None:
+def theory(texts: int, **options: Any) -> None:
     """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
     from pearl.lab.studies import chains
 
-    asked = _asked(given)
+    arguments = _arguments(**options)
     with Bars() as bars:
-        table, figures = chains.measure(10 if asked.quick else texts, bars)
-    _study("theory", asked, [table], figures)
+        table, figures = chains.measure(10 if arguments.quick else texts, bars)
+    _study("theory", arguments, [table], figures)
 
 
 @paper.command()
@@ -229,16 +254,16 @@ def theory(texts: int, **given: Any) -> None:
 @click.option(
     "--t-target", type=float, default=40.0, show_default=True, metavar="MS", help="Likewise."
 )
-def disco(t_draft: float, t_target: float, **given: Any) -> None:
+def disco(t_draft: float, t_target: float, **options: Any) -> None:
     """DISCO: static and dynamic speculation lengths, stop policies, the oracle's lengths, and the classifier's F1."""
     from pearl.lab.studies import lengths
     from pearl.lab.studies.simulate import timing_of
 
-    asked = _asked(given)
+    arguments = _arguments(**options)
     with Bars() as bars:
-        recorded, sets = _recorded(asked.config, asked.more, asked.tokens, bars)
-        found, figures = lengths.measure(recorded, timing_of(t_draft, t_target), sets)
-    _study("disco", asked, found, figures)
+        recorded, sets = _recorded(arguments.config, arguments.tasks, arguments.tokens, bars)
+        tables, figures = lengths.measure(recorded, timing_of(t_draft, t_target), sets)
+    _study("disco", arguments, tables, figures)
 
 
 @paper.command()
@@ -257,53 +282,64 @@ def disco(t_draft: float, t_target: float, **given: Any) -> None:
     metavar="N",
     help="Tokens in a cache.",
 )
-def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any) -> None:
+def sssd(datastore: str | None, most_batch: int, most_context: int, **options: Any) -> None:
     """SSSD: guesses without a draft by source, number, temperature, batch and context, beside other papers'."""
     from pearl.lab.studies import sssd as guesses
 
-    asked = _asked(given, datastore=datastore)
-    if asked.quick:
-        most_batch, most_context = min(most_batch, 4), min(most_context, 1000)
+    arguments = _arguments(**options, datastore=datastore)
+    if arguments.quick:
+        most_batch = min(most_batch, 4)
+        most_context = min(most_context, 1000)
     with Bars() as bars:
-        limits = most_batch, most_context
         tables, figures = guesses.measure_guesses(
-            asked.config, asked.more, asked.tokens, bars, *limits
+            arguments.config, arguments.tasks, arguments.tokens, bars, most_batch, most_context
         )
-    _study("sssd", asked, tables, figures)
+    _study("sssd", arguments, tables, figures)
 
 
 @paper.command()
 @_on_a_pair
-def mjsd(**given: Any) -> None:
+def mjsd(**options: Any) -> None:
     """MJSD: joint decoding, its thresholds, beams and lengths, speed and perplexity, and energy by batch."""
     from pearl.lab.studies import energy
 
-    asked = _asked(given)
+    arguments = _arguments(**options)
     with Bars() as bars:
-        table = energy.measure(asked.config, bars)
-    _study("mjsd", asked, [table], [])
+        table = energy.measure(arguments.config, bars)
+    _study("mjsd", arguments, [table], [])
 
 
-def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Plot]) -> None:
-    """Run the study; print it and `more`, and draw the figures."""
+def _study(
+    name: str, arguments: _Arguments, tables: Sequence[Table], figures: Sequence[Plot]
+) -> None:
+    """Run the study of a paper; print `tables` and its own, and draw `figures` and its own."""
     from pearl.lab.studies.tables import STUDIES, in_words, run_study, sweeps
 
-    clock, about = Conditions(), STUDIES[name]
+    study = STUDIES[name]
+    tasks = arguments.study_tasks
+    tokens = arguments.tokens
+    conditions = Conditions()
     with Bars() as bars:
-        found = run_study(about, asked.tasks, asked.tokens, bars, asked.config)
-    clock.stop()
-    figures, table = [*figures, *sweeps(name, found)], in_words(about, found)
-    settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
-    found_all = {"rows": found, "tables": [*more, table], "figures": figures}
-    if reported(asked.to, {"kind": "study", "settings": settings, **clock.as_dict(), **found_all}):
-        _print(*more)
+        rows = run_study(study, tasks, tokens, bars, arguments.config)
+    conditions.stop()
+    figures = [*figures, *sweeps(name, rows)]
+    table = in_words(study, rows)
+    document = {
+        "kind": "study",
+        "settings": {"paper": name, "tokens": tokens, "texts": len(tasks)},
+        **conditions.as_dict(),
+        "rows": rows,
+        "tables": [*tables, table],
+        "figures": figures,
+    }
+    if reported(arguments.to, document):
+        for preliminary in tables:
+            _print(preliminary)
         _print(table, words=2)
-        sets = ", ".join(dict.fromkeys(task.set for task in asked.tasks))
-        print_lines(
-            f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", ""
-        )
-    if asked.figures is not None:
-        _draw(figures, asked.figures)
+        sets = ", ".join(dict.fromkeys(task.set for task in tasks))
+        print_lines(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {conditions}", "")
+    if arguments.figures is not None:
+        _draw(figures, arguments.figures)
 
 
 def _draw(figures: Sequence[Plot], directory: Path) -> None:
@@ -311,7 +347,6 @@ def _draw(figures: Sequence[Plot], directory: Path) -> None:
         click.echo(f"drawn: {path}", err=True)
 
 
-def _print(*tables: Table, words: int = 1) -> None:
-    for table in tables:
-        notes = (f"  {note}" for note in table.notes)
-        print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)
+def _print(table: Table, words: int = 1) -> None:
+    notes = [f"  {note}" for note in table.notes]
+    print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)

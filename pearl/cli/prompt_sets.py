@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -15,11 +15,10 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
 STDOUT = Path("-")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written before minutes are spent on what it is to hold."""
+    """Refuse a file that cannot be written, before minutes are spent on its contents."""
     if path is None or path == STDOUT:
         return path
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -29,7 +28,7 @@ def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> P
     return path
 
 
-def output_option(name: str, *names: str, **form: Any) -> Callable[[_Command], _Command]:
+def output_option(name: str, *names: str, **form: Any) -> Callable[[Any], Any]:
     """An option that names a file to write, which is refused at once if that is impossible."""
     kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
     return click.option(name, *names, type=kind, callback=_writable, **form)
@@ -43,35 +42,53 @@ json_option = output_option(
 def read_sets(
     prompts: Sequence[str], limit: int, toys: bool = False, default: Sequence[str] = OURS
 ) -> list[Task]:
-    """The first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
+    """Return the first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
 
-    `toys`: of an emulated pair, whose toys know no language: by default one prompt, decoded with several seeds.
+    Args:
+        toys: whether the pair is emulated. Its toys know no language: by default one prompt is decoded with several
+            seeds.
     """
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
-    found: list[Task] = []
-    for given in prompts or default:
-        name, equals, file = given.partition("=")
-        path = None if given in (HUMANEVAL, *OURS) else Path(file if equals else given)
-        name = name if equals or path is None else path.stem
-        if not (file if equals else name):
-            raise ConfigError(f"{given!r}: write FILE or NAME=FILE")
-        if any(task.set == name for task in found):
+    tasks: list[Task] = []
+    for prompt_set in prompts or default:
+        name, path = _name_and_file(prompt_set)
+        if any(task.set == name for task in tasks):
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
-        found += read_tasks(name, path, limit)
-    return found
+        tasks += read_tasks(name, path, limit)
+    return tasks
 
 
-def sampling_of(given: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
-    """With these defaults, and seed 0."""
-    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
-    return given.changed(
-        **{name: value for name, value in defaults.items() if getattr(given, name) is None}
+def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
+    """Return the name of a set and its file; None for a built-in set.
+
+    "questions" is ("questions", None), "a/b.jsonl" is ("b", Path("a/b.jsonl")).
+    """
+    if prompt_set in (HUMANEVAL, *OURS):
+        return prompt_set, None
+    name, equals, file = prompt_set.partition("=")
+    if not equals:
+        file = prompt_set
+        name = Path(file).stem
+    if not file or not (equals or name):
+        raise ConfigError(f"{prompt_set!r}: write FILE or NAME=FILE")
+    return name, Path(file)
+
+
+def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
+    """Return the options with these defaults, and seed 0 by default."""
+    return options.changed(
+        temperature=temperature if options.temperature is None else options.temperature,
+        seed=options.seed or 0,
+        max_tokens=options.max_tokens or max_tokens,
     )
 
 
 def reported(to: Path | None, document: object) -> bool:
-    """Write the document where --json names a file. Whether to print tables: not beside JSON on standard output."""
+    """Write the document where --json names a file.
+
+    Returns whether to print tables: not beside JSON on standard output.
+    """
     if to is not None:
         write_json(to, document)
     return to != STDOUT

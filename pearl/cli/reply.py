@@ -6,7 +6,6 @@ draft's guesses) is redrawn, and never more of it than fits the screen.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,36 +19,34 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
+from pearl.cli.console import write_text
 from pearl.colours import SOURCES
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter
 
-STYLES = {
-    Provenance(source): colour if source != "direct" else ""
-    for source, (colour, _) in SOURCES.items()
-}
-PENDING = THOUGHT = "dim italic"
+STYLES = {Provenance(source): colour for source, (colour, _) in SOURCES.items()}
+STYLES[Provenance.DIRECT] = ""
+PENDING = "dim italic"
+THOUGHT = "dim italic"
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
-_REST_PER_FRAME = (
-    3.0  # times the drawing time of the last frame: a long block must not keep a core busy
-)
+# Pause, in drawing times of the last frame: a long block must not keep a core busy.
+_REST_PER_FRAME = 3.0
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _MARGIN = 2  # screen rows left free below
-_BEGIN_FRAME, _END_FRAME = (
-    "\x1b[?2026h",
-    "\x1b[?2026l",
-)  # synchronized output: the terminal shows only whole frames
+# Synchronized output: the terminal shows only whole frames.
+_BEGIN_FRAME = "\x1b[?2026h"
+_END_FRAME = "\x1b[?2026l"
 
 
 def legend() -> Text:
-    """The meaning of the colours of `TokenReply`."""
-    words = [
-        Text(meaning, f"dim {STYLES[Provenance(source)]}")
-        for source, (_, meaning) in SOURCES.items()
-    ]
-    return Text(" · ", "dim").join([*words, Text("not judged yet", PENDING)])
+    """Return the meaning of the colours of `TokenReply`."""
+    meanings = []
+    for source, (_, meaning) in SOURCES.items():
+        meanings.append(Text(meaning, f"dim {STYLES[Provenance(source)]}"))
+    meanings.append(Text("not judged yet", PENDING))
+    return Text(" · ", "dim").join(meanings)
 
 
 class Reply:
@@ -57,21 +54,18 @@ class Reply:
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         """Append final text: each token's text, and where each token came from."""
-        text = "".join(texts)
-        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
+        write_text("".join(texts))
 
     def guess(self, text: str) -> None:
         """Show the draft's guess of the text that follows, in place of its last guess."""
 
     def finish(self) -> None:
         """End the display: no more text comes."""
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")
 
 
 class _LastRows:
-    """The last rows of a renderable, as many as fit the screen."""
+    """Shows the last rows of a renderable, as many as fit the screen."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -91,16 +85,17 @@ class _ScreenReply(Reply):
         self._console = console
         self._size = console.size
         self._live = self._start_live()
-        self._changed, self._closing = threading.Event(), threading.Event()
+        self._changed = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._redraw_on_change, daemon=True, name="screen")
         self._thread.start()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
-        """Finished text to print once, or None; and unfinished text to redraw below it. `_lock` is held."""
+        """Return finished text to print once, or None; and unfinished text to redraw below it. `_lock` is held."""
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """The unfinished text, now finished."""
+        """Return the unfinished text, now finished."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
@@ -116,18 +111,19 @@ class _ScreenReply(Reply):
             self._changed.clear()
             began = time.monotonic()
             with self._lock:
-                done, rest = self._compose()
-            self._draw(done, rest)
-            self._closing.wait(max(_FRAME_SECONDS, _REST_PER_FRAME * (time.monotonic() - began)))
+                finished, unfinished = self._compose()
+            self._draw(finished, unfinished)
+            drawing_seconds = time.monotonic() - began
+            self._closing.wait(max(_FRAME_SECONDS, _REST_PER_FRAME * drawing_seconds))
 
-    def _draw(self, done: RenderableType | None, rest: RenderableType) -> None:
+    def _draw(self, finished: RenderableType | None, unfinished: RenderableType) -> None:
         if self._console.size != self._size:
             self._restart_after_resize()
         self._console.file.write(_BEGIN_FRAME)
         with self._console:  # one write
-            self._live.update(_LastRows(rest), refresh=done is None)
-            if done is not None:
-                self._console.print(done)
+            self._live.update(_LastRows(unfinished), refresh=finished is None)
+            if finished is not None:
+                self._console.print(finished)
         self._console.file.write(_END_FRAME)
         self._console.file.flush()
 
@@ -158,8 +154,8 @@ class MarkdownReply(_ScreenReply):
     """
 
     def __init__(self, console: Console, splitter: Splitter | None = None) -> None:
-        self._rest = ""  # Markdown source not yet printed
-        self._thought = ""  # likewise, of the reasoning
+        self._answer = ""  # Markdown source not yet printed
+        self._thought = ""  # reasoning not yet printed
         self._splitter = splitter
         super().__init__(console)
 
@@ -169,26 +165,42 @@ class MarkdownReply(_ScreenReply):
 
     def _split(self, text: str, is_last: bool = False) -> None:
         with self._lock:
-            thought, answer = self._splitter.feed(text, is_last) if self._splitter else ("", text)
-            self._thought += printable(thought)
-            self._rest += printable(answer)
+            if self._splitter is None:
+                self._answer += printable(text)
+            else:
+                thought, answer = self._splitter.feed(text, is_last)
+                self._thought += printable(thought)
+                self._answer += printable(answer)
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
-        if self._thought and not self._rest:
-            lines, end, self._thought = self._thought.rpartition("\n")
-            return Text(lines, THOUGHT) if end else None, Text(self._thought, THOUGHT)
-        parts: list[RenderableType] = [Text(self._thought + "\n", THOUGHT)] if self._thought else []
-        done, self._rest = _finished_blocks(self._rest)
-        self._thought = ""
-        parts += [_markdown(done), ""] if done else []
-        return Group(*parts) if parts else None, _markdown(self._rest)
+        if self._thought and not self._answer:
+            lines, newline, self._thought = self._thought.rpartition("\n")
+            finished_lines = Text(lines, THOUGHT) if newline else None
+            return finished_lines, Text(self._thought, THOUGHT)
+        parts: list[RenderableType] = []
+        if self._thought:
+            parts.append(Text(self._thought + "\n", THOUGHT))
+            self._thought = ""
+        blocks, self._answer = _finished_blocks(self._answer)
+        if blocks:
+            parts.append(_markdown(blocks))
+            parts.append("")
+        return _group(parts), _markdown(self._answer)
 
     def _last(self) -> RenderableType | None:
         self._split("", is_last=True)
-        has_answer = bool(self._rest.strip())
-        parts: list[RenderableType] = [_markdown(self._rest)] if has_answer else []
-        parts[:0] = [Text(self._thought + "\n" * has_answer, THOUGHT)] if self._thought else []
-        return Group(*parts) if parts else None
+        has_answer = bool(self._answer.strip())
+        parts: list[RenderableType] = []
+        if self._thought:
+            blank_line = "\n" if has_answer else ""
+            parts.append(Text(self._thought + blank_line, THOUGHT))
+        if has_answer:
+            parts.append(_markdown(self._answer))
+        return _group(parts)
+
+
+def _group(parts: list[RenderableType]) -> Group | None:
+    return Group(*parts) if parts else None
 
 
 class TokenReply(_ScreenReply):
@@ -203,7 +215,10 @@ class TokenReply(_ScreenReply):
         with self._lock:
             for text, source in zip(map(printable, texts), provenance, strict=True):
                 self._line.append(text, STYLES[source])
-                self._guess = self._guess.removeprefix(text) if self._guess.startswith(text) else ""
+                if self._guess.startswith(text):
+                    self._guess = self._guess.removeprefix(text)
+                else:
+                    self._guess = ""
         self._changed.set()
 
     def guess(self, text: str) -> None:
@@ -212,40 +227,39 @@ class TokenReply(_ScreenReply):
         self._changed.set()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
-        done = None
+        finished = None
         if "\n" in self._line.plain:
-            *lines, self._line = self._line.split("\n", allow_blank=True)
-            done = Text("\n").join(lines)
-        return done, self._line + Text(self._guess, PENDING)
+            lines = self._line.split("\n", allow_blank=True)
+            self._line = lines.pop()
+            finished = Text("\n").join(lines)
+        return finished, self._line + Text(self._guess, PENDING)
 
     def _last(self) -> RenderableType | None:
         return self._line or None
 
 
 def _finished_blocks(source: str) -> tuple[str, str]:
-    """Split `source` before its last block, which more text could still change."""
-    starts = [
-        token.map[0]
-        for token in _PARSER.parse(source)
-        if token.level == 0 and token.map and token.nesting >= 0
-    ]
+    """Split Markdown before its last block, which more text could still change.
+
+    "One\\n\\nTwo" gives ("One\\n", "Two"), and "One" gives ("", "One").
+    """
+    starts = []  # the first line of each block
+    for token in _PARSER.parse(source):
+        if token.level == 0 and token.map and token.nesting >= 0:
+            starts.append(token.map[0])
     if len(starts) < 2:
         return "", source
     lines = source.split("\n")
-    return "\n".join(lines[: starts[-1]]), "\n".join(lines[starts[-1] :])
+    last_start = starts[-1]
+    return "\n".join(lines[:last_start]), "\n".join(lines[last_start:])
 
 
 class _Code(CodeBlock):
-    """Without rich's blank before each line, which would be copied with the code."""
+    """Omits rich's blank before each line, which would be copied with the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Syntax(
-            str(self.text).rstrip(),
-            self.lexer_name,
-            theme=self.theme,
-            word_wrap=True,
-            padding=(1, 0),
-        )
+        text = str(self.text).rstrip()
+        yield Syntax(text, self.lexer_name, theme=self.theme, word_wrap=True, padding=(1, 0))
 
 
 class _Markdown(Markdown):

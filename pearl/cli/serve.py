@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say
-from pearl.cli.launch import running
+from pearl.cli.open_engine import open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import torchrun
@@ -21,9 +21,12 @@ from pearl.text.tools import FORMATS
 if TYPE_CHECKING:
     from pearl.server.listen import Door
 
+_SERVER_PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")  # of the extra `server`
 
-@listed("Use it", "pearl serve --target my-model --draft my-small-model")
-@click.command(cls=SettingsCommand)
+
+@click.command(
+    cls=SettingsCommand, epilog=example("pearl serve --target my-model --draft my-small-model")
+)
 @click.option(
     "--http",
     metavar="HOST:PORT",
@@ -66,7 +69,7 @@ def serve(
     http: str | None,
     api_key: str | None,
     log_requests: str,
-    **more: Any,
+    **door_options: Any,
 ) -> None:
     """Keep an engine running for others to connect to.
 
@@ -76,16 +79,18 @@ def serve(
     With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
     sampling settings are defaults of its requests, the decoding settings hold for all of them.
     """
-    if http is None and (more["model"] is not None or more["origins"]):
-        raise ConfigError("--http-model and --cors go with --http HOST:PORT")
-    if http is not None:
-        settings.engine.check_options(settings.options)
     door = None
-    if http is not None and not torchrun.rank():
-        door = _bind(http, api_key or None, logs_requests=log_requests == "on", **more)
+    if http is None:
+        if door_options["model"] is not None or door_options["origins"]:
+            raise ConfigError("--http-model and --cors go with --http HOST:PORT")
+    else:
+        settings.engine.check_options(settings.options)
+        if not torchrun.rank():
+            logs_requests = log_requests == "on"
+            door = _bind(http, api_key or None, logs_requests=logs_requests, **door_options)
     with (
         closing(door) if door else nullcontext(),
-        running(settings.engine, SafeConsole(stderr=True)) as engine,
+        open_engine(settings.engine, SafeConsole(stderr=True)) as engine,
     ):
         if engine is None:
             return
@@ -102,16 +107,13 @@ def serve(
             click.echo("stopped", err=True)
 
 
-def _bind(address: str, key: str | None, **more: Any) -> Door:
+def _bind(address: str, key: str | None, **options: Any) -> Door:
+    """Bind the address, as `pearl.server.listen.bind` does. Raises `ConfigError` if the extra is not installed."""
     try:
         from pearl.server.listen import bind
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in (
-            "starlette",
-            "uvicorn",
-            "h11",
-            "prometheus_client",
-        ):
+        package = (error.name or "").partition(".")[0]
+        if package not in _SERVER_PACKAGES:
             raise
         raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
-    return bind(address, key, **more)
+    return bind(address, key, **options)

@@ -26,19 +26,22 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 
-_MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # bracketed paste on, off
+_MARK_PASTES = b"\x1b[?2004h"  # bracketed paste on
+_MARK_NO_PASTES = b"\x1b[?2004l"  # off
 _RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
 
 
 def state_directory() -> Path:
-    """Directory for this user's private state, such as the history. Source: XDG Base Directory Specification."""
+    """Return the directory for this user's private state. Source: XDG Base Directory Specification."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
+    if not base.is_absolute():
+        base = Path.home() / ".local" / "state"
+    return base / "pearl"
 
 
 def private_file(name: str) -> Path:
-    """A file there, which exists afterwards. Raises `OSError`, `RuntimeError`."""
+    """Return a file of the state directory, and make it if it is not there. Raises `OSError`, `RuntimeError`."""
     path = state_directory() / name
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.touch(mode=0o600)
@@ -60,8 +63,8 @@ def raw_terminal() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, _RERAISE_SECONDS)
         sys.exit(128 + number)
 
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(each, end)
+    for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(caught, end)
     with get_app_session().input.raw_mode():
         try:
             yield
@@ -108,33 +111,35 @@ class KeyWatcher:
             ready = dict(events.poll())
             if self._wakeup in ready:
                 return
-            keys = self._input.read_keys()
-            is_gone = self._input.closed or bool(
-                ready[self._input.fileno()] & (select.POLLHUP | select.POLLERR)
-            )
-            if is_gone or any(press.key == Keys.ControlC for press in keys):
+            presses = self._input.read_keys()
+            is_gone = self._input.closed
+            if ready[self._input.fileno()] & (select.POLLHUP | select.POLLERR):
+                is_gone = True
+            typed = [press for press in presses if press.key != Keys.ControlC]
+            if is_gone or len(typed) < len(presses):
                 self._interrupt()
             if is_gone:
                 return
-            self._keys += [press for press in keys if press.key != Keys.ControlC]
+            self._keys += typed
 
 
 class _Commands(Completer):
-    """Completes commands, and behind a command its arguments."""
+    """Completes the names of commands, and a command's arguments after its name."""
 
     def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer]) -> None:
-        self._commands, self._arguments = commands, arguments
+        self._commands = commands
+        self._arguments = arguments
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
-        name, space, rest = document.text_before_cursor.partition(" ")
-        if space and name in self._arguments:
-            yield from self._arguments[name].get_completions(Document(rest), complete_event)
-        elif not space and name.startswith("/"):
-            for each, about in self._commands.items():
-                if each.startswith(name):
-                    yield Completion(each, -len(name), display_meta=about)
+        typed, space, argument = document.text_before_cursor.partition(" ")
+        if space and typed in self._arguments:
+            yield from self._arguments[typed].get_completions(Document(argument), complete_event)
+        elif not space and typed.startswith("/"):
+            for command, description in self._commands.items():
+                if command.startswith(typed):
+                    yield Completion(command, -len(typed), display_meta=description)
 
 
 class LineReader:
@@ -161,7 +166,7 @@ class LineReader:
         )
 
     def read(self) -> str:
-        """The next message.
+        """Return the next message.
 
         Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C in an empty line.
         """
@@ -199,14 +204,14 @@ class LineReader:
 
 def _without_quotes(text: str) -> str:
     """Remove the triple quotes around a message, or around the argument of a command."""
-    head, quotes, rest = text.partition(_QUOTES)
-    if quotes and (not head.strip() or head.startswith("/")):
-        return head + rest.replace(_QUOTES, "", 1).strip("\n")
+    command, quotes, message = text.partition(_QUOTES)
+    if quotes and (not command.strip() or command.startswith("/")):
+        return command + message.replace(_QUOTES, "", 1).strip("\n")
     return text
 
 
 def _history() -> History:
-    """The history: in a file that only this user can read, or in memory if that file cannot be written."""
+    """Return the history: in a file that only this user can read, or in memory if it cannot be written."""
     try:
         path = private_file("history")
         with path.open("a"):

@@ -9,7 +9,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from pearl.cli import listed
+from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.prompt_sets import STDOUT, output_option, write_json
 from pearl.document import damaged
@@ -28,8 +28,7 @@ _FILES = click.argument(
 )
 
 
-@listed("See and check", "pearl trace show sd.json pearl.json --png both.png")
-@click.group()
+@click.group(epilog=example("pearl trace show sd.json pearl.json --png both.png"))
 def trace() -> None:
     """Report or draw the recordings of --trace FILE.
 
@@ -47,12 +46,13 @@ def report(files: Sequence[Path], as_json: bool) -> None:
         write_json(STDOUT, reports if len(reports) > 1 else reports[str(files[0])])
         return
     _print(reports)
-    (a, one), *others = reports.items()
-    for b, other in others:
-        if one.tokens_per_second and other.tokens_per_second:
-            rate = other.tokens_per_second / one.tokens_per_second
+    base = reports.pop(str(files[0]))
+    for path, compared in reports.items():
+        if base.tokens_per_second and compared.tokens_per_second:
+            ratio = compared.tokens_per_second / base.tokens_per_second
             SafeConsole().print(
-                f"{b} ({other.method}) is {rate:.2f} times as fast as {a} ({one.method}) in these runs"
+                f"{path} ({compared.method}) is {ratio:.2f} times as fast as "
+                f"{files[0]} ({base.method}) in these runs"
             )
 
 
@@ -71,11 +71,10 @@ def show(files: Sequence[Path], png: Path, start: float | None, seconds: float |
     for file in files:
         with damaged(file, TraceError):
             traces.append(read(file))
-    shown = charts(traces, start, seconds)
-    draw(shown, png)
-    say(
-        f"{png}: {shown[0].start:.3f} s to {max(one.end for one in shown):.3f} s of {', '.join(map(str, files))}"
-    )
+    runs = charts(traces, start, seconds)
+    draw(runs, png)
+    end = max(run.end for run in runs)
+    say(f"{png}: {runs[0].start:.3f} s to {end:.3f} s of {', '.join(map(str, files))}")
 
 
 @trace.command()
@@ -95,17 +94,16 @@ def _report(file: Path) -> Report:
 
 
 def _print(reports: dict[str, Report]) -> None:
-    """One column for each run."""
+    """Print a verdict on each run, a table with a column for each, and their notes."""
     console = SafeConsole()
-    for path, found in reports.items():
-        name = f"{path}: " if len(reports) > 1 else ""
-        console.print(Text(name + verdict(found)), soft_wrap=True)
-    table = Table(
-        "", *(f"{path}\n{r.method}" for path, r in reports.items()), box=None, padding=(0, 2, 0, 0)
-    )
+    table = Table("", box=None, padding=(0, 2, 0, 0))
+    for path, run in reports.items():
+        prefix = f"{path}: " if len(reports) > 1 else ""
+        console.print(Text(prefix + verdict(run)), soft_wrap=True)
+        table.add_column(f"{path}\n{run.method}")
     for name, values in side_by_side(list(reports.values())):
         table.add_row(name, *values)
     console.print(table)
-    for path, found in reports.items():
-        for note in found.notes:
+    for path, run in reports.items():
+        for note in run.notes:
             console.print(f"note on {path}: {note}")

@@ -26,11 +26,14 @@ __all__ = [
     "SamplingParams",
     "Section",
     "Settings",
+    "OPTION_NAMES",
+    "SETTING_NAMES",
+    "load_settings",
+    "read_file",
 ]
-__all__ += ["OPTION_NAMES", "SETTING_NAMES", "load_settings", "read_file"]
 
 SamplingParams = RequestOptions  # its public name
-_OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package, by name
+_NAMED_FILES = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package
 SETTING_NAMES = (*EngineConfig.model_fields, *OPTION_NAMES)
 
 
@@ -43,22 +46,25 @@ class Settings:
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """A configuration file, if any, with `overrides` (flags given by the user) on top."""
+    """Return the settings of a configuration file, if any, with `overrides` (the user's flags) on top.
+
+    Raises `ConfigError`, which names the file if the file alone is wrong.
+    """
     values = read_file(path) if path else {}
     merged = {**values, **overrides}
     try:
         settings = _settings(merged)
-        # A flag may choose another method than the file, whose settings for its own method are then not in the way.
+        # If a flag chooses the method, the file's settings may be meant for another one: ignore them.
         _refuse_unread(overrides if "method" in overrides else merged)
-        return settings
     except ConfigError as error:
         if path is None or _is_valid(values):
             raise
         raise ConfigError(f"{path}: {error}") from None
+    return settings
 
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a setting of drafts with a method that has none: it would be ignored."""
+    """Raise `ConfigError` for a setting of drafts with a method that has none: it would be ignored."""
     method = values.get("method")
     if method not in DRAFTLESS:
         return
@@ -80,18 +86,25 @@ def _is_valid(values: Mapping[str, Any]) -> bool:
 
 def _settings(values: Mapping[str, Any]) -> Settings:
     refuse_unknown(values, dict.fromkeys(SETTING_NAMES))
-    engine = {name: value for name, value in values.items() if name in EngineConfig.model_fields}
-    options = options_of({name: value for name, value in values.items() if name not in engine})
-    if problem := options.guess_problem():
+    engine_values = {}
+    option_values = {}
+    for name, value in values.items():
+        if name in EngineConfig.model_fields:
+            engine_values[name] = value
+        else:
+            option_values[name] = value
+    options = options_of(option_values)
+    problem = options.guess_problem()
+    if problem:
         raise ConfigError(problem)
-    return Settings(EngineConfig(**engine), options)
+    return Settings(EngineConfig(**engine_values), options)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, or in the package's own configuration of that name. Raises `ConfigError`."""
+    """Return the mapping in a YAML file, or in the package's configuration of that name. Raises `ConfigError`."""
     try:
-        found = _OWN.get(str(path)) if not path.exists() else None
-        values = parse_yaml((found or path).read_text(encoding="utf-8"))
+        file = path if path.exists() else _NAMED_FILES.get(str(path), path)
+        values = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     except UnicodeDecodeError:

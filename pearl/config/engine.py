@@ -19,26 +19,41 @@ from pearl.spec.stops import STOPS
 
 _EMBEDDED_DRAFT = "embedded-draft"
 MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
+_NEEDS_NOTHING = "ar or ngram"  # methods that every engine has
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
 # Names of data types as other tools write them.
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-SHORT_DTYPES |= {"half": "float16", "float": "float32", "f16": "float16", "f32": "float32"}
-ShortDType = BeforeValidator(
-    lambda name: SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
-)
+SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "half": "float16",
+    "float": "float32",
+    "f16": "float16",
+    "f32": "float32",
+}
+
+
+def _whole_dtype(name: object) -> object:
+    if isinstance(name, str):
+        return SHORT_DTYPES.get(name, name)
+    return name
+
+
+ShortDType = BeforeValidator(_whole_dtype)
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"], ShortDType]
 
 
 def is_toy(spec: str) -> bool:
-    """Whether `spec` names a model without weights: "toy" or "toy:KEY=VALUE,..."."""
+    """Return whether `spec` names a model without weights: "toy" or "toy:KEY=VALUE,..."."""
     return spec.partition(":")[0] == "toy"
 
 
 class EngineConfig(Section):
     """The settings of an engine: the pair, where it runs and how its processes communicate."""
 
+    # `default` is named: without pydantic's plugin, type checkers see no other default.
     target: str = Field(
         default="embedded",
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
@@ -153,20 +168,24 @@ class EngineConfig(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _utf8(cls, value: object, info: ValidationInfo) -> object:
-        return check_utf8(value, str(info.field_name)) if isinstance(value, str) else value
+        if isinstance(value, str):
+            check_utf8(value, str(info.field_name))
+        return value
 
     @field_validator("draft")
     @classmethod
-    def _of_a_toy(cls, value: str, known: ValidationInfo) -> str:
-        """The embedded draft cannot draft for a toy, whose tokens are others."""
-        target = known.data.get("target", "")
-        return target if value == _EMBEDDED_DRAFT and is_toy(target) else value
+    def _of_a_toy(cls, value: str, info: ValidationInfo) -> str:
+        """Draft for a toy target with the toy itself: the embedded draft has other tokens."""
+        target = info.data.get("target", "")
+        if value == _EMBEDDED_DRAFT and is_toy(target):
+            return target
+        return value
 
     @field_validator("target_device", "draft_device")
     @classmethod
-    def _device(cls, value: str, known: ValidationInfo) -> str:
+    def _device(cls, value: str, info: ValidationInfo) -> str:
         device = Device.parse(value)
-        if known.field_name == "draft_device" and len(device.gpus) > 1:
+        if info.field_name == "draft_device" and len(device.gpus) > 1:
             raise ValueError(f"{value}: a draft is not spread; name one GPU")
         return value
 
@@ -179,8 +198,8 @@ class EngineConfig(Section):
 
     @field_validator("keys")
     @classmethod
-    def _secured(cls, value: str | None, known: ValidationInfo) -> str | None:
-        if value is None and not _on_one_host(known):
+    def _secured(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and not _on_one_host(info):
             raise ValueError(
                 "other hosts can reach this control address, so it takes keys: make them with `pearl keys FILE`, "
                 "copy FILE to the other host, and give --keys FILE on both"
@@ -189,8 +208,8 @@ class EngineConfig(Section):
 
     @field_validator("tensors")
     @classmethod
-    def _not_in_the_clear(cls, value: str, known: ValidationInfo) -> str:
-        if value in ("gloo", "nccl") and not _on_one_host(known):
+    def _not_in_the_clear(cls, value: str, info: ValidationInfo) -> str:
+        if value in ("gloo", "nccl") and not _on_one_host(info):
             raise ValueError(
                 "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
             )
@@ -199,9 +218,8 @@ class EngineConfig(Section):
     @field_validator("datastore", "disco")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return value and os.path.abspath(
-            os.path.expanduser(value)
-        )  # a worker may run in another directory
+        """Make a path absolute, as a worker may run in another directory."""
+        return value and os.path.abspath(os.path.expanduser(value))
 
     @field_validator("trace")
     @classmethod
@@ -223,36 +241,38 @@ class EngineConfig(Section):
         return ("target", "draft") if self.has_draft else ("target",)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Raises `ConfigError` if options do not fit each other, or need what this engine does not have."""
-        method = options.method
-        if problem := options.guess_problem():
+        """Raise `ConfigError` if options do not fit each other, or need what this engine does not have."""
+        problem = options.guess_problem() or self._lack(options)
+        if problem:
             raise ConfigError(problem)
+
+    def _lack(self, options: RequestOptions) -> str | None:
+        """Return what the options need and this engine does not have; None if it has everything."""
+        method = options.method
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
-            use = " or ".join(
-                name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs)
-            )
-            raise ConfigError(
-                f"method {method} needs a draft model and this engine has none; use method {use}"
-            )
-        if (needed := METHODS[method].needs) and not getattr(self, needed):
-            how = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
-            raise ConfigError(f"method {method} needs {needed}: {how}")
+            return f"method {method} needs a draft model and this engine has none; use method {_NEEDS_NOTHING}"
+        needed = METHODS[method].needs
+        if needed and not getattr(self, needed):
+            advice = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
+            return f"method {method} needs {needed}: {advice}"
         if self.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
-            raise ConfigError(wide_window(options.gamma))
+            return wide_window(options.gamma)
         if STOPS[options.draft_stop].is_trained and self.disco is None:
-            raise ConfigError(
+            return (
                 f"draft_stop {options.draft_stop} needs a classifier of this pair: make one with pearl disco train, "
                 "and name its file with --disco"
             )
+        return None
 
     def model(self, role: ModelRole) -> ModelConfig:
-        """The settings of one model, those common to both included."""
+        """Return the settings of one model, those common to both included."""
         values = self.model_dump()
-        names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
-        own: dict[str, Any] = {
-            name: values.get(f"{role}_{name}", values.get(name)) for name in names
-        }
-        return ModelConfig(values[role], role, **own)
+        model_values: dict[str, Any] = {}
+        for field in fields(ModelConfig):
+            if field.name not in ("role", "spec"):
+                shared = values.get(field.name)
+                model_values[field.name] = values.get(f"{role}_{field.name}", shared)
+        return ModelConfig(values[role], role, **model_values)
 
     @property
     def one_host(self) -> bool:
@@ -286,12 +306,12 @@ class ModelConfig:
 
     @property
     def is_spread(self) -> bool:
-        """Over several GPUs, as accelerate does it."""
+        """Whether the model is spread over several GPUs, as accelerate does it."""
         return len(self.place.gpus) > 1
 
     @property
     def rounding(self) -> Literal["", "int8", "int4"]:
-        """To how many bits its matrices are rounded at load; "": they are not."""
+        """The dtype to which matrices are rounded when they are loaded; "": they are not."""
         return self.dtype if self.dtype in ("int8", "int4") else ""
 
     @property
@@ -300,7 +320,6 @@ class ModelConfig:
         return "bfloat16" if self.rounding else self.dtype
 
 
-def _on_one_host(known: ValidationInfo) -> bool:
-    return (
-        known.data.get("control", ON_ONE_HOST) == ON_ONE_HOST
-    )  # a bad `control` has an error of its own
+def _on_one_host(info: ValidationInfo) -> bool:
+    """Return whether `control` is that of one host. A bad `control` has an error of its own."""
+    return info.data.get("control", ON_ONE_HOST) == ON_ONE_HOST

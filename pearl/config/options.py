@@ -16,12 +16,12 @@ import msgspec
 from msgspec import Meta, structs
 
 from pearl.config.records import LARGEST, Count, Finite, Name, Position, Record, Text
-from pearl.config.section import refuse_unknown
+from pearl.config.section import refuse_unknown, shown
 from pearl.document import parse_json
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
 from pearl.spec import methods
-from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS, Method
+from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS, Method, methods_that
 from pearl.spec.rules import MAX_PARAMETERS, RULES, RuleSpec, find, named_parameters
 from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_problem
 
@@ -29,23 +29,20 @@ from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_
 LEAST_TEMPERATURE = 1e-4
 MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
-LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+LEAST_REPETITION_PENALTY = 0.01
+MOST_REPETITION_PENALTY = 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
-MOST_BIAS, MAX_BIASES = (
-    100.0,
-    1024,
-)  # OpenAI's range, which makes a token certain or impossible; biases
-MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is compared with all of them
+MOST_BIAS = 100.0  # OpenAI's range: makes a token certain or impossible
+MAX_BIASES = 1024
+MOST_STOPS = 64  # strings: each token is compared with all of them
+LONGEST_STOP = 1000  # characters
 MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
-NUMBER_WORDS: dict[str, int | None] = {
-    "auto": None,
-    "off": 0,
-}  # what flags and files may say for a number of guesses
-_SHOWN = 200  # characters of a refused value in a message
+# Words that flags and files may say for a number of guesses.
+NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 
 Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
 Ends = Annotated[tuple[Position, ...], Meta(max_length=MOST_EOS)]
@@ -70,6 +67,7 @@ else:
     Schema = str | None
     Named = Parameters
 
+GuessBound = Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]]
 UNSET: Any = None
 
 
@@ -79,18 +77,20 @@ def described(registry: Mapping[str, Any]) -> str:
 
 
 def _rules() -> str:
-    sampled = "; ".join(f"{spec.label()}: {spec.description}" for spec in RULES.values())
-    greedy = [
-        f"{spec.label(0)}: {spec.greedy.description}" for spec in RULES.values() if spec.greedy
-    ]
+    sampled = []
+    greedy = []
+    for spec in RULES.values():
+        sampled.append(f"{spec.label()}: {spec.description}")
+        if spec.greedy:
+            greedy.append(f"{spec.label(0)}: {spec.greedy.description}")
     return (
-        f"Acceptance rule under sampling; auto takes coupled by default. {sampled}. "
+        f"Acceptance rule under sampling; auto takes coupled by default. {'; '.join(sampled)}. "
         f"At temperature 0 all are greedy decoding but {'; '.join(greedy)}."
     )
 
 
 def _stop_policies() -> str:
-    takers = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
+    takers = methods_that("takes_stops")
     return (
         f"Where the draft ends a window before its bound. {described(STOPS)}. For methods {takers}; "
         f"under sd --gamma is then the bound, {CAP} by default. Texts stay the same, but for sd under a rule whose "
@@ -121,7 +121,7 @@ class RequestOptions(Record, frozen=True):
     rule: Annotated[Default[Name], Meta(description=_rules())] = UNSET
     parameters: Annotated[Named, Meta(description="Parameters of the rule: (name, value).")] = ()
     look_ahead: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; "
             "of these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
@@ -129,7 +129,7 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = UNSET
     draft_lookup: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, as "
             f"far as that pays. 0 or off: none, as published. Default, auto: {methods.DRAFT_LOOKUP} for pearl, else 0."
@@ -143,7 +143,7 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = UNSET
     siblings: Annotated[
-        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        GuessBound,
         Meta(
             description="Most runners-up of the draft's tokens that the target verifies beside them in a forward, "
             "under greedy decoding and rule coupled; of these as many as give the most tokens a second. 0 or off: "
@@ -250,23 +250,33 @@ class RequestOptions(Record, frozen=True):
     grammar_ends: Ends = ()
 
     def __post_init__(self) -> None:
-        values = [_CONVERTERS.get(name, _as_it_is)(getattr(self, name)) for name in OPTIONS]
+        values = []
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if name in _CONVERTERS:
+                value = _CONVERTERS[name](value)
+            values.append(value)
         try:
             checked = msgspec.convert(values, _Checked)
         except msgspec.ValidationError:
             raise ConfigError("; ".join(_refusals(values))) from None
         for name in OPTIONS:
             structs.force_setattr(self, name, getattr(checked, name))
-        if problem := next(self._problems(), None):
+        problem = next(self._problems(), None)
+        if problem:
             raise ConfigError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong with fields that are each in their range."""
-        ranges = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        for name, value in ranges.items():
-            if value is not None and (problem := sampling_problem(**{name: value})):
+        """Yield what is wrong with fields that are each in their range."""
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            problem = sampling_problem(**{name: value})
+            if problem:
                 yield f"{name}: {problem} (got {value!r})"
-        if problem := stop_problem(self.stop):
+        problem = stop_problem(self.stop)
+        if problem:
             yield f"stop: {problem}"
         if self.seed is not None and self.seed >= 1 << 64:
             yield f"seed: has at most 64 bits (got {self.seed})"
@@ -293,10 +303,7 @@ class RequestOptions(Record, frozen=True):
         method = METHODS[self.method]
         for name in ("look_ahead", "branches", "siblings"):
             if getattr(self, name) and not getattr(method, name):
-                takers = ", ".join(
-                    other for other, entry in METHODS.items() if getattr(entry, name)
-                )
-                return f"{name} is for methods {takers}, not {self.method}"
+                return f"{name} is for methods {methods_that(name)}, not {self.method}"
         if self.branches is not None and self.branches > methods.BRANCHES:
             return (
                 f"branches: at most {methods.BRANCHES} outcomes are prepared (got {self.branches})"
@@ -313,19 +320,24 @@ class RequestOptions(Record, frozen=True):
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
-        values = {field: getattr(self, field) for field in OPTIONS}
-        return {field: value for field, value in values.items() if value != OPTIONS[field].default}
+        values = {}
+        for name, field in OPTIONS.items():
+            value = getattr(self, name)
+            if value != field.default:
+                values[name] = value
+        return values
 
     def by_flag(self, is_given: bool = False) -> dict[str, Any]:
         """Return the options as a flat mapping, as flags and files name them.
 
         `is_given`: only those that differ from their defaults.
         """
-        fields = self.given() if is_given else {name: getattr(self, name) for name in OPTIONS}
-        flat = {name: value for name, value in fields.items() if name not in _WITHOUT_FLAG}
-        for name, value in (*self.parameters, *self.stop_parameters):
-            flat[name] = kind_of_parameter(name)(value)
-        return flat
+        values = self.given() if is_given else structs.asdict(self)
+        for name in _WITHOUT_FLAG:
+            values.pop(name, None)
+        for name, value in self.parameters + self.stop_parameters:
+            values[name] = kind_of_parameter(name)(value)
+        return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
         """Return a copy with the fields that `options` sets."""
@@ -341,7 +353,9 @@ class RequestOptions(Record, frozen=True):
 
     def with_seed(self) -> Self:
         """Return a copy with a seed, by default a random one that a JavaScript number can hold."""
-        return self if self.seed is not None else self.changed(seed=secrets.randbits(53))
+        if self.seed is not None:
+            return self
+        return self.changed(seed=secrets.randbits(53))
 
     def in_use(self, window: int = 0) -> Self:
         """Return a copy with the method's defaults filled in: with it a seed gives the same text again.
@@ -350,15 +364,15 @@ class RequestOptions(Record, frozen=True):
             window: c of the text, if measured.
         """
         gamma = self.gamma_in_use
-        if (
-            METHODS[self.method].drafts and METHODS[self.method].bonus
-        ):  # their ratio texts depend on c
+        method = METHODS[self.method]
+        if method.drafts and method.bonus:  # texts under rule ratio depend on c
             gamma = gamma or window or None
+        rule = self.rule_in_use
         return self.changed(
             **self.guesses,
-            rule=self.rule_in_use,
+            rule=rule,
             gamma=gamma,
-            parameters=find(self.rule_in_use).values(self.parameters),
+            parameters=find(rule).values(self.parameters),
             stop_parameters=check_stop(self.draft_stop).values(self.stop_parameters),
         )
 
@@ -369,8 +383,8 @@ class RequestOptions(Record, frozen=True):
             defaults: the checkpoint's, by field; what it does not name is off.
         """
         values = {**NEUTRAL, **defaults}
-        chosen = {name: value for name, value in values.items() if getattr(self, name) is None}
-        return self.in_use().changed(**chosen)
+        unset = {name: value for name, value in values.items() if getattr(self, name) is None}
+        return self.in_use().changed(**unset)
 
     @property
     def rule_in_use(self) -> str:
@@ -382,18 +396,19 @@ class RequestOptions(Record, frozen=True):
     @property
     def guesses(self) -> dict[str, int]:
         """The settings of `AS_PUBLISHED`, with their defaults."""
-        method = METHODS[self.method]
-        bounds = {name: getattr(self, name) for name in AS_PUBLISHED}
-        return {
-            name: getattr(method, name) if bound is None else bound
-            for name, bound in bounds.items()
-        }
+        bounds = {}
+        for name in AS_PUBLISHED:
+            bounds[name] = getattr(self, name)
+            if bounds[name] is None:
+                bounds[name] = getattr(self.method_spec, name)
+        return bounds
 
     @property
     def gamma_in_use(self) -> int | None:
         """`gamma`; for sd with a stop policy by default a bound that seldom ends a window."""
-        waits = self.method == "sd" and self.draft_stop != FIXED
-        return CAP if waits and self.gamma is None else self.gamma
+        if self.gamma is None and self.method == "sd" and self.draft_stop != FIXED:
+            return CAP
+        return self.gamma
 
     # ---- what follows from them, once resolved ----
 
@@ -430,12 +445,9 @@ class RequestOptions(Record, frozen=True):
     @property
     def shapes_logits(self) -> bool:
         """Whether the text before a token changes its logits: by a penalty, a bias or a grammar."""
-        penalties = (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
-        return penalties or bool(self.logit_bias) or bool(self.grammar)
+        if self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty:
+            return True
+        return bool(self.logit_bias or self.grammar)
 
 
 # ---- conversion and refusal ----
@@ -458,11 +470,8 @@ OF_STOPS = named_parameters(STOPS.values())
 assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
 OPTION_NAMES = tuple(name for name in (*OPTIONS, *OF_RULES, *OF_STOPS) if name not in _WITHOUT_FLAG)
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-DECODING_NAMES = (
-    *OPTION_NAMES[:_FIRST_OF_DRAWING],
-    *OF_RULES,
-    *OF_STOPS,
-)  # the others say how tokens are drawn
+# The other options say how tokens are drawn.
+DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
 
 
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
@@ -475,18 +484,19 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
     Raises `ConfigError`.
     """
     fields: dict[str, Any] = {}
-    parameters: dict[str, list[tuple[str, Any]]] = {"parameters": [], "stop_parameters": []}
-    for name, given in values.items():
-        value = _parsed(name, given) if isinstance(given, str) else given
-        if name in OF_RULES or name in OF_STOPS:
-            parameters["parameters" if name in OF_RULES else "stop_parameters"].append(
-                (name, value)
-            )
+    of_rule = {}
+    of_stop = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            value = _parsed(name, value)
+        if name in OF_RULES:
+            of_rule[name] = value
+        elif name in OF_STOPS:
+            of_stop[name] = value
         else:
             fields[name] = value
     refuse_unknown(fields, dict.fromkeys(OPTION_NAMES))
-    fields |= {name: pairs for name, pairs in parameters.items() if pairs}
-    return RequestOptions(**fields)
+    return RequestOptions(**fields, parameters=of_rule, stop_parameters=of_stop)
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -510,31 +520,33 @@ def kind_of_parameter(name: str) -> type[int] | type[float]:
     return next(iter(owners.values())).kind
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _number_or_word(value: Any) -> Any:
     """Return a number of guesses, which may be a word; YAML reads `off` as False, and flags are text."""
     if value is False:
         return 0
     if not isinstance(value, str):
         return value
-    return int(value) if value.isdecimal() else NUMBER_WORDS.get(value, value)
+    if value.isdecimal():
+        return int(value)
+    return NUMBER_WORDS.get(value, value)
 
 
 def _strings(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
-    return tuple(value) if isinstance(value, Iterable) else value
+    return _sequence(value)
 
 
 def _sequence(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value)
+    return value
 
 
 def _pairs(value: Any) -> Any:
-    return tuple(value.items()) if isinstance(value, Mapping) else _sequence(value)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return _sequence(value)
 
 
 def _schema_text(value: Any) -> Any:
@@ -544,16 +556,16 @@ def _schema_text(value: Any) -> Any:
     try:
         schema = parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ConfigError(f"json_schema: is not JSON: {error} (got {_shown(value)})") from None
+        raise ConfigError(f"json_schema: is not JSON: {error} (got {shown(value)})") from None
     if not isinstance(schema, Mapping):
-        raise ConfigError(f"json_schema: must be a JSON object (got {_shown(value)})")
+        raise ConfigError(f"json_schema: must be a JSON object (got {shown(value)})")
     try:
         text = json.dumps(schema)
     except (RecursionError, TypeError) as error:
         raise ConfigError(f"json_schema: cannot be written as JSON: {error}") from None
-    if len(text) > MAX_GRAMMAR // 2:
-        most = MAX_GRAMMAR // 2
-        raise ConfigError(f"json_schema: has {len(text):,} characters, at most {most:,} are read")
+    limit = MAX_GRAMMAR // 2
+    if len(text) > limit:
+        raise ConfigError(f"json_schema: has {len(text):,} characters, at most {limit:,} are read")
     return text
 
 
@@ -609,7 +621,7 @@ def _refusals(values: Sequence[Any]) -> Iterator[str]:
             problem = _in_words(str(error))
             if isinstance(value, tuple):
                 problem = _TAKES_MANY.get(name, problem)
-            yield f"{name}: {problem} (got {_shown(value)})"
+            yield f"{name}: {problem} (got {shown(value)})"
 
 
 def _in_words(message: str) -> str:
@@ -636,11 +648,6 @@ _NOUNS = {
 }
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 # ---- what flags, help and the HTTP schema read ----
 
 
@@ -659,19 +666,23 @@ def bounds_of(kind: Any) -> list[Meta]:
     """Return every `Meta` of a field's type, of its parts too, the outermost last."""
     bounds = []
     for part in get_args(kind):
-        bounds += [part] if isinstance(part, Meta) else bounds_of(part)
+        if isinstance(part, Meta):
+            bounds.append(part)
+        else:
+            bounds += bounds_of(part)
     return bounds
 
 
 def description_of(name: str) -> str:
     """Return the help of a field, or of a parameter of a rule or stop policy."""
+    description = ""
     if name in OPTIONS:
-        descriptions = [
-            bound.description for bound in bounds_of(OPTIONS[name].type) if bound.description
-        ]
-        return descriptions[-1]
+        for bound in bounds_of(OPTIONS[name].type):
+            description = bound.description or description
+        return description
+    owner_kind = "rule" if name in OF_RULES else "draft_stop"
     owners = OF_RULES.get(name) or OF_STOPS[name]
-    whose = "rule" if name in OF_RULES else "draft_stop"
-    return " ".join(
-        f"Of {whose} {owner}: {entry}: {entry.description}." for owner, entry in owners.items()
-    )
+    sentences = []
+    for owner, parameter in owners.items():
+        sentences.append(f"Of {owner_kind} {owner}: {parameter}: {parameter.description}.")
+    return " ".join(sentences)

@@ -15,11 +15,13 @@ from pydantic import (
 )
 
 from pearl.errors import ConfigError
-from pearl.printable import is_unicode
+from pearl.printable import is_unicode, shortened
+
+_SHOWN = 200  # characters of a refused value in a message
 
 
 class Section(BaseModel):
-    """Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
+    """A section of settings. Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -31,29 +33,34 @@ class Section(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            problems = (
-                f"{'.'.join(str(part) for part in e['loc'])}: {_explained(e)}"
-                for e in error.errors()
-            )
-            raise ConfigError("; ".join(problems)) from None
+            raise ConfigError("; ".join(map(_explained, error.errors()))) from None
 
 
 def check_utf8(value: str, setting: str) -> str:
-    """Raises `ConfigError` for bytes that are not UTF-8, as in a path: libraries that take them as text fail."""
+    """Raise `ConfigError` for bytes that are not UTF-8, as in a path: libraries that take them as text fail."""
     if not is_unicode(value):
         raise ConfigError(f"{setting}: {value!r} is not UTF-8; name another, or a link to it")
     return value
 
 
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a setting that is not allowed."""
+    """Raise `ConfigError` for a setting that is not allowed, naming the nearest one or all."""
     for key in values:
         if key not in allowed:
-            if nearest := get_close_matches(key, allowed, n=1):
-                raise ConfigError(f"unknown setting {key!r}: did you mean {nearest[0]}?")
-            raise ConfigError(f"unknown setting {key!r}: allowed are {', '.join(sorted(allowed))}")
+            nearest = get_close_matches(key, allowed, n=1)
+            hint = f"allowed are {', '.join(sorted(allowed))}"
+            if nearest:
+                hint = f"did you mean {nearest[0]}?"
+            raise ConfigError(f"unknown setting {key!r}: {hint}")
+
+
+def shown(value: Any) -> str:
+    """Return a refused value for a message, at most the beginning of a long one."""
+    return shortened(repr(value), _SHOWN)
 
 
 def _explained(error: Any) -> str:
-    given = repr(error["input"])
-    return f"{error['msg'].removeprefix('Value error, ')} (got {given[:200]}{'...' if given[200:] else ''})"
+    """Return one of pydantic's errors, such as "slots: Input should be greater than or equal to 1 (got 0)"."""
+    place = ".".join(map(str, error["loc"]))
+    problem = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {problem} (got {shown(error['input'])})"

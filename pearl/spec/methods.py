@@ -11,7 +11,8 @@ MAX_GAMMA = 1024  # tokens of a fixed window
 MAX_LOOK_AHEAD = 256  # guesses in one forward
 MAX_BRANCHES = 64  # of one request, that wait for their outcome in the target
 BRANCHES = 8  # outcomes that a draft prepares for: its cache has room for as many sequences beside the text
-LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # default guesses in one forward of the target, and of the draft
+LOOK_AHEAD = 16  # default guesses in one forward of the target
+DRAFT_LOOKUP = 8  # default guesses in one forward of the draft
 SIBLINGS = 16  # default runners-up of the draft in one forward of the target
 WINDOWS = ("stream", "fixed")
 _T = TypeVar("_T")
@@ -75,111 +76,118 @@ _GUESSES: dict[str, Any] = {
 _ALONE: dict[str, Any] = {"drafts": False, "pre_verify": False, "post_verify": False}
 _IN_TURN: dict[str, Any] = {"pre_verify": False, "post_verify": False}
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method(
-            "auto",
-            "the fastest of the ways below, by measured speed",
-            **_GUESSES,
-            takes_stops=True,
-            takes_head=True,
-            adapts=True,
-        ),
-        Method("ar", "the target alone", **_ALONE),
-        Method(
-            "ngram",
-            "the target alone, verifying n-grams of the text so far",
-            **_ALONE,
-            look_ahead=LOOK_AHEAD,
-        ),
-        Method(
-            "head",
-            "the target alone, verifying what its head and n-grams guess",
-            **_ALONE,
-            look_ahead=LOOK_AHEAD,
-            takes_head=True,
-            needs="head",
-        ),
-        Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
-        Method(
-            "ssd",
-            "sd whose draft prepares meanwhile for other outcomes",
-            **_IN_TURN,
-            branches=BRANCHES,
-        ),
-        Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
-        Method(
-            "pearl-no-pre-verify",
-            "ablation: the target idles while the first window is drafted",
-            pre_verify=False,
-            takes_stops=True,
-        ),
-        Method(
-            "pearl-no-post-verify",
-            "ablation: the draft idles while the target verifies",
-            post_verify=False,
-        ),
-        Method(
-            "lookahead",
-            "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
-            **_ALONE,
-            look_ahead=LOOK_AHEAD,
-            guesses="pearl.lab.guesses.phrases:JacobiIndex",
-        ),
-        Method(
-            "ouroboros",
-            "sd whose windows are lengthened by phrases, among them discarded ones (Ouroboros)",
-            **_IN_TURN,
-            look_ahead=LOOK_AHEAD,
-            draft_lookup=DRAFT_LOOKUP,
-            guesses="pearl.lab.guesses.phrases:PhraseIndex",
-        ),
-        Method(
-            "pld",
-            "ngram as Prompt Lookup Decoding has it",
-            **_ALONE,
-            look_ahead=10,
-            guesses="pearl.lab.guesses.published:pld",
-        ),
-        Method(
-            "llma",
-            "ngram as LLMA has it: copies from the prompt alone",
-            **_ALONE,
-            look_ahead=19,
-            guesses="pearl.lab.guesses.published:llma",
-        ),
-        Method(
-            "pia",
-            "ngram as PIA has it, with --habits",
-            **_ALONE,
-            look_ahead=30,
-            guesses="pearl.lab.guesses.published:pia",
-            needs="habits",
-        ),
-        Method(
-            "rest",
-            "ngram as REST has it: guesses from --datastore alone",
-            **_ALONE,
-            look_ahead=64,
-            guesses="pearl.lab.guesses.published:Rest",
-            needs="datastore",
-        ),
-        Method(
-            "sssd",
-            "ngram with the counts and damping that SSSD prints",
-            **_ALONE,
-            look_ahead=30,
-            guesses="pearl.lab.guesses.published:sssd",
-        ),
-    )
-}
+_METHODS = (
+    Method(
+        "auto",
+        "the fastest of the ways below, by measured speed",
+        **_GUESSES,
+        takes_stops=True,
+        takes_head=True,
+        adapts=True,
+    ),
+    Method("ar", "the target alone", **_ALONE),
+    Method(
+        "ngram",
+        "the target alone, verifying n-grams of the text so far",
+        **_ALONE,
+        look_ahead=LOOK_AHEAD,
+    ),
+    Method(
+        "head",
+        "the target alone, verifying what its head and n-grams guess",
+        **_ALONE,
+        look_ahead=LOOK_AHEAD,
+        takes_head=True,
+        needs="head",
+    ),
+    Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
+    Method(
+        "ssd",
+        "sd whose draft prepares meanwhile for other outcomes",
+        **_IN_TURN,
+        branches=BRANCHES,
+    ),
+    Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
+    Method(
+        "pearl-no-pre-verify",
+        "ablation: the target idles while the first window is drafted",
+        pre_verify=False,
+        takes_stops=True,
+    ),
+    Method(
+        "pearl-no-post-verify",
+        "ablation: the draft idles while the target verifies",
+        post_verify=False,
+    ),
+    Method(
+        "lookahead",
+        "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
+        **_ALONE,
+        look_ahead=LOOK_AHEAD,
+        guesses="pearl.lab.guesses.phrases:JacobiIndex",
+    ),
+    Method(
+        "ouroboros",
+        "sd whose windows are lengthened by phrases, among them discarded ones (Ouroboros)",
+        **_IN_TURN,
+        look_ahead=LOOK_AHEAD,
+        draft_lookup=DRAFT_LOOKUP,
+        guesses="pearl.lab.guesses.phrases:PhraseIndex",
+    ),
+    Method(
+        "pld",
+        "ngram as Prompt Lookup Decoding has it",
+        **_ALONE,
+        look_ahead=10,
+        guesses="pearl.lab.guesses.published:pld",
+    ),
+    Method(
+        "llma",
+        "ngram as LLMA has it: copies from the prompt alone",
+        **_ALONE,
+        look_ahead=19,
+        guesses="pearl.lab.guesses.published:llma",
+    ),
+    Method(
+        "pia",
+        "ngram as PIA has it, with --habits",
+        **_ALONE,
+        look_ahead=30,
+        guesses="pearl.lab.guesses.published:pia",
+        needs="habits",
+    ),
+    Method(
+        "rest",
+        "ngram as REST has it: guesses from --datastore alone",
+        **_ALONE,
+        look_ahead=64,
+        guesses="pearl.lab.guesses.published:Rest",
+        needs="datastore",
+    ),
+    Method(
+        "sssd",
+        "ngram with the counts and damping that SSSD prints",
+        **_ALONE,
+        look_ahead=30,
+        guesses="pearl.lab.guesses.published:sssd",
+    ),
+)
+METHODS = {method.name: method for method in _METHODS}
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
 AS_PUBLISHED: dict[str, Any] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
 
 
-def chosen(what: str, name: str, known: Mapping[str, _T]) -> _T:
-    """The one of this name. Raises ValueError, naming all, where there is none."""
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(known)}")
-    return known[name]
+def methods_that(attribute: str) -> str:
+    """Name the methods that have an attribute of `Method`: `methods_that("branches")` is "auto, ssd, pearl"."""
+    return ", ".join(name for name, method in METHODS.items() if getattr(method, attribute))
+
+
+def chosen(kind: str, name: str, registry: Mapping[str, _T]) -> _T:
+    """Return the entry of this name. Raises ValueError, naming all entries, if there is none.
+
+    Args:
+        kind: what an entry is, for the message: "stop policy".
+    """
+    if name not in registry:
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {', '.join(registry)}")
+    return registry[name]

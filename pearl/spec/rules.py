@@ -45,7 +45,8 @@ class Parameter:
         self.check(self.default)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.kind.__name__} in [{self.low:g}, {self.high:g}], default {self.default:g})"
+        interval = f"[{self.low:g}, {self.high:g}]"
+        return f"{self.name} ({self.kind.__name__} in {interval}, default {self.default:g})"
 
     def check(self, value: float) -> float:
         """Return the value as `kind`. Raises ValueError if it is not finite, out of range, or not whole for an int."""
@@ -55,37 +56,34 @@ class Parameter:
 
 
 def checked_values(
-    what: str, declared: Sequence[Parameter], given: Parameters, others: Iterable[Any] = ()
+    owner: str, declared: Sequence[Parameter], pairs: Parameters, registry: Iterable[Any]
 ) -> dict[str, float]:
-    """Return the values of all declared parameters by name: as given, else the default.
+    """Return the values of all declared parameters by name: those of `pairs`, else the defaults.
 
     Args:
-        what: the owner of the parameters, for messages: "rule opt".
-        others: owners that may have an unknown parameter instead.
+        owner: whose parameters they are, for messages: "rule opt".
+        registry: the rules or policies, of which another one may have an unknown parameter.
 
     Raises ValueError for a parameter that is unknown, repeated or out of range; the message, one line, says what is
     allowed.
     """
-    known = {parameter.name: parameter for parameter in declared}
-    values: dict[str, float] = {}
-    for name, value in given:
-        if name not in known or name in values:
-            problem = (
-                f"{name!r} is given twice"
-                if name in values
-                else f"{what} has no parameter {name!r}"
-            )
-            takes = ", ".join(map(str, declared)) or "no parameters"
-            owners = {} if name in known else named_parameters(others).get(name, {})
-            known_by = (
-                f". It is one of {what.rpartition(' ')[0]} {', '.join(owners)}" if owners else ""
-            )
-            raise ValueError(f"{problem}; {what.rpartition(' ')[2]} takes {takes}{known_by}")
-        values[name] = known[name].check(value)
-    return {
-        name: values.get(name, parameter.kind(parameter.default))
-        for name, parameter in known.items()
-    }
+    by_name = {parameter.name: parameter for parameter in declared}
+    kind, _, owner_name = owner.rpartition(" ")
+    takes = f"{owner_name} takes {', '.join(map(str, declared)) or 'no parameters'}"
+    values = {parameter.name: parameter.kind(parameter.default) for parameter in declared}
+    names = set()
+    for name, value in pairs:
+        if name in names:
+            raise ValueError(f"{name!r} is given twice; {takes}")
+        if name not in by_name:
+            problem = f"{owner} has no parameter {name!r}; {takes}"
+            takers = named_parameters(registry).get(name)
+            if takers:
+                problem += f". It is one of {kind} {', '.join(takers)}"
+            raise ValueError(problem)
+        values[name] = by_name[name].check(value)
+        names.add(name)
+    return values
 
 
 @dataclass(frozen=True)
@@ -117,15 +115,19 @@ class RuleSpec:
     withholds: bool = False
 
     def at(self, temperature: float) -> RuleSpec:
-        """What decides at this temperature."""
-        return self if temperature else self.greedy or RULES[GREEDY]
+        """Return the rule that decides at this temperature."""
+        if temperature:
+            return self
+        return self.greedy or RULES[GREEDY]
 
     def label(self, temperature: float = 1.0) -> str:
-        """The name for display; marks rules that are not exact at this temperature."""
-        return self.name if self.at(temperature).is_exact else f"{self.name} (not exact)"
+        """Return the name for display; marks rules that are not exact at this temperature."""
+        if self.at(temperature).is_exact:
+            return self.name
+        return f"{self.name} (not exact)"
 
     def values(self, parameters: Parameters) -> dict[str, float]:
-        """As `checked_values`."""
+        """Return the parameters' values, as `checked_values` does."""
         return checked_values(f"rule {self.name}", self.parameters, parameters, RULES.values())
 
     @property
@@ -133,15 +135,20 @@ class RuleSpec:
         return BLOCK_LENGTH in [parameter.name for parameter in self.parameters]
 
     def block(self, parameters: Parameters) -> int:
-        """Tokens per unit: the block length, or 1 for a rule that judges single tokens."""
+        """Return the tokens that are judged at once: the block length, or 1 for a rule that judges single tokens."""
         return int(self.values(parameters)[BLOCK_LENGTH]) if self.judges_blocks else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
-        """Why the rule cannot be combined with this method and stop policy; None if it can."""
-        if not self.judges_blocks or (method != "ssd" and draft_stop == "fixed"):
+        """Return why the rule cannot be combined with this method and stop policy; None if it can."""
+        if not self.judges_blocks:
             return None
-        given = f"method {method}" if method == "ssd" else f"draft_stop {draft_stop}"
-        return f"{given} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
+        if method == "ssd":
+            cause = f"method {method}"
+        elif draft_stop != "fixed":
+            cause = f"draft_stop {draft_stop}"
+        else:
+            return None
+        return f"{cause} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
 
 
 _CANDIDATES = Parameter(
@@ -166,17 +173,20 @@ _EPSILON = Parameter(
 
 
 def find(name: str) -> RuleSpec:
-    """The rule of this name. Raises ValueError if there is none; the message lists all."""
+    """Return the rule of this name. Raises ValueError if there is none; the message lists all."""
     return chosen("acceptance rule", name, RULES)
 
 
 def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
-    """Parameter name -> name of its rule or policy -> declaration. Several may share a name, if `kind` is the same."""
-    found: dict[str, dict[str, Parameter]] = {}
+    """Return the declarations by parameter and rule or policy: {"epsilon": {"opt": Parameter(...), "uno": ...}}.
+
+    Several rules may share a name, if `kind` is the same.
+    """
+    owners: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
         for parameter in spec.parameters:
-            found.setdefault(parameter.name, {})[spec.name] = parameter
-    return found
+            owners.setdefault(parameter.name, {})[spec.name] = parameter
+    return owners
 
 
 _BILD = RuleSpec(

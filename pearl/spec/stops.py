@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pearl.spec.methods import METHODS, chosen
+from pearl.spec.methods import METHODS, chosen, methods_that
 from pearl.spec.rules import Parameter, Parameters, checked_values, find
 
 FIXED = "fixed"  # no policy: the window alone
@@ -33,57 +33,58 @@ class StopSpec:
     is_trained: bool = False
 
     def values(self, parameters: Parameters) -> dict[str, float]:
-        """As `checked_values`."""
-        return checked_values(
-            f"draft_stop {self.name}", self.parameters, parameters, STOPS.values()
-        )
+        """Return the parameters' values, as `checked_values` does."""
+        owner = f"draft_stop {self.name}"
+        return checked_values(owner, self.parameters, parameters, STOPS.values())
 
 
 _CONFIDENCE = Parameter(
     "confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on"
 )
 
-STOPS: dict[str, StopSpec] = {  # by name, the default first
-    spec.name: spec
-    for spec in (
-        StopSpec(FIXED, "at the window's end", "nothing"),
-        StopSpec(
-            THRESHOLD,
-            "behind a token that the draft gave a probability below confidence",
-            "the draft's probability of its token",
-            (_CONFIDENCE,),
-        ),
-        StopSpec(
-            "heuristic",
-            "after 5 tokens, then 2 more where all were accepted, else 1 fewer, as transformers does",
-            "what was accepted before",
-        ),
-        StopSpec(
-            "disco",
-            "where a classifier doubts that the target accepts the token",
-            "the draft's 10 largest probabilities, its entropy, the position",
-            is_trained=True,
-        ),
-    )
-}
+_STOPS = (
+    StopSpec(FIXED, "at the window's end", "nothing"),
+    StopSpec(
+        THRESHOLD,
+        "behind a token that the draft gave a probability below confidence",
+        "the draft's probability of its token",
+        (_CONFIDENCE,),
+    ),
+    StopSpec(
+        "heuristic",
+        "after 5 tokens, then 2 more where all were accepted, else 1 fewer, as transformers does",
+        "what was accepted before",
+    ),
+    StopSpec(
+        "disco",
+        "where a classifier doubts that the target accepts the token",
+        "the draft's 10 largest probabilities, its entropy, the position",
+        is_trained=True,
+    ),
+)
+STOPS = {spec.name: spec for spec in _STOPS}  # by name, the default first
 
 
 def check_stop(name: str) -> StopSpec:
-    """The policy of this name. Raises ValueError if there is none; the message lists all."""
+    """Return the policy of this name. Raises ValueError if there is none; the message lists all."""
     return chosen("stop policy", name, STOPS)
 
 
 def decoding_problem(
     method: str, rule: str, parameters: Parameters, draft_stop: str, stop_parameters: Parameters
 ) -> str | None:
-    """Why a method, an acceptance rule and a stop policy do not fit together: for configuration, wire and engine."""
+    """Return why a method, an acceptance rule and a stop policy do not fit together; None: they do.
+
+    Configuration, wire and engine ask here.
+    """
     try:
-        way, spec = chosen("method", method, METHODS), find(rule)
-        spec.values(parameters)
+        method_spec = chosen("method", method, METHODS)
+        rule_spec = find(rule)
+        rule_spec.values(parameters)
         check_stop(draft_stop).values(stop_parameters)
     except ValueError as error:
         return str(error)
-    if draft_stop != FIXED and not way.takes_stops:
-        takes = ", ".join(name for name, each in METHODS.items() if each.takes_stops)
-        return f"draft_stop {draft_stop} is for methods {takes}, not {method}, which takes {FIXED}"
-    return spec.problem(method, draft_stop)
+    if draft_stop != FIXED and not method_spec.takes_stops:
+        takers = methods_that("takes_stops")
+        return f"draft_stop {draft_stop} is for methods {takers}, not {method}, which takes {FIXED}"
+    return rule_spec.problem(method, draft_stop)

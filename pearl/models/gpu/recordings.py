@@ -107,12 +107,11 @@ def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> 
 
 def fill(buffer: torch.Tensor, scalars: Sequence[int], tokens: Tokens) -> None:
     """Fill a buffer on the device with `scalars`, the ids of tokens, and zeros."""
-    are_on_device = isinstance(tokens, torch.Tensor)
     numbers = list(scalars)
-    numbers += [0] * len(tokens) if are_on_device else tokens
+    numbers += [0] * len(tokens) if isinstance(tokens, torch.Tensor) else tokens
     numbers += [0] * (len(buffer) - len(numbers))
     buffer.copy_(torch.tensor(numbers, pin_memory=buffer.is_cuda), non_blocking=True)
-    if are_on_device:
+    if isinstance(tokens, torch.Tensor):
         start = len(scalars)
         buffer[start : start + len(tokens)] = tokens
 

@@ -1,0 +1,103 @@
+"""The engine of a command: started here, started under torchrun, or a running one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from pearl.config import EngineConfig
+from pearl.engine import Engine, Progress, torchrun
+from pearl.engine.launcher import LocalLauncher
+from pearl.engine.registry import find_card
+from pearl.errors import ConfigError, TraceError
+from pearl.printable import log_to_stderr
+
+_OF_THE_COMMAND = {"log_level", "trace"}  # settings that may differ from those of a running engine
+
+
+connect_option = click.option(
+    "--connect",
+    is_flag=False,
+    flag_value="",
+    metavar="[PID|DIRECTORY]",
+    help="Use a running engine, as listed by pearl ps; the name may be left out if there is only one.",
+)
+
+
+@contextmanager
+def open_engine(
+    config: EngineConfig, console: Console, connect: str | None = None
+) -> Iterator[Engine | None]:
+    """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then yield None.
+
+    Args:
+        connect: directory or process id of a running engine, "" for the only one; None: start one.
+    """
+    log_to_stderr(config.log_level, "front")
+    if connect is not None:
+        engine = _attach(config, console, connect)
+    else:
+        rank = torchrun.rank()
+        if rank is not None:
+            torchrun.check_world(config)
+            torchrun.die_with_torchrun()
+        if rank:
+            torchrun.serve(config, progress=lambda _: None)
+            yield None
+            return
+        engine = _start(config, console)
+    with engine:
+        yield engine
+    trace = engine.config.trace
+    if trace and not Path(trace).exists():  # the log says why; the command prints its text
+        click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
+
+
+def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
+    """Return a running engine. Raises `ConfigError` if there is none, or its settings are others."""
+    if torchrun.rank() is not None:
+        raise ConfigError("--connect does not work under torchrun: the engine is already running")
+    directory = Path(find_card(name).directory)
+    with _show_progress(console, f"connecting to {directory}") as progress:
+        engine = Engine.attach(directory, progress)
+    _check_same(config, engine)
+    return engine
+
+
+def _start(config: EngineConfig, console: Console) -> Engine:
+    """Start an engine, under torchrun on its first rank, and print the engine's notes."""
+    launcher_type = LocalLauncher if torchrun.rank() is None else torchrun.TorchrunLauncher
+    with _show_progress(console, "starting the workers") as progress:
+        engine = Engine.launched_by(launcher_type(config), progress)
+    for note in engine.notes:
+        console.print(note, style="yellow")
+    return engine
+
+
+def _check_same(config: EngineConfig, engine: Engine) -> None:
+    """Raise `ConfigError` for a setting that the running engine has otherwise."""
+    settings = config.model_dump()
+    running_settings = engine.config.model_dump()
+    for name in sorted(config.model_fields_set - _OF_THE_COMMAND):
+        if settings[name] != running_settings[name]:
+            engine.close()
+            raise ConfigError(
+                f"the running engine has {name} {running_settings[name]}, "
+                f"not {settings[name]}: leave that out"
+            )
+
+
+@contextmanager
+def _show_progress(console: Console, activity: str) -> Iterator[Progress]:
+    """Show the messages passed to the yielded function: with a spinner on a terminal, as lines elsewhere."""
+    if not console.is_terminal:
+        yield lambda message: console.print(message, style="dim")
+        return
+    with console.status(Text(f"{activity} ...")) as status:
+        yield lambda message: status.update(Text(message))  # a str would be read as markup
