@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from pearl.cli import listed
+from pearl.cli.cards import find_card, table
 from pearl.cli.console import say
 from pearl.engine import registry
 from pearl.engine.registry import Card
@@ -33,7 +34,7 @@ def ps(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([each.to_json() for each in running], indent=2))
     elif running:
-        click.echo(printable(registry.table(running)))
+        click.echo(printable(table(running)))
     else:
         say("no engine is running")
 
@@ -52,7 +53,7 @@ def stop(engine: str, every: bool) -> None:
     if engine and every:
         raise ConfigError("name an engine or give --all, not both")
     if engine:
-        _stop(registry.find_card(engine))
+        _stop(find_card(engine))
         return
     served = _served()
     if not every:
@@ -78,7 +79,7 @@ def _confirm(served: list[Card]) -> None:
     """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
     if len(served) > 1 or not sys.stdin.isatty():
         raise ConfigError(
-            f"name the engine by its PID or directory, or give --all:\n{registry.table(served)}"
+            f"name the engine by its PID or directory, or give --all:\n{table(served)}"
         )
     click.confirm(printable(f"stop {_described(served[0])}?"), abort=True, err=True)
 
