@@ -39,9 +39,8 @@ class AsyncStream:
             params,
             options,
         )
-        self._events: asyncio.Queue[Piece | BaseException | None] = (
-            asyncio.Queue()
-        )  # None: the end of the text
+        #: None ends the text
+        self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._stream: Stream | None = None
         self._is_closed = False
         self.watch = Stopwatch()
@@ -49,7 +48,7 @@ class AsyncStream:
 
     @property
     def result(self) -> Result:
-        """Grows with the pieces that arrive; complete after the last. Raises `RequestError` before the first."""
+        """The text so far; complete after the last piece. Raises `RequestError` before the first."""
         if self._stream is None:
             raise RequestError("this text has not begun: read its pieces with `async for` first")
         return self._stream.result
@@ -67,10 +66,11 @@ class AsyncStream:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if self._request is None:
             raise RequestError("this stream is being read already, or has been")
-        request, self._request = self._request, None
+        prompt, params, options = self._request
+        self._request = None
         self.watch.submitted = time.monotonic()
         await self._engine.slots.acquire()
-        self._engine.streams[self] = asyncio.create_task(self._write(*request))
+        self._engine.streams[self] = asyncio.create_task(self._write(prompt, params, options))
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -81,28 +81,33 @@ class AsyncStream:
 
     async def _write(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
         """Pass on the pieces as they arrive."""
-        run, end = asyncio.get_running_loop().run_in_executor, None
+        run = asyncio.get_running_loop().run_in_executor
+        end = None
         try:
             _ = self._engine.engine  # it may have been closed while this text waited
             stream = await run(self._engine.encoder, self._begin, prompt, params, options)
-            while (
-                stream is not None
-                and (piece := await run(self._engine.readers, next, stream, None)) is not None
-            ):
-                if piece.tokens:
-                    self.watch.committed(len(piece.tokens), time.monotonic())
-                self.on_piece(piece)
-                self._events.put_nowait(piece)
+            if stream is not None:
+                while (piece := await run(self._engine.readers, next, stream, None)) is not None:
+                    self._pass_on(piece)
         except BaseException as error:
             end = error
         del self._engine.streams[self]
         self._engine.slots.release()
         self._events.put_nowait(end)
 
+    def _pass_on(self, piece: Piece) -> None:
+        if piece.tokens:
+            self.watch.committed(len(piece.tokens), time.monotonic())
+        self.on_piece(piece)
+        self._events.put_nowait(piece)
+
     def _begin(
         self, prompt: Prompt, params: RequestOptions | None, options: Options
     ) -> Stream | None:
-        """In a thread, for a long prompt takes long to encode. None if the stream was closed meanwhile."""
+        """Submits the request; runs in a thread, for a long prompt takes long to encode.
+
+        Returns None if the stream was closed meanwhile.
+        """
         engine = self._engine.engine
         tokens = engine.encode(prompt, raw=options.get("raw", True))
         if self._is_closed:
@@ -140,10 +145,10 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """For an engine that runs already, and that stays open when this one is closed."""
-        made = cls()
-        made._open(engine)
-        return made
+        """Wrap an engine that runs already, and that stays open when this one is closed."""
+        wrapper = cls()
+        wrapper._open(engine)
+        return wrapper
 
     def _open(self, engine: Engine) -> None:
         self._engine = engine
@@ -152,7 +157,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, whose calls block. Raises `EngineClosed` outside of the context."""
+        """The wrapped engine, whose calls block. Raises `EngineClosed` outside of the context."""
         if self._engine is None:
             raise EngineClosed("this engine does not run: use it within `async with`")
         return self._engine
@@ -170,7 +175,7 @@ class AsyncEngine:
     def close(self) -> None:
         """No text begins any more, and those in progress fail; the engine itself stays open."""
         self._engine = None
-        for stream in [*self.streams]:
+        for stream in list(self.streams):
             stream.fail(EngineClosed("this engine has been closed; make another"))
             stream.close()
         for threads in (self.encoder, self.readers):
@@ -198,10 +203,10 @@ class AsyncEngine:
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt; arguments as for `Engine.generate`."""
-        tasks = [
-            asyncio.create_task(_read(self.stream(each, params, **options)))
-            for each in as_prompts(prompts)
-        ]
+        tasks = []
+        for prompt in as_prompts(prompts):
+            stream = self.stream(prompt, params, **options)
+            tasks.append(asyncio.create_task(_read(stream)))
         try:
             return await asyncio.gather(*tasks)
         finally:

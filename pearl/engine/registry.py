@@ -152,7 +152,7 @@ def _program(arguments: list[str]) -> str:
     path = Path(arguments[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     if name == "pearl":
-        return " ".join(["pearl"] + arguments[1:2])
+        return " ".join(["pearl", *arguments[1:2]])
     return "python" if name in ("", "-c") else name
 
 

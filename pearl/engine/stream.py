@@ -156,7 +156,7 @@ class Stream:
         return Piece(text)
 
     def close(self) -> None:
-        """Cancels the rest of the text, from any thread; a thread that waits for a piece finds the stream at its end."""
+        """Cancels the rest of the text, from any thread; a thread that waits for a piece finds its end."""
         if self.is_open:
             self.is_open = False
             self.result.finish_reason = self.result.finish_reason or "cancelled"
