@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -313,14 +313,24 @@ def incident(event: dict[str, Any]) -> str | None:
     return None
 
 
-def committed(decision: dict[str, Any]) -> list[tuple[int, list[str]]]:
-    """The tokens that a decision of the target commits: each request, and the source of each of its tokens."""
-    return [(m["request"], m["provenance"]) for m in messages(decision, "Deliver", "Committed")]
+class CommittedSources(NamedTuple):
+    """The source of each token that a decision commits to a request."""
+
+    request: int
+    sources: list[str]
+
+
+def committed(decision: dict[str, Any]) -> list[CommittedSources]:
+    """The tokens that a decision of the target commits, by request."""
+    return [
+        CommittedSources(message["request"], message["provenance"])
+        for message in messages(decision, "Deliver", "Committed")
+    ]
 
 
 def is_rejection(decision: dict[str, Any]) -> bool:
     """Whether a decision of the target corrects a draft token."""
-    return any("corrected" in provenance for _, provenance in committed(decision))
+    return any("corrected" in text.sources for text in committed(decision))
 
 
 def _about(what: str, process: int, track: int, **args: Any) -> Event:
