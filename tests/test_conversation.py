@@ -19,7 +19,7 @@ from pearl.protocol import messages as m
 from pearl.text.conversation import Conversation
 from pearl.text.stream import token_bytes
 from tests.conftest import AS_PUBLISHED
-from tests.test_text import byte_fallback, byte_level
+from tests.tokenizers import byte_fallback, byte_level
 
 Messages = list[dict[str, str]]
 SPECIAL = {"<s>": 0x10000, "<e>": 0x10001}  # <|im_start|>, <|im_end|>
