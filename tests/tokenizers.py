@@ -1,6 +1,9 @@
 """Tokenizers of few tokens: byte-level as GPT-2's, with byte fallback as Llama 2's, and a token a character."""
 
 import functools
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -71,3 +74,37 @@ def byte_fallback_files() -> PreTrainedTokenizerFast:
     )
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
+
+
+Messages = list[dict[str, str]]
+
+
+NAMES = {id: name for name, id in SPECIAL.items()}
+
+
+class Characters:
+    """A token a character, and two special ones."""
+
+    vocab_size = 1 << 17
+    chat_template = ""
+
+    def __init__(self, template: Callable[[Messages], str] | None) -> None:
+        self._template = template
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        parts = re.split("(<s>|<e>)", text)
+        ids = [[SPECIAL[part]] if part in SPECIAL else [ord(c) for c in part] for part in parts]
+        return [ord("^")] * special + list(chain.from_iterable(ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(NAMES.get(id) or chr(id) for id in ids)
+
+    def chat_text(self, messages: Messages) -> str | None:
+        return self._template(messages) if self._template else None
+
+    def apply_chat(self, messages: Messages) -> list[int] | None:
+        text = self.chat_text(messages)
+        return None if text is None else self.encode(text, special=False)
+
+    def token(self, id: int) -> str | None:
+        return chr(id)
