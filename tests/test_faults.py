@@ -32,10 +32,9 @@ from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from scripts import faulty
-from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text, output
+from tests.conftest import AS_PUBLISHED, BOUND, TOY, children, eventually, gone, greedy_text, output
 from tests.loops import Loops
 from tests.replace import replace
-from tests.test_processes import children, gone
 
 PHASES = ("start-up", "prefill", "drafting", "verifying", "idle", "shutdown")
 PROCESS_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "hang", "exception in a forward", "NaN")

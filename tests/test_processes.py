@@ -26,7 +26,7 @@ from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
-from tests.conftest import BOUND, TOY, eventually, greedy_text
+from tests.conftest import BOUND, TOY, children, eventually, gone, greedy_text
 
 PROMPT = [1, 2, 5]
 LONG_TOY = "toy:vocab=32,alpha=0.5"  # room for a million tokens
@@ -36,14 +36,6 @@ PACED = {"target_pace": 0.02, "draft_pace": 0.01}  # slow enough to be hit in th
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-
-
-def gone(pid: int) -> bool:
-    """A zombie that nobody in this container collects is gone too."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 # ---- nothing is left behind ----
@@ -151,12 +143,6 @@ def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: 
 
 
 # ---- failing to start ----
-
-
-def children() -> set[int]:
-    return {
-        child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
-    }
 
 
 @pytest.mark.parametrize(
