@@ -32,8 +32,8 @@ from pearl.worker.fronts import MAX_REQUESTS, Fronts
 from pearl.worker.settings import TargetSettings
 from tests.conftest import BOUND, greedy_text
 from tests.options import drawn_by, resolved
+from tests.peers import stranger
 from tests.replace import replace
-from tests.test_transport import stranger
 
 CONTEXT = (1 << 20) + 2
 SETTINGS = TargetSettings(EngineConfig(target="toy", draft="none"), 32, CONTEXT, b"")
