@@ -24,7 +24,7 @@ from pearl.spec.stops import CAP
 from tests.options import drawn_by, resolved
 from tests.pairwise import combined
 from tests.replace import replace
-from tests.test_stops import classifier
+from tests.stop_policies import classifier
 from tests.test_verification import DRAFT, TARGET
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import TIMINGS, Chains, decoded, first_order
