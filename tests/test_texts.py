@@ -25,9 +25,8 @@ from tests.options import drawn_by, resolved
 from tests.pairwise import combined
 from tests.replace import replace
 from tests.stop_policies import classifier
-from tests.test_verification import DRAFT, TARGET
 from tests.tiny import on_cpu, tiny_model
-from tests.virtual import TIMINGS, Chains, decoded, first_order
+from tests.virtual import DRAFT, TARGET, TIMINGS, Chains, decoded, first_order
 
 PAIR = alpha_pair(6, 0.7, order=1), 6  # texts that repeat: the next token depends on the last
 WINDOWS: list[tuple[str, int | None]] = [
