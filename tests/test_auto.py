@@ -32,7 +32,8 @@ from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.virtual import decoded
 
-VOCAB, PROMPT = 32, (1, 2, 3)
+VOCAB = 32
+PROMPT = (1, 2, 3)
 
 
 # ---- the choice by itself ----
