@@ -26,7 +26,7 @@ from pearl.models.forward.linear_layers import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import GenerationDefaults
-from tests.gguf_files import FAMILIES, LLAMA3, _is_matrix, _tensors_of, write_gguf
+from tests.gguf_files import EXPERTS, FAMILIES, LLAMA3, _is_matrix, _tensors_of, write_gguf
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import CPU, changed_model, on_cpu, tiny_model
@@ -76,14 +76,6 @@ SCALED: dict[
     ),
     "llama3": ({"freqs": True}, {"rope_type": "llama3", **LLAMA3}),
     "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
-}
-
-
-EXPERTS = {
-    "expert_count": 8,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 32,
-    "attention.key_length": 8,
 }
 
 
