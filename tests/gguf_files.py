@@ -20,6 +20,12 @@ LLAMA3 = {
 }
 
 
+EXPERTS = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "attention.key_length": 8,
+}
 GEMMA = {"attention.key_length": 8}
 
 
@@ -184,11 +190,3 @@ def _held(name: str, family: str, config: dict[str, Any]) -> str:
     return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(
         ".sinks"
     )
-
-
-EXPERTS = {
-    "expert_count": 8,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 32,
-    "attention.key_length": 8,
-}
