@@ -11,8 +11,6 @@ from tests.options import drawn_by, resolved
 from tests.virtual import decoded
 
 VOCAB = 32
-
-
 PROMPT = (1, 2, 3)
 
 

@@ -11,8 +11,6 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.text.tokenizer import vocabulary_digest
 
 VOCAB = 6
-
-
 Texts = Sequence[Sequence[int]]
 
 

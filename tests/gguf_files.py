@@ -18,8 +18,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
 EXPERTS = {
     "expert_count": 8,
     "expert_used_count": 2,
@@ -27,8 +25,6 @@ EXPERTS = {
     "attention.key_length": 8,
 }
 GEMMA = {"attention.key_length": 8}
-
-
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usual
     "llama-biased": {},
     "llama-tied": {},

@@ -11,8 +11,6 @@ from tests.options import drawn_by
 from tests.virtual import decoded, first_order
 
 TARGET = torch.tensor([[30, 18, 12, 4], [40, 12, 10, 2], [18, 28, 12, 6], [16, 16, 16, 16]]) / 64
-
-
 DRAFT = torch.tensor([[20, 30, 8, 6], [30, 20, 10, 4], [16, 16, 28, 4], [4, 4, 8, 48]]) / 64
 
 

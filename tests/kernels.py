@@ -36,8 +36,6 @@ with suppress(AttributeError):  # these names are its own: without them the test
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = cache(interpreter._patch_lang)
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-
-
 ROWS = SIZES[0]
 FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
 

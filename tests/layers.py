@@ -5,8 +5,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-
-
 # From top to bottom; a name covers a module, or a package with all that is in it. The rooms of one layer are siblings:
 # they do not import each other.
 LAYERS: list[set[str]] = [

@@ -14,8 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from pearl.text.tokenizer import FileTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-
-
 CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
 
 
@@ -77,8 +75,6 @@ def byte_fallback_files() -> PreTrainedTokenizerFast:
 
 
 Messages = list[dict[str, str]]
-
-
 NAMES = {id: name for name, id in SPECIAL.items()}
 
 

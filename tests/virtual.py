@@ -201,11 +201,8 @@ class Turns:
 
 
 Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
-
-
 TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
-
-
+WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
 DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
 
 
@@ -230,6 +227,3 @@ def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
         freedom += len(probs) - 1
     assert freedom, "too few tokens to say anything"
     return float(stats.chi2.sf(statistic, freedom))
-
-
-WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
