@@ -341,7 +341,7 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     speed_profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:
-        target = engine._launcher.target.pid  # type: ignore[union-attr]
+        target = engine.target_worker.pid  # type: ignore[union-attr]
         others = os.sched_getaffinity(0) - os.sched_getaffinity(target)
 
         def computing() -> int:

@@ -46,7 +46,7 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine("toy:vocab=32,alpha=0.5", "toy:vocab=32,alpha=0.5")
-workers = engine._launcher.target.pid, engine._launcher.draft.worker.pid
+workers = engine.target_worker.pid, engine.draft.worker.pid
 print(json.dumps([str(engine.directory), *workers]), flush=True)
 sys.stdin.readline()
 {body}
@@ -218,7 +218,7 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
     with Engine(LONG_TOY, LONG_TOY, target_timeout=2.0) as engine:
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
-        os.kill(engine._launcher.target.pid, signal.SIGSTOP)
+        os.kill(engine.target_worker.pid, signal.SIGSTOP)
 
         def lost(read: Callable[[], object]) -> str:
             with pytest.raises(TargetLost, match="silent for 2 s") as caught:
@@ -236,9 +236,9 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
         pinned = [
             psutil.Process(w.pid).cpu_affinity()
-            for w in (engine._launcher.target, engine._launcher.draft.worker)
+            for w in (engine.target_worker, engine.draft.worker)
         ]
-        threads = psutil.Process(engine._launcher.target.pid).environ()["OMP_NUM_THREADS"]
+        threads = psutil.Process(engine.target_worker.pid).environ()["OMP_NUM_THREADS"]
     assert pinned == [[last], [first]]
     assert threads == "1"
 
@@ -255,8 +255,8 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
     def footprints(engine: Engine) -> list[tuple[int, int, int]]:
         ours = [
             psutil.Process(),
-            psutil.Process(engine._launcher.target.pid),
-            psutil.Process(engine._launcher.draft.worker.pid),
+            psutil.Process(engine.target_worker.pid),
+            psutil.Process(engine.draft.worker.pid),
         ]
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 

@@ -285,7 +285,7 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
         stream = engine.stream([1, 2, 3], LONG, method="pearl")
         for _ in range(100):
             next(stream)
-        os.kill(engine._launcher.target.pid, signal.SIGKILL)
+        os.kill(engine.target_worker.pid, signal.SIGKILL)
         with pytest.raises(TargetLost):
             list(stream)
     assert {each.name for each in tmp_path.iterdir()} == {
@@ -304,21 +304,18 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     """Started again within a text, it gets "record" and "begin" together; its trace must hold the "begin"."""
     path = tmp_path / "t.json"
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
-        first = engine._launcher.draft.worker.pid
+        first = engine.draft.worker.pid
         with recording_of(engine, path), engine.stream([1, 2, 3], LONG, method="pearl") as stream:
             for _ in range(10):
                 next(stream)
             os.kill(first, signal.SIGKILL)
             back = 0
             for piece in stream:
-                back += (
-                    engine._launcher.draft.worker.pid != first
-                    and Provenance.ACCEPTED in piece.provenance
-                )
+                back += engine.draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._launcher.draft.restarts == 1
+        assert engine.draft.restarts == 1
     trace = read(path)
     assert len(trace.metadata["workers"]) >= 2
     marks = [
