@@ -22,7 +22,7 @@ from pearl.lab.studies.simulate import Outcome
 from pearl.protocol.messages import Provenance, Source, Verdict
 from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
-from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
+from pearl.trace.recorder import LOOP, Part, Recorder, TraceRecord, part_path, where_and_what
 from pearl.trace.report import report
 from tests.options import resolved
 from tests.traced import check_sound, recorded, recording_of, run, simulated
@@ -207,7 +207,9 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
         "draft_until": 9,
         "digest": 7,
     }
-    assert [*part.records()] == [Record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})]
+    assert [*part.records()] == [
+        TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})
+    ]
     assert part.end is not None
 
 

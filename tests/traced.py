@@ -16,7 +16,7 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
 from pearl.trace import chrome
-from pearl.trace.reading import Trace, read
+from pearl.trace.reading import RunTrace, read
 from pearl.trace.recorder import Recorder, part_path, where_and_what
 from pearl.trace.tracer import Tracer, identity
 from tests.options import drawn_by, resolved
@@ -104,7 +104,7 @@ def simulated(
     ), parts
 
 
-def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:
+def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, RunTrace]:
     """A run and its trace. `settings`: of `simulated`."""
     outcome, _ = simulated(path, decoding, **settings)
     chrome.merge(path)

@@ -21,7 +21,7 @@ _FILE = "engine.json"
 ROLES = ("target", "draft")
 
 
-class Place(NamedTuple):
+class ModelPlace(NamedTuple):
     """Where a model runs, and in which numbers."""
 
     device: str
@@ -60,10 +60,10 @@ class Card(msgspec.Struct, frozen=True):
     def alive(self) -> bool:
         return _started(self.pid) == self.started
 
-    def place(self, role: str) -> Place:
+    def place(self, role: str) -> ModelPlace:
         """Device and dtype that the worker reported; the settings where it did not."""
         reported = self.places.get(role, {})
-        return Place(
+        return ModelPlace(
             reported.get("device", self.config[f"{role}_device"]),
             reported.get("dtype", self.config[f"{role}_dtype"]),
         )

@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.spec.control import ON_ONE_HOST
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
-from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
+from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, TraceRecord, part_paths
 
 VERSION = 11  # of the metadata under "pearl_trace"
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
@@ -150,7 +150,7 @@ class _Merged:
         round_trip, offset = min(clocks)
         return _Clock(offset, round_trip // 2)
 
-    def _records(self, number: int) -> Iterator[Record]:
+    def _records(self, number: int) -> Iterator[TraceRecord]:
         """The records of a part, by its number."""
         offset = self._clocks[number].offset
         for record in self._parts[number].records():
@@ -159,7 +159,7 @@ class _Merged:
             if record.kind != "clock":
                 yield record
 
-    def _link(self, record: Record, is_target: bool) -> None:
+    def _link(self, record: TraceRecord, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
             if args["message"][1] is not None:  # the message of a request: its identity is unique
@@ -195,7 +195,7 @@ class _Merged:
                 yield _about("thread_name", process, track, name=TRACKS[track])
                 yield _about("thread_sort_index", process, track, sort_index=track)
 
-    def _target_events(self, records: Iterable[Record]) -> Iterator[Event]:
+    def _target_events(self, records: Iterable[TraceRecord]) -> Iterator[Event]:
         for record in records:
             yield from self._slice(record, 1)
             if record.name == "decide":
@@ -204,8 +204,8 @@ class _Merged:
                     time = self._us(record.end)
                     yield {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": LOOP, "ts": time}
 
-    def _draft_events(self, records: Iterable[Record], process: int) -> Iterator[Event]:
-        forward: Record | None = None  # held until the outcomes of its tokens are known
+    def _draft_events(self, records: Iterable[TraceRecord], process: int) -> Iterator[Event]:
+        forward: TraceRecord | None = None  # held until the outcomes of its tokens are known
         awaited = 0  # decisions still to come on what it drafted
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
@@ -228,7 +228,7 @@ class _Merged:
         if forward is not None:
             yield from self._slice(forward, process)
 
-    def _verdicts(self, record: Record, process: int) -> Iterator[Event]:
+    def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
         """Arrows from where the target sent verdicts to where `record` read them."""
         for message in map(tuple, record.args["messages"]):
             if message[0] == "Verdict" and message in self._sent:
@@ -236,7 +236,7 @@ class _Merged:
                 start = _Place(1, LOOP, self._sent[message])
                 yield from self._flow(name, start, _Place(process, record.track, record.middle))
 
-    def _drafted(self, forward: Record, decision: dict[str, Any]) -> Record:
+    def _drafted(self, forward: TraceRecord, decision: dict[str, Any]) -> TraceRecord:
         """A forward with the outcomes of the tokens drafted in it."""
         args = dict(forward.args)
         for message in messages(decision, "Send", "DraftTokens"):
@@ -246,7 +246,7 @@ class _Merged:
                 args[drafted] = args.get(drafted, []) + outcomes
         return replace(forward, args=args)
 
-    def _slice(self, record: Record, process: int) -> Iterator[Event]:
+    def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
         """The event of a record that lies on a track; a request lies on none and gives two events, begin and end."""
         if record.kind == "whole":
             event = {
@@ -361,13 +361,15 @@ def _about(name: str, process: int, track: int, /, **args: Any) -> Event:
     return {"ph": "M", "name": name, "pid": process, "tid": track, "ts": 0, "args": args}
 
 
-def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
+def split_waits(
+    records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
+) -> Iterator[TraceRecord]:
     """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
 
     Messages after which the loop still waits (the first tokens of a window) interrupt a wait; the last one counts. If
     that one came from a consumer the wait is not split: messages of an ended request change nothing.
     """
-    held: list[Record] = []
+    held: list[TraceRecord] = []
     for record in records:
         works = record.kind == "busy" and record.track == LOOP and record.name != "decide"
         if works or len(held) >= _MAX_HELD:
@@ -380,7 +382,7 @@ def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) 
     yield from _split(held, sent)
 
 
-def _split(held: list[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
+def _split(held: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]) -> Iterator[TraceRecord]:
     time = None  # when the last message of a request was sent
     for record in held:
         message = tuple(record.args.get("by", ()))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pearl.colours import SOURCES, WORK
 from pearl.errors import ConfigError, TraceError, installing
 from pearl.trace.chrome import committed
-from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
+from pearl.trace.reading import VERIFICATIONS, Arrow, RunTrace, Slice
 
 _STEPS = 12  # verification forwards shown by default
 # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
@@ -100,7 +100,7 @@ class Chart:
         return Shares((total - wait) / self.seconds, wait / self.seconds)
 
 
-def chart(trace: Trace, start: float = 0.0, seconds: float | None = None) -> Chart:
+def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
     """Part of a run, from `start` seconds after the first request began; by default the first steps.
 
     Raises `ConfigError` where the run has no work in that time.
@@ -128,7 +128,7 @@ def chart(trace: Trace, start: float = 0.0, seconds: float | None = None) -> Cha
 
 
 def charts(
-    traces: Sequence[Trace], start: float | None = None, seconds: float | None = None
+    traces: Sequence[RunTrace], start: float | None = None, seconds: float | None = None
 ) -> list[Chart]:
     """Chart the same time of each run; by default the first steps of the run with the shortest steps."""
     start = start or 0.0
@@ -146,7 +146,7 @@ def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) ->
     return bars
 
 
-def _verdicts(trace: Trace, start: float, end: float) -> list[Arrow]:
+def _verdicts(trace: RunTrace, start: float, end: float) -> list[Arrow]:
     arrows = []
     for verdict in trace.verdicts:
         sent = verdict.sent - trace.start
@@ -155,7 +155,7 @@ def _verdicts(trace: Trace, start: float, end: float) -> list[Arrow]:
     return arrows
 
 
-def _commits(trace: Trace, start: float, end: float) -> list[Commit]:
+def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
     commits = []
     for decision in trace.target:
         time = decision.end - trace.start
@@ -166,7 +166,7 @@ def _commits(trace: Trace, start: float, end: float) -> list[Commit]:
     return commits
 
 
-def _method(trace: Trace) -> str:
+def _method(trace: RunTrace) -> str:
     """The method, and the guesses used with it if all requests use the same."""
     names = {
         "look_ahead": "look-ahead",
@@ -184,7 +184,7 @@ def _method(trace: Trace) -> str:
     return f"pearl with {words}" if words else "pearl as published"
 
 
-def _first_steps(trace: Trace, start: float) -> float:
+def _first_steps(trace: RunTrace, start: float) -> float:
     """Seconds from `start` to the end of the first steps that begin then or later; `start`: after the first request."""
     start += trace.start
     steps = [s.end for s in trace.target if s.name in VERIFICATIONS and s.start >= start][:_STEPS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pearl.trace.recorder import Record
+from pearl.trace.recorder import TraceRecord
 
 ACCEPTED = "accepted"
 REJECTED = "rejected"
@@ -51,7 +51,7 @@ class Outcomes:
         #: request -> outcome -> tokens drafted for it
         self._prepared: dict[int, dict[_Outcome, list[int]]] = {}
 
-    def learn(self, record: Record) -> None:
+    def learn(self, record: TraceRecord) -> None:
         for message in messages(record.args, "Deliver", "Committed"):
             text = self._committed.setdefault(message["request"], {})
             tokens = zip(message["tokens"], message["provenance"], strict=True)

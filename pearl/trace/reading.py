@@ -51,7 +51,7 @@ class Arrow:
 
 
 @dataclass
-class Trace:
+class RunTrace:
     """One run. Lists are in order of time.
 
     Attributes:
@@ -81,7 +81,7 @@ class Trace:
         return max(request.end for request in self.requests)
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> RunTrace:
     """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
     document = read_document(path)
     with damaged(path, TraceError):
@@ -97,7 +97,7 @@ def read(path: Path) -> Trace:
         for name in ("config", "workers"):
             if name not in metadata:
                 raise TraceError(f"{path} is damaged: its metadata lacks {name}")
-        trace = Trace(path, metadata)
+        trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
         if not trace.requests:  # a killed target: the slice of a request is written at its end
             start = next((piece.start for piece in trace.target if piece.name == "open"), None)
@@ -132,7 +132,7 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _sort(events: list[Event], trace: Trace) -> None:
+def _sort(events: list[Event], trace: RunTrace) -> None:
     """Put the slices and arrows of all events into `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
     fates = set(DRAFTED.values())

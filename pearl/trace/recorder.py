@@ -59,12 +59,12 @@ _HEADER_FIELDS = {
 }
 
 
-class Header(Struct, tag="pearl-trace", array_like=True):
+class PartHeader(Struct, tag="pearl-trace", array_like=True):
     format: Any
     worker: dict[str, Any]
 
 
-class Record(Struct, tag="record", array_like=True):
+class TraceRecord(Struct, tag="record", array_like=True):
     """What lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
 
     `kind`: busy, communication, wait, whole (a slice that only holds others), or clock (a ping's answer).
@@ -82,12 +82,12 @@ class Record(Struct, tag="record", array_like=True):
         return (self.start + self.end) // 2
 
 
-class End(Struct, tag="end", array_like=True):
+class PartEnd(Struct, tag="end", array_like=True):
     closed: int
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Header | Record | End)
+_DECODER = msgspec.json.Decoder(PartHeader | TraceRecord | PartEnd)
 
 
 class Recorder:
@@ -104,13 +104,13 @@ class Recorder:
     ) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[Record] = deque()
+        self._queue: deque[TraceRecord] = deque()
         self._written = clock()
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
             raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
-        self._write([Header(FORMAT, {**header, "opened": self._written})])
+        self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
     def record(
         self,
@@ -124,7 +124,7 @@ class Recorder:
         """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
         """
-        self._queue.append(Record(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
+        self._queue.append(TraceRecord(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
         if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
@@ -132,7 +132,7 @@ class Recorder:
         """Write the rest and the end, once."""
         if not self._file.closed:
             self._write_queue()
-            self._write([End(self.clock())])
+            self._write([PartEnd(self.clock())])
             self._file.close()
 
     def _write_queue(self) -> None:
@@ -224,7 +224,7 @@ def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _decode(path: Path, line: bytes) -> Header | Record | End:
+def _decode(path: Path, line: bytes) -> PartHeader | TraceRecord | PartEnd:
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
@@ -241,12 +241,12 @@ class Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: End | None = None
+        self.end: PartEnd | None = None
         line = next(_complete_lines(path), b"")
         if not line.startswith(b'["pearl-trace",'):
             raise TraceError(f"{path} is no part of a trace")
         header = _decode(path, line)
-        assert isinstance(header, Header)
+        assert isinstance(header, PartHeader)
         if header.format != FORMAT:
             raise TraceError(
                 f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
@@ -257,17 +257,17 @@ class Part:
                 f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}"
             )
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         """Yield the records in order of their ends; those of other threads than the loop are only roughly in order."""
         for line in _complete_lines(self.path):
             item = _decode(self.path, line)
-            if isinstance(item, Record):
+            if isinstance(item, TraceRecord):
                 yield item
-            elif isinstance(item, End):
+            elif isinstance(item, PartEnd):
                 self.end = item
 
 
-def records_since(path: Path, offset: int) -> tuple[list[Record], int]:
+def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
     """Read a part that is still written, from `offset` bytes on.
 
     Returns the records, and the offset where they end. Raises `TraceError`.
@@ -276,7 +276,7 @@ def records_since(path: Path, offset: int) -> tuple[list[Record], int]:
     for line in _complete_lines(path, offset):
         offset += len(line)
         item = _decode(path, line)
-        if isinstance(item, Record):
+        if isinstance(item, TraceRecord):
             records.append(item)
     return records, offset
 

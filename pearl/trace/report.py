@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED
-from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
+from pearl.trace.reading import FORWARDS, VERIFICATIONS, RunTrace, Slice
 from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
 _NOTHING = 0.005  # of the time: 0%
@@ -28,7 +28,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerShares:
     """How one worker's loop spent the wall time, as shares. `waits`: by cause; `work`: by name of the slice."""
 
     busy: float
@@ -70,8 +70,8 @@ class Report:
     requests: int
     tokens: int
     tokens_per_second: float
-    target: Worker
-    draft: Worker | None
+    target: WorkerShares
+    draft: WorkerShares | None
     overlap: float
     steps: dict[str, int]
     drafted: int
@@ -86,7 +86,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def report(trace: Trace) -> Report:
+def report(trace: RunTrace) -> Report:
     target = _between(trace.target, trace.start, trace.end)
     draft = _between(trace.draft, trace.start, trace.end)
     wall = max(trace.end - trace.start, 1e-9)  # a trace may be of one instant
@@ -130,7 +130,7 @@ def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
     return clipped
 
 
-def _worker(slices: Sequence[Slice], wall: float) -> Worker:
+def _worker(slices: Sequence[Slice], wall: float) -> WorkerShares:
     waits: Counter[str] = Counter()
     work: Counter[str] = Counter()
     communication = 0.0
@@ -142,7 +142,7 @@ def _worker(slices: Sequence[Slice], wall: float) -> Worker:
             work[piece.name] += share
         else:
             communication += share
-    return Worker(
+    return WorkerShares(
         busy=work.total(),
         wait=waits.total(),
         communication=communication,
@@ -228,7 +228,7 @@ def _drafting(draft: Sequence[Slice]) -> float:
     return seconds
 
 
-def _notes(trace: Trace, shares: Mapping[str, Worker]) -> list[str]:
+def _notes(trace: RunTrace, shares: Mapping[str, WorkerShares]) -> list[str]:
     """What the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
     workers = trace.metadata["workers"]
     notes = []
@@ -270,7 +270,7 @@ def verdict(r: Report) -> str:
     return f"{waited}; overlap {r.overlap:.1%}" if r.draft else waited
 
 
-def _main_cause(worker: Worker) -> str:
+def _main_cause(worker: WorkerShares) -> str:
     cause, share = next(iter(worker.waits.items()))  # the longest comes first
     words = _CAUSES.get(cause, cause)
     remainder = worker.wait - share
@@ -317,7 +317,7 @@ def _figures(r: Report) -> dict[str, str]:
     return figures
 
 
-def _worker_figures(name: str, w: Worker) -> dict[str, str]:
+def _worker_figures(name: str, w: WorkerShares) -> dict[str, str]:
     work = [f"{kind} {share:.1%}" for kind, share in w.work.items() if share >= 0.0005]
     figures = {
         f"{name}: busy": f"{w.busy:.1%} ({', '.join(work)})",
