@@ -34,11 +34,10 @@ class AsyncStream:
     ) -> None:
         _ = engine.engine  # raises if it is closed
         self._engine = engine
-        self._request: tuple[Prompt, RequestOptions | None, Options] | None = (
-            prompt,
-            params,
-            options,
-        )
+        self._prompt = prompt
+        self._params = params
+        self._options = options
+        self._is_read = False
         #: None ends the text
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._stream: Stream | None = None
@@ -64,13 +63,12 @@ class AsyncStream:
         self._events.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        if self._request is None:
+        if self._is_read:
             raise RequestError("this stream is being read already, or has been")
-        prompt, params, options = self._request
-        self._request = None
+        self._is_read = True
         self.watch.submitted = time.monotonic()
         await self._engine.slots.acquire()
-        self._engine.streams[self] = asyncio.create_task(self._write(prompt, params, options))
+        self._engine.streams[self] = asyncio.create_task(self._write())
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -79,13 +77,13 @@ class AsyncStream:
         finally:
             self.close()
 
-    async def _write(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
+    async def _write(self) -> None:
         """Pass on the pieces as they arrive."""
         run = asyncio.get_running_loop().run_in_executor
         end = None
         try:
             _ = self._engine.engine  # it may have been closed while this text waited
-            stream = await run(self._engine.encoder, self._begin, prompt, params, options)
+            stream = await run(self._engine.encoder, self._begin)
             if stream is not None:
                 while (piece := await run(self._engine.readers, next, stream, None)) is not None:
                     self._pass_on(piece)
@@ -101,18 +99,16 @@ class AsyncStream:
         self.on_piece(piece)
         self._events.put_nowait(piece)
 
-    def _begin(
-        self, prompt: Prompt, params: RequestOptions | None, options: Options
-    ) -> Stream | None:
+    def _begin(self) -> Stream | None:
         """Submits the request; runs in a thread, for a long prompt takes long to encode.
 
         Returns None if the stream was closed meanwhile.
         """
         engine = self._engine.engine
-        tokens = engine.encode(prompt, raw=options.get("raw", True))
+        tokens = engine.encode(self._prompt, raw=self._options.get("raw", True))
         if self._is_closed:
             return None
-        self._stream = engine.stream(tokens, params, **options)
+        self._stream = engine.stream(tokens, self._params, **self._options)
         self.watch.begun = time.monotonic()
         if self._is_closed:
             self._stream.close()

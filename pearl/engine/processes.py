@@ -85,22 +85,23 @@ class Worker:
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self.silence.heard(status.get("allowance", 0.0))
-        if status["state"] == "loading" and self._progress:
+        state = status["state"]
+        if state == "loading" and self._progress:
             self._progress(f"{self.role}: {status['message']}")
         with self._changed:
-            if status["state"] == "note":
+            if state == "note":
                 self.notes.append(str(status["message"]))
-            if status["state"] == "ready":
+            if state == "ready":
                 self.ready_since = time.monotonic()
                 self.place = {name: status[name] for name in ("device", "dtype") if name in status}
-            if status["state"] == "bound":
+            if state == "bound":
                 self.address = status["address"]
-            if status["state"] == "failed":
+            if state == "failed":
                 kind = getattr(errors, status["kind"], errors.StartError)
                 if kind is errors.DraftLost:  # it is the draft itself that failed
                     kind = errors.StartError
                 self.error = kind(f"{self.role} worker: {status['message']}")
-            self._states.add(status["state"])
+            self._states.add(state)
             self._changed.notify_all()
 
     def wait_for(self, state: str, deadline: float) -> None:
