@@ -125,11 +125,11 @@ def write_gguf(
     writer.add_token_merges(["Ă Ă"])
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
-    for name, weight in _tensors_of(model, family, config):
+    for name, weight in tensors_of(model, family, config):
         if without not in name:
             numbers, its = (
                 weight.contiguous().numpy(),
-                gguf.GGMLQuantizationType[kind if _is_matrix(name, weight) else "F32"],
+                gguf.GGMLQuantizationType[kind if is_matrix(name, weight) else "F32"],
             )
             writer.add_tensor(
                 _held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its
@@ -140,7 +140,7 @@ def write_gguf(
     writer.close()
 
 
-def _tensors_of(
+def tensors_of(
     model: Path, family: str, config: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a tiny model as llama.cpp has them, by transformers' names; gate and up of experts apart."""
@@ -175,7 +175,7 @@ def _tensors_of(
             yield name, weight
 
 
-def _is_matrix(name: str, weight: torch.Tensor) -> bool:
+def is_matrix(name: str, weight: torch.Tensor) -> bool:
     return weight.dim() > 1 and not name.endswith(".bias")
 
 

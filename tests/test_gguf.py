@@ -26,7 +26,7 @@ from pearl.models.forward.linear_layers import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import GenerationDefaults
-from tests.gguf_files import EXPERTS, FAMILIES, LLAMA3, _is_matrix, _tensors_of, write_gguf
+from tests.gguf_files import EXPERTS, FAMILIES, LLAMA3, is_matrix, tensors_of, write_gguf
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import CPU, changed_model, on_cpu, tiny_model
@@ -277,8 +277,8 @@ def test_weights_are_dequantised_as_the_reference_does(
     family = OWN_FORWARD[config["architectures"][0]]
     table = table_in(resolve_checkpoint(str(file)))
     weights = GgufWeights(table, family.forward)
-    for name, given in _tensors_of(model, family.gguf.architecture, config):
-        its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]
+    for name, given in tensors_of(model, family.gguf.architecture, config):
+        its = gguf.GGMLQuantizationType[of if is_matrix(name, given) else "F32"]
         wanted = torch.from_numpy(
             gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its)
         )
