@@ -172,21 +172,21 @@ class Client:
         return stream
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Drops the stream of a request that has ended."""
         if self._is_ours:
             with self._changed:
                 self._streams.pop(request, None)
                 self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
-        """The result is no longer wanted. From any thread."""
+        """Cancels a request whose result is no longer wanted; from any thread."""
         self.forget(request)
         if not self.lost:
             with suppress(TargetLost):
                 self.post(Cancel(request))
 
     def post(self, message: Message) -> None:
-        """Sends, from any thread."""
+        """Sends a message, from any thread."""
         if self.is_closed or not self._is_ours:
             return
         try:
@@ -219,7 +219,7 @@ class Client:
     # ---- the reading thread ----
 
     def receive(self, received: Sequence[Received]) -> None:
-        """Passes on what has arrived. Too long a silence during a text is a loss, and so is a process that is gone."""
+        """Passes messages to their streams; a silence that is too long during a text, or a dead process, is a loss."""
         if received or not self._streams:
             allowance = 0.0
             for _, message in received:

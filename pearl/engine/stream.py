@@ -75,7 +75,7 @@ class StreamClient(Protocol):
         """Return once `is_done`, which is checked after each message that arrives."""
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Drop the stream of a request that has ended."""
 
     def cancel(self, request: int) -> None:
         """End a request whose result is no longer wanted."""

@@ -190,7 +190,7 @@ def being_written(trace: Path) -> bool:
 
 
 def where_and_what() -> dict[str, Any]:
-    """Describe this process: its id, host, boot (processes of one boot share a clock) and versions."""
+    """Describe this process: its id, host, boot (processes of one boot share a clock), processor and versions."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     versions = {name: version(name) for name in ("torch", "transformers", "pyzmq")}
     versions |= {"pearl": __version__, "python": platform.python_version()}
