@@ -16,7 +16,9 @@ from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 
 ESTIMATED = "estimated"  # a basis of `Statistics.speedup`
-MOST_CORE_WAIT = 0.05  # of a reply: of one that had to wait longer for its cores no speedup is told
+MOST_CORE_WAIT = (
+    0.05  # a share of a reply's time: a reply that waited longer for its cores has no speedup
+)
 _LEAST_FORWARDS = 4  # of one token: fewer are too few for an estimate
 
 
@@ -46,7 +48,7 @@ class Statistics(Tally):
             both came with one commit.
         tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
         target_wait_seconds: cause -> seconds.
-        draft_wait_seconds: for verdicts, as the draft told with its last tokens.
+        draft_wait_seconds: seconds that the draft waited for verdicts, as it reported with its last tokens.
         speedup: how many times as fast as the target alone, as far as this reply itself shows. None where nothing was
             guessed (method ar), where it does not show, and where other requests or programs disturbed it: more than
             `MOST_CORE_WAIT`, or other requests at the same time.
@@ -56,9 +58,9 @@ class Statistics(Tally):
         core_wait: the share of the time since the prefill began in which a thread that computes for the target was
             ready to run but had no core, because others had it: of the thread that waited longest.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
-        t_target_spread: likewise, while the target has the draft's cores too.
+        t_target_spread: the same while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
-        window: c as last used; 0 without a draft.
+        window: the last value of c; 0 without a draft.
         draft_lost: whether the draft was lost during the request.
     """
 
@@ -91,12 +93,12 @@ class Statistics(Tally):
 
     @property
     def late_seconds(self) -> float:
-        """After the first commit."""
+        """Seconds after the first commit."""
         return max(0.0, self.seconds - self.seconds_to_first_token)
 
     @property
     def late_tokens(self) -> int:
-        """Of these seconds."""
+        """Tokens committed in these seconds."""
         return round((self.tokens_per_second or 0.0) * self.late_seconds)
 
     def to_json(self) -> str:
@@ -104,25 +106,24 @@ class Statistics(Tally):
 
     @staticmethod
     def from_json(text: str) -> Statistics:
-        """What this version knows of them: the target that wrote them may be a newer one."""
+        """Decode the fields that this version knows: the target that wrote them may be a newer one."""
         return msgspec.json.decode(text, type=Statistics)
 
 
 @dataclass
 class Sums:
-    """Some texts taken together. `texts`: of each."""
+    """Sums and rates over the statistics of several texts."""
 
     texts: list[Statistics] = field(default_factory=list, kw_only=True)
 
     def total(self, name: str) -> Any:
         """The sum of an attribute of `Statistics`."""
-        return sum(getattr(one, name) for one in self.texts)
+        return sum(map(attrgetter(name), self.texts))
 
     @property
     def rate(self) -> float | None:
         """Tokens per second after the first commits."""
-        seconds = self.total("late_seconds")
-        return self.total("late_tokens") / seconds if seconds else None
+        return _ratio(self.total("late_tokens"), self.total("late_seconds"))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -133,21 +134,25 @@ class Sums:
     @property
     def tokens_per_step(self) -> float | None:
         """As `Statistics.tokens_per_step`."""
-        return _ratio(
-            self.total("num_generated_tokens") - self.total("num_prefill_tokens"),
-            self.total("steps"),
-        )
+        tokens = self.total("num_generated_tokens") - self.total("num_prefill_tokens")
+        return _ratio(tokens, self.total("steps"))
 
     @property
     def accepted_per_run(self) -> float | None:
-        """Of finished runs."""
-        runs = [item for one in self.texts for item in one.run_histogram.items()]
-        return _ratio(sum(length * n for length, n in runs), sum(n for _, n in runs))
+        """Accepted draft tokens of a finished run, on average."""
+        accepted = 0
+        runs = 0
+        for text in self.texts:
+            for length, count in text.run_histogram.items():
+                accepted += length * count
+                runs += count
+        return _ratio(accepted, runs)
 
     @property
     def mean_run_length(self) -> float | None:
         """Committed tokens per run, its correction or bonus included."""
-        return None if self.accepted_per_run is None else 1 + self.accepted_per_run
+        accepted = self.accepted_per_run
+        return None if accepted is None else 1 + accepted
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,8 @@ class Figure:
 
     Attributes:
         value: its value, None where there is none.
-        is_brief: the line below a reply of the chat has it.
-        remark: what is to be known of it, in brackets; empty: nothing.
+        is_brief: whether the status line below a reply of the chat has it.
+        remark: a remark in brackets; empty if there is none.
     """
 
     name: str
@@ -166,16 +171,20 @@ class Figure:
     is_brief: bool = False
     remark: Callable[[Statistics], str] = lambda s: ""
 
-    def text(self, one: Statistics) -> str | None:
-        return None if (value := self.value(one)) is None else self.form.format(value)
+    def text(self, s: Statistics) -> str | None:
+        """The value as text; None if there is no value."""
+        value = self.value(s)
+        return None if value is None else self.form.format(value)
 
-    def labelled(self, one: Statistics) -> str | None:
-        """Text, name and remark."""
-        text = self.text(one)
+    def labelled(self, s: Statistics) -> str | None:
+        """Text, name and remark; None if there is no value."""
+        text = self.text(s)
         if text is None:
             return None
-        remark = self.remark(one)
-        return f"{text} {self.name} ({remark})" if remark else f"{text} {self.name}"
+        remark = self.remark(s)
+        if remark:
+            remark = f" ({remark})"
+        return f"{text} {self.name}{remark}"
 
 
 def _waited(s: Statistics) -> float:
@@ -191,17 +200,25 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _siblings(s: Statistics) -> str | None:
-    return (
-        f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
-    )
+    if not s.num_siblings:
+        return None
+    return f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}"
+
+
+def _methods(s: Statistics) -> str:
+    return ", ".join(f"{method} {count}" for method, count in s.ways.items())
+
+
+def _draft_waited(s: Statistics) -> float | None:
+    if not s.num_draft_tokens:
+        return None
+    return _share(s, s.draft_wait_seconds)
 
 
 def _basis(s: Statistics) -> str:
-    return (
-        s.speedup_basis
-        if s.speedup_basis in ("", ESTIMATED)
-        else f"compared with {s.speedup_basis}"
-    )
+    if s.speedup_basis in ("", ESTIMATED):
+        return s.speedup_basis
+    return f"compared with {s.speedup_basis}"
 
 
 FIGURES = (
@@ -224,25 +241,24 @@ FIGURES = (
     Figure("runners-up", _siblings, "{} fed"),
     Figure("waited for a core", lambda s: s.core_wait or None, "{:.0%}"),
     Figure("settled on", lambda s: s.settled or None, "{}"),
-    Figure(
-        "ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"
-    ),
+    Figure("ways", lambda s: _methods(s) or None, "{}"),
     Figure("window c", lambda s: s.window or None, "{}"),
     Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}"),
-    Figure(
-        "draft waited",
-        lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None,
-        "{:.0%}",
-    ),
+    Figure("draft waited", _draft_waited, "{:.0%}"),
 )
 
 
 def brief(s: Statistics) -> str:
-    """One line: tokens, tokens/s, tokens a step and, where the reply shows it, how many times as fast as the target
-    alone; or that method auto settled on that.
+    """The status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
+
+    It goes on with the speedup over the target alone, if the reply shows one, and with the method that auto settled on,
+    if that uses no draft.
     """
-    figures = [figure.labelled(s) for figure in FIGURES if figure.is_brief]
-    parts = [f"{s.num_generated_tokens} tokens", *filter(None, figures)]
+    parts = [f"{s.num_generated_tokens} tokens"]
+    for figure in FIGURES:
+        label = figure.labelled(s) if figure.is_brief else None
+        if label is not None:
+            parts.append(label)
     if s.settled and not METHODS[s.settled].drafts:
         parts.append(f"auto settled on the target alone ({s.settled})")
     return " · ".join(parts)
@@ -285,11 +301,11 @@ class Stopwatch:
         self.waits[cause] = self.waits.get(cause, 0.0) + seconds
 
     def wait(self, cause: str, now: float) -> None:
-        """It waits from now on, if it does not already."""
+        """Note that the request waits from `now` on, unless it waits already."""
         self.waiting = self.waiting or (cause, now)
 
     def resume(self, now: float) -> None:
-        """It waits no longer."""
+        """Note that the wait has ended."""
         if self.waiting is not None:
             cause, since = self.waiting
             self.waited(cause, now - since)
@@ -300,20 +316,28 @@ class Stopwatch:
 
         Tokens of one commit arrive together: all but the first of them have a latency of 0.
         """
-        every = sorted(
-            latency for gap, tokens in self.gaps for latency in (gap, *[0.0] * (tokens - 1))
-        )
-        return every[max(1, ceil(share * len(every))) - 1] if every else None
+        latencies = []
+        for gap, tokens in self.gaps:
+            latencies.append(gap)
+            latencies += [0.0] * (tokens - 1)
+        if not latencies:
+            return None
+        latencies.sort()
+        return latencies[max(1, ceil(share * len(latencies))) - 1]
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens after the first commit over the time after it."""
-        seconds = sum(gap for gap, _ in self.gaps)
-        return sum(tokens for _, tokens in self.gaps) / seconds if seconds > 0 else None
+        seconds = 0.0
+        count = 0
+        for gap, tokens in self.gaps:
+            seconds += gap
+            count += tokens
+        return _ratio(count, seconds)
 
 
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
 
 
 class Speedup(NamedTuple):
@@ -326,11 +350,12 @@ class Speedup(NamedTuple):
 def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
     if counts.was_shared or watch.core_wait > MOST_CORE_WAIT:
         return Speedup()
-    undrafted = [
-        way for way in counts.compared if not METHODS[way].drafts and not METHODS[way].takes_head
-    ]
+    undrafted = []
+    for name in counts.compared:
+        if not METHODS[name].drafts and not METHODS[name].takes_head:
+            undrafted.append(name)
     if undrafted:
-        plainest = min(undrafted, key=lambda way: METHODS[way].look_ahead)
+        plainest = min(undrafted, key=lambda name: METHODS[name].look_ahead)
         return Speedup(counts.compared[plainest], plainest)
     has_guesses = counts.num_draft_tokens + counts.num_guesses > 0
     if not has_guesses or counts.lone_forwards < _LEAST_FORWARDS or watch.tokens_per_second is None:
@@ -343,20 +368,17 @@ def fold(
 ) -> Statistics:
     """The statistics of one finished request."""
     speedup = _speedup(counts, watch)
-    runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
-    known = {each.name: getattr(counts, each.name) for each in fields(Tally)}
-    known["run_histogram"] = dict(sorted(counts.run_histogram.items()))
-    known["provenance"] = {source: n for source, n in counts.provenance.items() if n}
-    return Statistics(
-        **known,
+    runs = counts.provenance[Provenance.CORRECTED] + counts.provenance[Provenance.BONUS]
+    tally = {field.name: getattr(counts, field.name) for field in fields(Tally)}
+    tally["run_histogram"] = dict(sorted(counts.run_histogram.items()))
+    tally["provenance"] = {source: n for source, n in counts.provenance.items() if n}
+    statistics = Statistics(
+        **tally,
         num_prompt_tokens=prompt_tokens,
         num_generated_tokens=watch.generated,
         draft_acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_draft_tokens),
         acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_judged_draft_tokens),
         mean_run_length=_ratio(counts.num_accepted_draft_tokens + runs, runs),
-        expected_rejections=counts.odds.rejections if counts.odds else None,
-        expected_rejections_sd=sqrt(counts.odds.variance) if counts.odds else None,
-        bias=counts.odds.bias if counts.odds else None,
         tokens_per_step=_ratio(watch.generated - counts.num_prefill_tokens, counts.steps),
         queue_seconds=max(0.0, watch.begun - watch.submitted),
         seconds=max(0.0, watch.last - watch.submitted),
@@ -376,3 +398,8 @@ def fold(
         window=window if counts.num_draft_tokens else 0,
         draft_lost=watch.draft_lost or bool(counts.loss),
     )
+    if counts.odds is not None:
+        statistics.expected_rejections = counts.odds.rejections
+        statistics.expected_rejections_sd = sqrt(counts.odds.variance)
+        statistics.bias = counts.odds.bias
+    return statistics

@@ -34,7 +34,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pearl import Engine, RequestOptions
-from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import NumericalError, PearlError, TargetLost
 from pearl.models.toy import alpha_pair
@@ -59,11 +58,9 @@ class Fault(NamedTuple):
 
 
 def workers(engine: Engine) -> tuple[Worker, DraftKeeper]:
-    launcher = engine._launcher
-    assert isinstance(launcher, LocalLauncher)
-    assert launcher.target is not None
-    assert launcher.draft is not None
-    return launcher.target, launcher.draft
+    assert engine.target_worker is not None
+    assert engine.draft is not None
+    return engine.target_worker, engine.draft
 
 
 class Toys:

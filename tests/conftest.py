@@ -266,3 +266,17 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (decode.make_decode, decode.Decode.__init__):
         *others, sizes = made.__defaults__
         monkeypatch.setattr(made, "__defaults__", (*others, sizes[:1]))
+
+
+def gone(pid: int) -> bool:
+    """A zombie that nobody in this container collects is gone too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def children() -> set[int]:
+    return {
+        child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    }

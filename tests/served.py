@@ -219,4 +219,4 @@ def serving_tools() -> Iterator[Served]:
 
 
 def target_of(engine: Engine) -> int:
-    return engine._launcher.target.pid
+    return engine.target_worker.pid

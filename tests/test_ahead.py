@@ -21,7 +21,7 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.speeds import ForwardTimes
 from tests.options import drawn_by, resolved
-from tests.test_gpu_path import random_llama
+from tests.tiny import random_llama
 from tests.virtual import Counting
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0

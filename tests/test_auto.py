@@ -4,7 +4,6 @@ And the window that the measured speeds make best, what it waits for, and the ti
 """
 
 import os
-import random
 from itertools import pairwise as neighbours
 from itertools import product
 from pathlib import Path
@@ -26,31 +25,13 @@ from pearl.protocol.speeds import Cores, ForwardTimes, Profile, Speeds
 from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
 from pearl.worker import speed_profile
+from tests.auto import PROMPT, VOCAB, asked, decode, write
 from tests.conftest import TOY
 from tests.options import drawn_by, resolved
 from tests.pairwise import pairwise
 from tests.replace import replace
-from tests.virtual import decoded
-
-VOCAB, PROMPT = 32, (1, 2, 3)
-
 
 # ---- the choice by itself ----
-
-
-def write(
-    auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1
-) -> tuple[float, dict]:
-    """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
-    chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)
-    way = auto.begin(left, 0.9 * rates["ngram"], rates.get("ar", 0.0))
-    auto.step(at, 0, left, False)
-    while left > 0:
-        at, left = at + 2 / rates[way] * max(0.2, chance.gauss(1, noise)), left - 2
-        ways[way] += 2
-        way = auto.step(at, 2, left, METHODS[way].drafts) or way
-    auto.end()
-    return at - 1.0, ways
 
 
 RATES = [
@@ -235,24 +216,6 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
 # ---- whole texts, simulated ----
 
 
-def asked(
-    method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5
-) -> Submit:
-    look_ahead = 8 if METHODS[method].look_ahead else 0
-    lookup, branches = (8, 7) if method in ("auto", "pearl") else (0, 0)
-    sampling = drawn_by(temperature, seed=seed)
-    options = resolved(
-        method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling
-    )
-    return Submit(1, PROMPT, len(PROMPT) + tokens, options)
-
-
-def decode(method: str, timing: Timing, tokens: int, **given: object) -> Outcome:
-    submit = asked(method, tokens, **given)  # type: ignore[arg-type]
-    pair = alpha_pair(VOCAB, 0.7, order=2)
-    return decoded(pair, VOCAB, submit.options, submit.options, tokens, timing, PROMPT)
-
-
 def test_no_choice_changes_a_text() -> None:
     """Every way writes a part of it, whichever is the fastest."""
     timings = [
@@ -378,7 +341,7 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     speed_profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:
-        target = engine._launcher.target.pid  # type: ignore[union-attr]
+        target = engine.target_worker.pid  # type: ignore[union-attr]
         others = os.sched_getaffinity(0) - os.sched_getaffinity(target)
 
         def computing() -> int:

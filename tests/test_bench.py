@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from pearl.lab.bench.rows import (
     devices_of,
     rows_for,
 )
-from pearl.lab.bench.runner import Measured, Plan, TaskSample, forget, measure
+from pearl.lab.bench.runner import Measured, TaskSample, forget, measure
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.studies.estimate import Estimate
 from pearl.metrics import Statistics
@@ -38,6 +38,7 @@ from pearl.protocol.method_choice import WAYS
 from pearl.protocol.speeds import Profile
 from scripts import demo
 from tests.conftest import TOY, Quiet, ran
+from tests.plans import plan_of, row_of
 from tests.replace import replace
 from tests.tiny import tiny_model
 from tests.virtual import emulated
@@ -171,16 +172,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     return FakeEngine
 
 
-def row_of(method: str, name: str = "", **settings: Any) -> Row:
-    return Row(name or method, RequestOptions(method=method, **settings))
-
-
 ABC = [Task("x", 1, ("abc",))]
-
-
-def plan_of(rows: Sequence[Row], some: Sequence[Task] = (), **more: Any) -> Plan:
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=20)
-    return Plan(EngineConfig(target="toy", draft="toy"), rows, some, params, raw=True, **more)
 
 
 def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeEngine]) -> None:

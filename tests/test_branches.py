@@ -21,12 +21,14 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
 from pearl.protocol.speeds import ForwardTimes
+from tests.loops import PROMPT
 from tests.options import drawn_by, resolved
-from tests.test_look_ahead import PROMPT, VOCAB
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
 from tests.virtual import decoded as simulated
 from tests.wrapped import WrappedRunner
+
+VOCAB = 6
 
 
 def decode(

@@ -14,8 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from pearl import SamplingParams
+from pearl.cli.cards import find_card, table
 from pearl.engine import Engine
-from pearl.engine.registry import find_card, read_card, running_engines, stop, table
+from pearl.engine.registry import read_card, running_engines, stop
 from pearl.errors import ConfigError, TargetLost
 from tests.conftest import BOUND, TOY, wanted
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pearl.errors import ModelError
 from pearl.models.runner import ModelRunner, feed_chain
-from tests.test_imports import modules
+from tests.layers import modules
 from tests.tiny import changed_model, on_cpu
 
 # Of a source as `ast.unparse` writes it: without comments, each statement a line.

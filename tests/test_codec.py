@@ -3,7 +3,6 @@
 import time
 import tracemalloc
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -20,6 +19,7 @@ from pearl.transport import codec
 from pearl.transport.codec import TYPE_CODES, decode, encode
 from tests.options import drawn_by, resolved, shaped, unchecked
 from tests.replace import replace
+from tests.wire import bad_values, good_values, placed, places
 
 # Their codes are 1, 2, ...
 PINNED = (
@@ -76,90 +76,6 @@ def test_bytes_are_pinned() -> None:
     """A change of the format that both sides of this version agree on, and an older peer would not."""
     verdict = m.Verdict(1, 2, 3, (4, 5), 6, 2**64 - 1)
     assert encode(verdict) == [bytes.fromhex("97090102 03920405 06cfffffffffffffffff")]
-
-
-def places(
-    kind: inspect.Type, path: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], inspect.Type]]:
-    """Every value that a message can hold, by its place in the arrays, with its declared type."""
-    yield path, kind
-    match kind:
-        case inspect.StructType(fields=fields, tag=tag):
-            for index, field in enumerate(fields, start=tag is not None):
-                yield from places(field.type, (*path, index))
-        case inspect.VarTupleType(item_type=item):
-            yield from places(item, (*path, 0))
-        case inspect.TupleType(item_types=items):
-            for index, item in enumerate(items):
-                yield from places(item, (*path, index))
-        case inspect.UnionType(types=types):
-            for each in types:
-                yield from (found for found in places(each, path) if found[0] != path)
-
-
-def bad_values(kind: inspect.Type) -> Iterator[object]:
-    """Values that a field of this type may not have: at each end of its range, and of other types."""
-    yield from ({}, [[[[1]]]])
-    match kind:
-        case inspect.IntType(ge=low, le=high, lt=below):
-            yield from (1.5, True, "1", b"1", [])
-            yield from ([] if low is None else [low - 1]) + ([] if high is None else [high + 1])
-            yield from [] if below is None else [below]
-        case inspect.FloatType(ge=low, le=high, gt=above):
-            yield from (float("nan"), float("inf"), -float("inf"), True, "1.0", [])
-            yield from [] if low is None else [low - 1.0 if abs(low) < 1e300 else -float("inf")]
-            yield from [] if high is None or high > 1e300 else [high * 1.01 + 1.0]
-            yield from [] if above is None else [above]
-        case inspect.StrType(max_length=most):
-            yield from (1, b"x", [], b"\xff")
-            yield from [] if most is None or most > 1 << 16 else ["x" * (most + 1)]
-        case inspect.BytesType(max_length=most):
-            yield from (1, "x", [])
-            yield from [] if most is None or most > 1 << 16 else [bytes(most + 1)]
-        case inspect.EnumType():
-            yield from (0, "", "none", None)
-        case inspect.BoolType():
-            yield from (0, 1, None, "true")
-        case inspect.VarTupleType(max_length=most):
-            yield from (None, "x", b"x", 1)
-            yield from [] if most is None or most > 1 << 16 else [[0] * (most + 1)]
-        case inspect.TupleType(item_types=items):
-            yield from (None, [0] * (len(items) - 1), [0] * (len(items) + 1))
-        case inspect.StructType():
-            yield from (1, "x")
-
-
-def good_values(kind: inspect.Type) -> Iterator[object]:
-    """Values that a field of this type may have: those at the ends of its range among them."""
-    match kind:
-        case inspect.IntType(ge=low, le=high, lt=below):
-            yield from (0 if low is None else low, 1, high if below is None else below - 1)
-        case inspect.FloatType(ge=low, le=high):
-            yield from (number for number in (low, 0.5, 1.0, high) if number is not None)
-        case inspect.StrType():
-            yield from ("", "\u0708 end")
-        case inspect.BytesType():
-            yield from (b"", b"12345678")
-        case inspect.EnumType(cls=members):
-            yield from (member.value for member in members)
-        case inspect.BoolType():
-            yield from (False, True)
-        case inspect.NoneType():
-            yield None
-        case inspect.VarTupleType():
-            yield []
-
-
-def placed(message: m.Message, path: tuple[int, ...], value: object) -> list[bytes] | None:
-    """The frames of `message` with another value at this place; None: the message has no such place."""
-    header = msgpack.unpackb(encode(message)[0])
-    inner = header
-    for index in path[:-1]:
-        inner = inner[index] if index < len(inner) and isinstance(inner[index], list) else []
-    if len(inner) <= path[-1]:
-        return None
-    inner[path[-1]] = value
-    return [msgpack.packb(header), *encode(message)[1:]]
 
 
 FULL = resolved(

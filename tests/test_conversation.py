@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ from pearl.protocol import messages as m
 from pearl.text.conversation import Conversation
 from pearl.text.stream import token_bytes
 from tests.conftest import AS_PUBLISHED
-from tests.test_text import byte_fallback, byte_level
+from tests.tokenizers import Characters, Messages, byte_fallback, byte_level
 
-Messages = list[dict[str, str]]
 SPECIAL = {"<s>": 0x10000, "<e>": 0x10001}  # <|im_start|>, <|im_end|>
-NAMES = {id: name for name, id in SPECIAL.items()}
 
 
 def chatml(messages: Messages) -> str:
@@ -45,34 +42,6 @@ def forgetting(messages: Messages) -> str:
 def numbered(messages: Messages) -> str:
     """Says at the head how long the conversation is, so that every turn changes everything."""
     return f"{len(messages)}:" + chatml(messages)
-
-
-class Characters:
-    """A token a character, and two special ones."""
-
-    vocab_size = 1 << 17
-    chat_template = ""
-
-    def __init__(self, template: Callable[[Messages], str] | None) -> None:
-        self._template = template
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        parts = re.split("(<s>|<e>)", text)
-        ids = [[SPECIAL[part]] if part in SPECIAL else [ord(c) for c in part] for part in parts]
-        return [ord("^")] * special + list(chain.from_iterable(ids))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(NAMES.get(id) or chr(id) for id in ids)
-
-    def chat_text(self, messages: Messages) -> str | None:
-        return self._template(messages) if self._template else None
-
-    def apply_chat(self, messages: Messages) -> list[int] | None:
-        text = self.chat_text(messages)
-        return None if text is None else self.encode(text, special=False)
-
-    def token(self, id: int) -> str | None:
-        return chr(id)
 
 
 def said(turns: Sequence[tuple[str, str]], last: str, system: str = "") -> Messages:

@@ -5,7 +5,6 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
-from pearl.drafting import datastore, datastore_build
+from pearl.drafting import datastore_build
 from pearl.drafting.datastore import HEADER, Datastore, DatastoreHeader, check_tokenizer, width_of
 from pearl.drafting.fused_guesses import Guesser
 from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
@@ -26,36 +25,13 @@ from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simula
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
-from pearl.text.tokenizer import vocabulary_digest
 from tests.conftest import TOY, Quiet, greedy_text, ran
+from tests.datastores import VOCAB, Texts, make
 from tests.options import drawn_by, resolved
 from tests.tiny import tiny_model
 from tests.virtual import decoded
 
-VOCAB = 6
 WIDE = 70_000  # ids that take three bytes
-Texts = Sequence[Sequence[int]]
-
-
-@cache
-def described(vocab: int) -> dict[str, Any]:
-    digest = vocabulary_digest(ToyTokenizer(vocab), vocab).hex()
-    return {
-        "tokenizer": f"toy:vocab={vocab}",
-        "digest": digest,
-        "vocab_size": vocab,
-        "width": width_of(vocab),
-    }
-
-
-def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
-    """A datastore of these documents."""
-    tokenizer = ToyTokenizer(vocab)
-    tokens, count = datastore_build.pack(
-        [tokenizer.decode(text) for text in texts], tokenizer, width_of(vocab)
-    )
-    datastore.write(directory, tokens, **described(vocab), documents=count, **options)
-    return Datastore(directory)
 
 
 @pytest.fixture

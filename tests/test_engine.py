@@ -160,13 +160,13 @@ def test_text_may_fill_the_context_to_its_last_token(toy: Engine) -> None:
 def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
     """As Ctrl-C does in the chat: whoever waits for the next piece must not wait for a slow model to make it."""
     with Engine(TOY, TOY) as engine:
-        assert engine._launcher.target is not None
-        os.kill(engine._launcher.target.pid, signal.SIGSTOP)  # as slow as can be
+        assert engine.target_worker is not None
+        os.kill(engine.target_worker.pid, signal.SIGSTOP)  # as slow as can be
         stream = engine.stream(PROMPT, GREEDY)
         threading.Timer(0.3, stream.close).start()
         assert list(stream) == []
         assert stream.result.finish_reason == "cancelled"
-        os.kill(engine._launcher.target.pid, signal.SIGCONT)
+        os.kill(engine.target_worker.pid, signal.SIGCONT)
         assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
 
 
@@ -381,7 +381,7 @@ async def streams_block_nobody_are_closed_before_amid_and_after_and_end_with_the
         stream = engine.stream([1, 2, 3], LONG, method="ar")
         reading = asyncio.create_task(read(stream))
         await has_tokens(stream, 1)
-        engine.engine._launcher.target.kill()  # type: ignore[attr-defined]
+        engine.engine.target_worker.kill()  # type: ignore[attr-defined]
         with pytest.raises(TargetLost):
             await reading
 

@@ -18,10 +18,10 @@ from pearl.models.gpu.recordings import FED
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
 from tests.conftest import TOY
+from tests.forwards import KINDS, replayed
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.runner_contract import some_tokens
-from tests.test_forward_runner import KINDS, replayed
 from tests.tiny import irregular, on_cpu, tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")

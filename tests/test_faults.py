@@ -1,8 +1,7 @@
 """Every cell of FAULTS.md is made to happen: the table says what must come of it, and of nothing may anything be left.
 
-Process faults strike real workers, which do it to themselves at the right moment (`pearl.models.faulty`) or are sent a
-signal. Message faults change one message on a real
-socket, between loops in threads of this process.
+Process faults strike real workers, which do it to themselves at the right moment (`scripts/faulty.py`) or are sent a
+signal. Message faults change one message on a real socket, between loops in threads of this process.
 """
 
 import os
@@ -32,10 +31,9 @@ from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from scripts import faulty
-from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text, output
+from tests.conftest import AS_PUBLISHED, BOUND, TOY, children, eventually, gone, greedy_text, output
 from tests.loops import Loops
 from tests.replace import replace
-from tests.test_processes import children, gone
 
 PHASES = ("start-up", "prefill", "drafting", "verifying", "idle", "shutdown")
 PROCESS_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "hang", "exception in a forward", "NaN")
@@ -154,9 +152,7 @@ AILS = {  # what the error of a start says, or of a lost target
 
 
 def pids(engine: Engine) -> dict[str, int]:
-    assert engine._launcher.target is not None
-    assert engine._launcher.draft is not None
-    return {"target": engine._launcher.target.pid, "draft": engine._launcher.draft.worker.pid}
+    return {"target": engine.target_worker.pid, "draft": engine.draft.worker.pid}
 
 
 def inflicted(cell: Cell, once: Path) -> AbstractContextManager[None]:

@@ -17,32 +17,11 @@ from pearl.models.forward.runner import ForwardRunner, has_own_forward
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner
 from pearl.models.transformers.runner import HFRunner
+from tests.forwards import KINDS, into_one_buffer, replayed
 from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import CPU, on_cpu, tiny_model
 
-KINDS = (
-    *(
-        "llama",
-        "llama-biased",
-        "llama-tied",
-        "llama-long",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "mistral-sliding",
-        "olmo2",
-    ),
-    *(
-        "qwen3-short",
-        "gemma3-short",
-        "olmo3-short",
-        "phi3-short",
-        "smollm3-short",
-        "granite-scaled",
-    ),
-    *("qwen3-moe", "mixtral", "gemma2-short", "gpt-oss", "phi4-mini", "glm", "glm4"),
-)
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
 
@@ -73,18 +52,6 @@ def toy_distribution(tokens: tuple[int, ...]) -> torch.Tensor:
     """Of 64 tokens, another one in every context."""
     generator = torch.Generator().manual_seed(hash(tokens) % (1 << 62))
     return torch.rand(64, generator=generator).softmax(-1)
-
-
-def into_one_buffer(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """As a graph: each replay writes its logits where those of the last stand."""
-    kept = work()[0].clone()
-    return lambda: (kept.copy_(work()[0]), None)
-
-
-def replayed(kind: str, dtype: str = "float32") -> ForwardRunner:
-    """Whose forwards of few tokens are those that a GPU records; here they are carried out each time."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
-    return ForwardRunner(model, 64, record=into_one_buffer)
 
 
 def toy() -> ToyRunner:

@@ -1,14 +1,12 @@
 """GGUF files: what runs is the model that the file describes, or it is refused."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from pearl.config import SamplingParams
 from pearl.errors import ModelError
@@ -21,13 +19,13 @@ from pearl.models.checkpoints.gguf import (
     table_in,
 )
 from pearl.models.checkpoints.gguf_weights import GgufWeights
-from pearl.models.checkpoints.rope import frequencies
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.linear_layers import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import GenerationDefaults
+from tests.gguf_files import EXPERTS, FAMILIES, LLAMA3, is_matrix, tensors_of, write_gguf
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import CPU, changed_model, on_cpu, tiny_model
@@ -39,7 +37,7 @@ AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
 def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     """It is described once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
-    _write_gguf(file)
+    write_gguf(file)
     runner = on_cpu(file, dtype="float32", max_context=64)
     tokens = some_tokens(runner, 9)
     close(feed_chain(runner, tokens, 9), feed_chain(on_cpu(tiny_model()), tokens, 9))
@@ -54,12 +52,6 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
 
 
-LLAMA3 = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 SCALED: dict[
     str, tuple[dict[str, Any], dict[str, Any]]
 ] = {  # what a file says, and what a config.json would
@@ -83,53 +75,6 @@ SCALED: dict[
     ),
     "llama3": ({"freqs": True}, {"rope_type": "llama3", **LLAMA3}),
     "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
-}
-
-
-EXPERTS = {
-    "expert_count": 8,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 32,
-    "attention.key_length": 8,
-}
-GEMMA = {"attention.key_length": 8}
-FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usual
-    "llama-biased": {},
-    "llama-tied": {},
-    "llama-mha": {"attention.head_count_kv": None},
-    "qwen2": {},
-    "qwen3": {"attention.key_length": 16},
-    "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, **GEMMA},
-    "gemma3-linear": {
-        **GEMMA,
-        "attention.sliding_window": 4096,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 8.0,
-    },
-    "phi3-partial": {"rope.dimension_count": 6, "attention.sliding_window": 0},
-    "phi4-mini": {
-        "rope.dimension_count": 6,
-        "attention.sliding_window": 0,
-        "rope.scaling.original_context_length": 256,
-        "rope.scaling.attn_factor": 1.125**0.5,  # 1 + log 2 / log 256
-    },
-    "glm4": {"attention.key_length": 8, "rope.dimension_count": 4},
-    "granite-scaled": {
-        "embedding_scale": 12.0,
-        "residual_scale": 0.22,
-        "attention.scale": 0.2,
-        "logit_scale": 8.0,
-    },
-    "olmo2": {},
-    "smollm3": {},
-    "qwen3-moe": EXPERTS,
-    "mixtral": {"expert_count": 4, "expert_used_count": 2},
-    "gpt-oss-plain": {
-        "expert_count": 4,
-        "expert_used_count": 2,
-        **GEMMA,
-        "attention.sliding_window": 8,
-    },
 }
 
 
@@ -190,7 +135,7 @@ def test_a_gguf_file_gives_the_model_that_it_describes(
     and what it leaves open, as in llama.cpp: a rope of base 10,000 that turns whole heads, and no window."""
     kind, said, changes = CASES[name]
     plain = changed_model(tmp_path / "plain", kind, **changes)
-    _write_gguf(
+    write_gguf(
         file := tmp_path / "tiny.gguf",
         plain if name.startswith("rope") else tiny_model(kind),
         **said,
@@ -278,7 +223,7 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
     tmp_path: Path, cache: Path, cause: str, said: dict[str, Any]
 ) -> None:
     model = tiny_model(said.get("model", "llama"))
-    _write_gguf(
+    write_gguf(
         file := tmp_path / "tiny.gguf",
         model,
         **{name: said[name] for name in said if name != "model"},
@@ -324,15 +269,15 @@ def test_weights_are_dequantised_as_the_reference_does(
     tmp_path: Path, cache: Path, kind: str, of: str
 ) -> None:
     """In our own forward and in transformers', whose own reading of such files is the same but for the rope's scale."""
-    _write_gguf(
+    write_gguf(
         file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {})
     )
     config = json.loads((model / "config.json").read_text())
     family = OWN_FORWARD[config["architectures"][0]]
     table = table_in(resolve_checkpoint(str(file)))
     weights = GgufWeights(table, family.forward)
-    for name, given in _tensors_of(model, family.gguf.architecture, config):
-        its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]
+    for name, given in tensors_of(model, family.gguf.architecture, config):
+        its = gguf.GGMLQuantizationType[of if is_matrix(name, given) else "F32"]
         wanted = torch.from_numpy(
             gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its)
         )
@@ -365,7 +310,7 @@ def test_weights_in_their_own_bits_are_the_dequantised_ones(
     tmp_path: Path, cache: Path, kind: str
 ) -> None:
     """Experts too.  Dequantised, the file runs through transformers as well."""
-    _write_gguf(
+    write_gguf(
         file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {})
     )
     few, whole = (on_cpu(file, dtype=dtype) for dtype in ("auto", "float32"))
@@ -441,7 +386,7 @@ def test_a_file_s_sampling_options_are_its_defaults(
 ) -> None:
     """Each of the twelve that llama-server obeys was dropped: such a file wrote greedily."""
     options = {f"general.sampling.{name}": value for name, value in said.items()}
-    _write_gguf(file := tmp_path / "tiny.gguf", **options)
+    write_gguf(file := tmp_path / "tiny.gguf", **options)
     _, defaults = load_tokenizer(str(file))
     assert defaults == replace(wanted, eos=(0,))
     chosen = SamplingParams(temperature=0.1, top_k=3).resolved(defaults.sampling)
@@ -465,7 +410,7 @@ def test_a_gguf_file_that_is_newer_than_the_reader_is_not_called_damaged(
     tmp_path: Path, cache: Path
 ) -> None:
     """Such as one of llama.cpp's type 42, Q2_0, which gguf 0.19.0 does not know."""
-    _write_gguf(file := tmp_path / "tiny.gguf")
+    write_gguf(file := tmp_path / "tiny.gguf")
     whole = file.read_bytes()
     newest = max(gguf.GGMLQuantizationType)
     field = whole.index(b"tokenizer.ggml.model") + len(b"tokenizer.ggml.model")
@@ -491,7 +436,7 @@ def test_a_gguf_file_that_is_newer_than_the_reader_is_not_called_damaged(
 
 def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    _write_gguf(file)
+    write_gguf(file)
     whole = file.read_bytes()
     for size, cause in (
         *((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)),
@@ -504,126 +449,3 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     with pytest.raises(ModelError, match="version 1 which we cannot handle"):
         on_cpu(file)
     assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
-
-
-def _write_gguf(
-    file: Path,
-    model: Path | None = None,
-    without: str = " ",
-    freqs: Any = None,
-    kind: str = "F32",
-    **said: Any,
-) -> None:
-    """A tiny model in llama.cpp's naming; a Llama's q and k rows interleaved as its rotation wants.
-
-    `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers. `kind`: of its matrices.
-    """
-    model = model or tiny_model()
-    config = json.loads((model / "config.json").read_text())
-    family = {
-        "gemma3_text": "gemma3",
-        "mixtral": "llama",
-        "qwen3_moe": "qwen3moe",
-        "gpt_oss": "gpt-oss",
-    }.get(config["model_type"], config["model_type"])
-    ropes = config["rope_parameters"]
-    usual = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
-        "vocab_size": config["vocab_size"],
-    }
-    writer = gguf.GGUFWriter(file, family)
-    for name, value in (usual | said).items():
-        if value is not None:
-            adders = {
-                str: writer.add_string,
-                bool: writer.add_bool,
-                int: writer.add_uint32,
-                float: writer.add_float32,
-            }
-            is_sampling = name.startswith("general.sampling.")
-            adders[int] = writer.add_int32 if is_sampling else writer.add_uint32
-            adders[type(value)](name if is_sampling else f"{family}.{name}", value)
-    if freqs is not None:
-        plain = 5e5 ** -(torch.arange(4) / 4)
-        rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
-        scaled = frequencies(rope, {"head_dim": 8})[0] if freqs is True else plain / freqs
-        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-    for length in ("long", "short") if "long_factor" in ropes else ():
-        factors = torch.tensor(ropes[f"{length}_factor"], dtype=torch.float32)
-        writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(
-        ["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"]
-    )
-    writer.add_token_merges(["Ă Ă"])
-    writer.add_eos_token_id(0)
-    writer.add_pad_token_id(0)
-    for name, weight in _tensors_of(model, family, config):
-        if without not in name:
-            numbers, its = (
-                weight.contiguous().numpy(),
-                gguf.GGMLQuantizationType[kind if _is_matrix(name, weight) else "F32"],
-            )
-            writer.add_tensor(
-                _held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its
-            )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _tensors_of(
-    model: Path, family: str, config: dict[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a tiny model as llama.cpp has them, by transformers' names; gate and up of experts apart."""
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-        if config["tie_word_embeddings"] and name.startswith("lm_head"):
-            continue
-        count = heads.get(name.split(".")[-2])
-        if count is not None and family in ("llama", "granite", "smollm3"):
-            weight = weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if family.startswith("gemma") and name.endswith("norm.weight"):
-            weight = weight + 1  # as they are applied
-        stem, part, bias = (
-            name.partition(".experts.")[0],
-            name.rpartition(".")[2],
-            "_bias" * name.endswith("_bias"),
-        )
-        kind = "bias" if bias else "weight"
-        if family == "gpt-oss" and ".experts." in name and not bias:
-            weight = weight.mT
-        if part == f"gate_up_proj{bias}" and ".experts." in name:
-            halves = (
-                (weight[:, 0::2], weight[:, 1::2])
-                if family == "gpt-oss"
-                else weight.chunk(2, dim=1)
-            )
-            for its, half in zip(("gate_proj", "up_proj"), halves, strict=True):
-                yield f"{stem}.experts.{its}.{kind}", half
-        elif ".experts." in name:
-            yield f"{stem}.experts.down_proj.{kind}", weight
-        else:
-            yield name, weight
-
-
-def _is_matrix(name: str, weight: torch.Tensor) -> bool:
-    return weight.dim() > 1 and not name.endswith(".bias")
-
-
-def _held(name: str, family: str, config: dict[str, Any]) -> str:
-    """A weight's name in a file."""
-    number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == family)
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(
-        ".sinks"
-    )

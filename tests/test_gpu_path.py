@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig, ModelConfig
 from pearl.decoding.distribution import AnnouncedRow
@@ -28,7 +27,7 @@ from pearl.worker.settings import TargetSettings, WorkerSettings
 from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import random_llama, tiny_model
 from tests.virtual import Turns
 
 GPU = torch.device("cuda", 0)
@@ -82,24 +81,6 @@ def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: fl
 
 
 # ---- forwards in fixed sizes ----
-
-
-def random_llama(context: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        vocab_size=256,
-        max_position_embeddings=context,
-        initializer_range=0.1,
-        **sizes,
-    )
-    return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunks", [(1100,), (300, 512, 288), (512, 512, 76)])

@@ -30,8 +30,8 @@ from pearl.protocol.events import Forward, Forwarded, Guess, Judge, Keep, Open, 
 from pearl.protocol.messages import Source, Submit
 from pearl.spec.methods import METHODS
 from tests.conftest import TOY, Quiet, greedy_text
+from tests.datastores import VOCAB, make
 from tests.options import drawn_by, resolved
-from tests.test_datastore import VOCAB, make
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 from tests.virtual import decoded
 

@@ -2,41 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 from pearl.drafting.fused_guesses import index_factory
 from pearl.spec.methods import METHODS
+from tests.layers import LAYERS, modules
 
-ROOT = Path(__file__).parent.parent
-# From top to bottom; a name covers a module, or a package with all that is in it. The rooms of one layer are siblings:
-# they do not import each other.
-LAYERS: list[set[str]] = [
-    {"pearl.__main__"},
-    {"pearl.cli"},
-    {"pearl.server"},
-    {"pearl.lab.studies"},
-    {"pearl.lab.bench"},
-    {"pearl.lab.studies"},
-    {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
-    {"pearl.lab.guesses"},
-    {"pearl", "pearl.lab"},
-    {"pearl.engine"},
-    {"pearl.worker"},
-    {"pearl.trace"},
-    {"pearl.metrics"},
-    {"pearl.execution"},
-    {"pearl.drafting", "pearl.transport"},
-    {"pearl.models"},
-    {"pearl.text"},
-    {"pearl.decoding"},
-    {"pearl.cache", "pearl.protocol"},
-    {"pearl.config"},
-    {"pearl.spec"},
-    {"pearl.device", "pearl.document"},
-    {"pearl.colours"},
-    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.steps", "pearl.version"},
-]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
 IMPURE = {
@@ -52,17 +22,6 @@ IMPURE = {
     "secrets",
     "datetime",
 }
-
-
-@cache
-def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for path in sorted((ROOT / "pearl").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(), str(path))
-    return found
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:

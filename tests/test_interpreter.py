@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_kernels import ROWS  # skips where there is no Triton, or a GPU
+from tests.kernels import ROWS  # skips where there is no Triton, or a GPU
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -3,179 +3,37 @@
 All in float32: see `test_interpreter` for what the interpreter makes of bfloat16. `test_gpu_path` has bits of that.
 """
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from torch.nn.functional import linear, silu
-from transformers import PreTrainedModel
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
-from pearl.execution import pair
 from pearl.models.feeds import Feed
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.linear_layers import Rounding, matrix, packed_together
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import feed_chain
 from pearl.protocol.messages import Submit
+from tests.kernels import (
+    FULL_TABLE,
+    MODELS,
+    ROWS,
+    SMALL,
+    decoded,
+    fed_both,
+    runner_of,
+    shared,
+    text,
+)
+from tests.kernels import no_prompts as no_prompts  # a fixture for all
 from tests.options import drawn_by, resolved
 
-pytest.importorskip("triton")
-from triton.runtime import interpreter
-
-if torch.cuda.is_available():
-    pytest.skip(
-        "these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True
-    )
-assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
-
-# At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
-# takes them out: once is enough, and was most of the time. It computes whether a sum overflows, and asks only in a mode
-# for debugging.
-with suppress(AttributeError):  # these names are its own: without them the tests take longer
-    interpreter._LangPatchScope.restore = lambda scope: None
-    interpreter._patch_lang = cache(interpreter._patch_lang)
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-
-from pearl.decoding import draw_kernels  # noqa: E402
-from pearl.models.gpu import autotune, product_kernels, tile_kernels, token_forward  # noqa: E402
-
-ROWS = SIZES[0]
-FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": 90,
-    "pad_token_id": 0,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-}
-_ONE = {"num_hidden_layers": 1}
-_MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "initializer_range": 0.3,
-}
-_MIXTRAL = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.3,
-    "sliding_window": None,
-}
-_OSS = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.3,
-    "swiglu_limit": 0.5,
-}
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-WINDOWS = "windows, caps, gelu, norms behind"
-_WINDOW = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "one layer": ("Llama", _ONE),
-    "biases, three query heads a key": (
-        "Qwen2",
-        _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1},
-    ),
-    "norms of queries and keys, a key a query head": (
-        "Qwen3",
-        _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
-    ),
-    "biases of all matrices, heads of no power of two": (
-        "Llama",
-        _ONE | {"mlp_bias": True, "attention_bias": True, "head_dim": 24},
-    ),
-    WINDOWS: (
-        "Gemma2",
-        _WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "two rotations": ("Gemma3Text", _WINDOW | {"vocab_size": 90}),
-    "norms behind only, and over all heads": ("Olmo2", _ONE),
-    "multipliers": (
-        "Granite",
-        _ONE
-        | {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "a layer without rotation": ("SmolLM3", {"no_rope_layers": [1, 0]}),
-    "partial rotation in pairs": ("Glm4", _ONE | {"partial_rotary_factor": 0.5}),
-    "mistral": ("Mistral", _ONE | {"sliding_window": 70}),
-    "mixtral": ("Mixtral", _ONE | _MIXTRAL),
-    "olmo3": ("Olmo3", _WINDOW),
-    "phi3": ("Phi3", _ONE | {"sliding_window": None}),
-    "glm": ("Glm", _ONE | {"partial_rotary_factor": 0.5}),
-    "experts": ("Qwen3Moe", _ONE | _MOE),
-    "experts with biases, windows and sinks": (
-        "GptOss",
-        _ONE | _OSS | {"sliding_window": 70} | _ROPE,
-    ),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_prompts() -> Iterator[None]:
-    """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pearl.models.gpu.prefill.make_prompts", lambda *given: None)
-        yield
-
-
-def model_of(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    family, other = MODELS[name]
-    name_of = {"Gemma3Text": "Gemma3ForCausalLM"}.get(family, f"{family}ForCausalLM")
-    config = getattr(transformers, f"{family}Config")(**_SIZES | other)
-    model = getattr(transformers, name_of)(config).eval()
-    for key, weight in model.named_parameters():
-        if weight.dim() == 1 or "bias" in key:  # norms and biases, which begin as ones and zeros
-            torch.nn.init.normal_(weight, mean=float("norm" in key), std=0.3)
-    return model  # type: ignore[no-any-return]
-
-
-def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
-    """Without our kernels: in torch's operations and C."""
-    record = (lambda work: work) if kernels else None
-    return ForwardRunner(model_of(name), context, slots=3, record=record, kernels=kernels)
-
-
-@cache
-def shared(name: str, kernels: bool = True) -> ForwardRunner:
-    """Several tests use it, for making one with our kernels takes seconds."""
-    return runner_of(name, kernels)
-
-
-def decoded(submit: Submit, *runners: ForwardRunner) -> list[int]:
-    """The text by a target, and a draft if there is one."""
-    return [token for committed in pair.decode(submit, *runners) for token in committed.tokens]
-
-
-def text(count: int, start: int = 0) -> tuple[int, ...]:
-    return tuple((7 * i + 3 * i * i + start) % 90 for i in range(count))
-
-
-def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tensor]:
-    """The logits by the first runner, which those by the others must be near."""
-    found, *others = ([rows.clone() for rows in runner.forward(feeds)] for runner in runners)
-    for other in others:
-        for some, rows in zip(found, other, strict=True):
-            torch.testing.assert_close(some, rows, rtol=1e-4, atol=1e-5)
-    return found
+from pearl.decoding import draw_kernels  # isort: skip
+from pearl.models.gpu import autotune, product_kernels, tile_kernels, token_forward  # isort: skip
 
 
 def test_forwards_are_those_of_torch() -> None:
@@ -249,7 +107,7 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
     """And padding asks for none of its own: the experts of 15 such rows would be most of what a token reads."""
     family, config = (
         MODELS[name][0],
-        _SIZES | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64},
+        SMALL | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64},
     )
     one = partial(matrix, dtype=torch.float32, rounding=rounding, plain=True)
     both = []
@@ -377,7 +235,7 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
     rounding: Rounding,
 ) -> None:
     """Products with parts and norms, gate-up, the head, prompts; sizes that no tile divides."""
-    sizes = _SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
     models = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ from pearl.protocol.messages import Heartbeat, Ping
 from pearl.transport.base import SOLE_PEER
 from pearl.transport.keys import Keys, read_keys, write_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
-from tests.test_transport import WAIT, collect, stranger
+from tests.peers import WAIT, collect, stranger
 
 
 @pytest.fixture(scope="module")

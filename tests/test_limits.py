@@ -32,8 +32,8 @@ from pearl.worker.fronts import MAX_REQUESTS, Fronts
 from pearl.worker.settings import TargetSettings
 from tests.conftest import BOUND, greedy_text
 from tests.options import drawn_by, resolved
+from tests.peers import stranger
 from tests.replace import replace
-from tests.test_transport import stranger
 
 CONTEXT = (1 << 20) + 2
 SETTINGS = TargetSettings(EngineConfig(target="toy", draft="none"), 32, CONTEXT, b"")
@@ -130,7 +130,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def hostile(engine: Engine) -> Iterator[zmq.Socket[bytes]]:
     """A front that speaks the wire, has the key, and keeps no measure."""
     with stranger(read_keys(Path(engine.config.keys))) as peer:
-        peer.connect(engine._launcher.target.address)
+        peer.connect(engine.target_worker.address)
         peer.send_multipart(encode(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0)))
         hears(peer, Welcome)
         yield peer
@@ -145,7 +145,7 @@ def hears(peer: zmq.Socket[bytes], kind: type) -> object:
 
 def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
     """20 prompts of 4 MiB each, then 20,000 small ones: it gets an error, and a text in progress goes on."""
-    process = psutil.Process(engine._launcher.target.pid)
+    process = psutil.Process(engine.target_worker.pid)
     with hostile(engine) as peer:
         with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
             next(iter(stream))

@@ -12,7 +12,7 @@ from pearl.drafting.proposer import ModelProposer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
 from tests.options import resolved
-from tests.test_stops import Noted
+from tests.stop_policies import Noted
 
 VOCAB, PROMPT = 6, (1, 2, 3)
 

@@ -17,12 +17,12 @@ from pearl.protocol.method_choice import Auto
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.worker.contention import ThreadTime, longest_wait, thread_times
+from tests.auto import VOCAB, asked, decode, write
+from tests.joint import decode as joint_decode
+from tests.joint import parameters
 from tests.options import resolved
+from tests.plans import plan_of, row_of
 from tests.replace import replace
-from tests.test_auto import VOCAB, asked, decode, write
-from tests.test_bench import plan_of, row_of
-from tests.test_joint import decode as joint_decode
-from tests.test_joint import parameters
 from tests.virtual import FOUR_TO_ONE
 
 RISING = Timing(1.0, lambda fed: 3.0 + fed)

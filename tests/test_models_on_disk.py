@@ -22,7 +22,7 @@ from pearl.models.checkpoints.gguf import table_in
 from pearl.models.cpu import native
 from pearl.models.families import QUANTISED
 from pearl.models.forward.runner import ForwardRunner
-from tests.test_gguf import _write_gguf
+from tests.gguf_files import write_gguf
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -97,7 +97,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "onnx/model.onnx": b"x",
     }
     gguf = tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf"
-    _write_gguf(gguf, tiny_model())
+    write_gguf(gguf, tiny_model())
     Hub.repositories = {
         "some/model": model | more,
         "some/gated": model,

@@ -46,7 +46,7 @@ from tests.loops import simulated as simulated_text
 from tests.memory_transport import MemoryHub
 from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
-from tests.test_codec import bad_values, good_values, placed, places
+from tests.wire import bad_values, good_values, placed, places
 
 SAMPLING = drawn_by(1.0, 5, 0.9, 0.1, 1, 1, shaped(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)

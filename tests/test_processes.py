@@ -26,7 +26,7 @@ from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
-from tests.conftest import BOUND, TOY, eventually, greedy_text
+from tests.conftest import BOUND, TOY, children, eventually, gone, greedy_text
 
 PROMPT = [1, 2, 5]
 LONG_TOY = "toy:vocab=32,alpha=0.5"  # room for a million tokens
@@ -38,14 +38,6 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def gone(pid: int) -> bool:
-    """A zombie that nobody in this container collects is gone too."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 # ---- nothing is left behind ----
 
 SCRIPT = """
@@ -54,7 +46,7 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine("toy:vocab=32,alpha=0.5", "toy:vocab=32,alpha=0.5")
-workers = engine._launcher.target.pid, engine._launcher.draft.worker.pid
+workers = engine.target_worker.pid, engine.draft.worker.pid
 print(json.dumps([str(engine.directory), *workers]), flush=True)
 sys.stdin.readline()
 {body}
@@ -153,12 +145,6 @@ def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: 
 # ---- failing to start ----
 
 
-def children() -> set[int]:
-    return {
-        child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -232,7 +218,7 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
     with Engine(LONG_TOY, LONG_TOY, target_timeout=2.0) as engine:
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
-        os.kill(engine._launcher.target.pid, signal.SIGSTOP)
+        os.kill(engine.target_worker.pid, signal.SIGSTOP)
 
         def lost(read: Callable[[], object]) -> str:
             with pytest.raises(TargetLost, match="silent for 2 s") as caught:
@@ -250,9 +236,9 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
         pinned = [
             psutil.Process(w.pid).cpu_affinity()
-            for w in (engine._launcher.target, engine._launcher.draft.worker)
+            for w in (engine.target_worker, engine.draft.worker)
         ]
-        threads = psutil.Process(engine._launcher.target.pid).environ()["OMP_NUM_THREADS"]
+        threads = psutil.Process(engine.target_worker.pid).environ()["OMP_NUM_THREADS"]
     assert pinned == [[last], [first]]
     assert threads == "1"
 
@@ -269,8 +255,8 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
     def footprints(engine: Engine) -> list[tuple[int, int, int]]:
         ours = [
             psutil.Process(),
-            psutil.Process(engine._launcher.target.pid),
-            psutil.Process(engine._launcher.draft.worker.pid),
+            psutil.Process(engine.target_worker.pid),
+            psutil.Process(engine.draft.worker.pid),
         ]
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 

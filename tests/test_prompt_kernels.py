@@ -18,7 +18,7 @@ from pearl.models.forward.slots import Slots
 from pearl.models.gpu import prefill_kernels
 from pearl.models.gpu.recordings import FED, PREFILL, Rows
 from pearl.models.runner import feed_chain
-from tests.test_kernels import _SIZES, model_of, text  # skips where there is no Triton, or a GPU
+from tests.kernels import SMALL, model_of, text  # skips where there is no Triton, or a GPU
 from tests.tiny import attended
 
 ROWS, ROOM, DIM, LAYERS = 32, 256, 16, 2
@@ -185,7 +185,7 @@ def test_one_recording_serves_every_slot_and_start(name: str) -> None:
 def test_heads_that_do_not_fit_keep_torchs_operations(caplog: pytest.LogCaptureFixture) -> None:
     """Without a word: nothing is wrong."""
     for dim in (8, 24):
-        config = LlamaConfig(**_SIZES | {"head_dim": dim, "num_hidden_layers": 1})
+        config = LlamaConfig(**SMALL | {"head_dim": dim, "num_hidden_layers": 1})
         runner = runner_of(LlamaForCausalLM(config).eval())
         assert runner._graphs.prompts is None
         assert feed_chain(runner, text(3), 2, prompt=True).shape == (2, 90)

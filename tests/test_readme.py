@@ -18,7 +18,7 @@ from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
 from tests.conftest import ran
-from tests.test_imports import LAYERS
+from tests.layers import LAYERS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

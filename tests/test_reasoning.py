@@ -19,7 +19,7 @@ from pearl.text.chat_template import render
 from pearl.text.conversation import Conversation
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
 from tests.served import Served, message
-from tests.test_conversation import Characters
+from tests.tokenizers import Characters
 
 THINK = Tags("<think>", "</think>")
 HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary")

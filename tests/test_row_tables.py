@@ -15,7 +15,7 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.recordings import FED
 from pearl.models.gpu.row_table import MOST_PARTS, lay_tables, numbers, numbers_of
 from pearl.models.runner import feed_chain
-from tests.test_kernels import (  # skips without Triton
+from tests.kernels import (  # skips without Triton
     ROWS,
     WINDOWS,
     fed_both,
@@ -24,7 +24,7 @@ from tests.test_kernels import (  # skips without Triton
     shared,
     text,
 )
-from tests.test_kernels import _no_prompts as _no_prompts  # a fixture for all
+from tests.kernels import no_prompts as no_prompts  # a fixture for all
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

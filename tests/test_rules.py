@@ -37,8 +37,7 @@ from tests.loops import MakeLoops, submission
 from tests.options import drawn_by, resolved
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
-from tests.test_verification import NEVER, TARGET, WAYS, p_value
-from tests.virtual import WARM, decoded, first_order
+from tests.virtual import NEVER, TARGET, WARM, WAYS, decoded, first_order, p_value
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if not find(name).judges_blocks]

@@ -27,9 +27,9 @@ from pearl.protocol.speeds import Cores
 from pearl.trace.chrome import committed
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.forwards import KINDS
 from tests.options import drawn_by, resolved
 from tests.replace import replace
-from tests.test_forward_runner import KINDS
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
 from tests.wrapped import WrappedRunner

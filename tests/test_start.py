@@ -19,7 +19,7 @@ from pearl.models.checkpoints.gguf import read_header
 from pearl.models.cpu import meta_device
 from pearl.steps import Steps
 from pearl.text.tokenizer import FileTokenizer
-from tests.test_gguf import FAMILIES, _write_gguf
+from tests.gguf_files import FAMILIES, write_gguf
 from tests.tiny import tiny_model
 
 BOUND = 300.0  # seconds
@@ -70,7 +70,7 @@ def test_what_a_process_imports(name: str, tmp_path: Path) -> None:
     """Each of these once cost every start up to four seconds of a process."""
     start = STARTS[name]
     file = tmp_path / "tiny.gguf"
-    _write_gguf(file)
+    write_gguf(file)
     places = {"TINY": str(tiny_model()), "FILE": str(file)}
     command = [places.get(word, word) for word in start.command]
     sites = tmp_path / "sites"
@@ -211,7 +211,7 @@ with torch.device("meta"):
 def test_a_gguf_file_is_described_as_its_model_is(kind: str, tmp_path: Path, cache: Path) -> None:
     """From the table of its weights, without a model of transformers."""
     file = tmp_path / "tiny.gguf"
-    _write_gguf(file, tiny_model(kind), **FAMILIES[kind])
+    write_gguf(file, tiny_model(kind), **FAMILIES[kind])
     directory = resolve_checkpoint(str(file))
     assert description._of_gguf(directory) == description._model(directory)
 

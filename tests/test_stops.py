@@ -19,7 +19,6 @@ from pearl.decoding.sampling import read_draw
 from pearl.drafting.disco import (
     FARTHEST,
     INPUTS,
-    Classifier,
     classifier_of,
     inputs,
     read_classifier,
@@ -28,7 +27,6 @@ from pearl.drafting.stops import (
     Doubtful,
     Features,
     Heuristic,
-    StopPolicy,
     StopWindow,
     Threshold,
     make_policy,
@@ -49,6 +47,7 @@ from tests.conftest import ran
 from tests.loops import MakeLoops, submission
 from tests.options import drawn_by, resolved
 from tests.replace import replace
+from tests.stop_policies import Noted, classifier
 from tests.tiny import on_cpu, tiny_model
 
 WARM = drawn_by(1.0, seed=3)
@@ -58,26 +57,6 @@ def features(
     chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0
 ) -> Features:
     return Features(top, 0.7, chosen, index, position)
-
-
-def classifier(**changes: Any) -> Classifier:
-    """Its confidence is the largest probability, through a sigmoid: 0 at a half, so it is sure of what is above."""
-    first = (1.0, *[0.0] * (INPUTS - 1))
-    values = {
-        "target": "embedded",
-        "draft": "embedded-draft",
-        "threshold": 0.5,
-        "cap": 4,
-        "examples": 10,
-        "accepted": 0.5,
-        "mean": (0.25, *[0.0] * (INPUTS - 1)),
-        "scale": (1.0,) * INPUTS,
-        "hidden": (first, tuple(-x for x in first)),
-        "hidden_bias": (0.0, 0.0),
-        "out": (8.0, -8.0),
-        "out_bias": 0.0,
-    }
-    return Classifier(**(values | changes))
 
 
 # ---- what is declared is read everywhere ----
@@ -139,20 +118,6 @@ def test_disco_goes_by_confidence_and_cap() -> None:
     wild = classifier(out=(1e6, 1e6), out_bias=-1e6, hidden_bias=(1e6, 1e6))
     assert 0 <= wild.confidence(sure) <= 1
     assert classifier(out_bias=-1e6).confidence(unsure) == 0
-
-
-class Noted(StopPolicy):
-    """Stops behind windows of `most`; notes what it is asked and told."""
-
-    def __init__(self, most: int = 99) -> None:
-        self.most, self.asked, self.heard = most, list[tuple[int, int]](), list[int]()
-
-    def stop(self, features: Features) -> bool:
-        self.asked.append((features.position, features.index))
-        return features.index + 1 == self.most
-
-    def end_window(self, accepted: int) -> None:
-        self.heard.append(accepted)
 
 
 def drafted(window: StopWindow, position: int, *tokens: int) -> list[bool]:

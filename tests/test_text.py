@@ -1,17 +1,11 @@
 """Detokenisation and stop strings, piece by piece, against decoding everything and looking."""
 
-import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pearl.errors import RequestError
@@ -25,67 +19,9 @@ from pearl.text.stream import (
     Tokenizer,
 )
 from pearl.text.tokenizer import FileTokenizer
+from tests.tokenizers import byte_fallback, byte_level
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LETTERS = bytes_to_unicode()  # of GPT-2: a printable character for each byte
-CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
-
-
-def read(made: PreTrainedTokenizerFast) -> FileTokenizer:
-    with TemporaryDirectory() as directory:
-        made.save_pretrained(directory)
-        return FileTokenizer(Path(directory))
-
-
-@functools.cache
-def byte_level() -> FileTokenizer:
-    """As GPT-2's: tokens are byte strings, an emoji is several of them."""
-    return read(byte_level_files())
-
-
-@functools.cache
-def byte_level_files() -> PreTrainedTokenizerFast:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    names = list(SPECIAL.values())
-    backend.train_from_iterator(
-        CORPUS * 3,
-        trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False
-        ),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
-
-
-@functools.cache
-def byte_fallback() -> FileTokenizer:
-    """As Llama 2's: a space is part of the word after it, what is in no word becomes byte tokens."""
-    return read(byte_fallback_files())
-
-
-@functools.cache
-def byte_fallback_files() -> PreTrainedTokenizerFast:
-    words = sorted({"▁" + word for line in CORPUS for word in line.split() if word.isascii()})
-    letters = sorted({letter for word in words for letter in word[1:]})
-    pieces = [*SPECIAL.values(), *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words, *letters]
-    backend = Backend(
-        models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
 def ids_of(tokenizer: FileTokenizer, text: str) -> list[int]:

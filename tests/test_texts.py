@@ -4,9 +4,10 @@ Of toys, and of models that guess; and how often a draft is right.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,16 +19,16 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
 from pearl.protocol.events import Odds, Sample, Sampled
 from pearl.protocol.messages import Source, Submit
+from pearl.protocol.request import Counts
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, find
 from pearl.spec.stops import CAP
 from tests.options import drawn_by, resolved
-from tests.pairwise import combined
+from tests.pairwise import combined, pairwise
 from tests.replace import replace
-from tests.test_stops import classifier
-from tests.test_verification import DRAFT, TARGET
+from tests.stop_policies import classifier
 from tests.tiny import on_cpu, tiny_model
-from tests.virtual import TIMINGS, Chains, decoded, first_order
+from tests.virtual import DRAFT, TARGET, TIMINGS, Chains, decoded, first_order
 
 PAIR = alpha_pair(6, 0.7, order=1), 6  # texts that repeat: the next token depends on the last
 WINDOWS: list[tuple[str, int | None]] = [
@@ -66,23 +67,38 @@ def expected(rule: str, temperature: float, method: str = "pearl") -> list[int]:
     return outcome(resolved(method, rule=rule), temperature).tokens
 
 
-@combined
-@pytest.mark.parametrize(
-    ("method", "rule", "temperature"),
-    [
-        *((method, *how) for method in METHODS if method != "ar" for how in DIRECT[1:]),
-        ("pearl", *DIRECT[0]),
-        *(("pearl", *how) for how in SEEDED),
-        ("pearl-no-pre-verify", "ratio", 1.0),
-        ("ngram", "ratio", 1.0),
-    ],
-)
-def test_a_text_depends_on_what_should_decide_it(
-    method: str, rule: str, temperature: float, combined: Any
-) -> None:
-    """Seed, rule and models; not windows, timing, what guesses, stop policies, nor what a model or a device can do."""
-    spec, seen = METHODS[method], Counter[str]()
-    axes: list[Any] = [
+class Case(NamedTuple):
+    """Settings that must not change a text."""
+
+    window: tuple[str, int | None]
+    timing: int
+    look_ahead: int
+    draft_lookup: int
+    branches: int
+    siblings: int
+    stop: str
+    has_chains: bool
+    chains: bool
+
+    @property
+    def id(self) -> str:
+        return "-".join(str(value) for value in (*self.window, *self[1:]))
+
+
+TEXTS = [
+    *((method, *how) for method in METHODS if method != "ar" for how in DIRECT[1:]),
+    ("pearl", *DIRECT[0]),
+    *(("pearl", *how) for how in SEEDED),
+    ("pearl-no-pre-verify", "ratio", 1.0),
+    ("ngram", "ratio", 1.0),
+]
+
+
+def cases_of(
+    method: str, combine: Callable[..., Iterable[tuple[Any, ...]]] = pairwise
+) -> list[Case]:
+    spec = METHODS[method]
+    axes: list[Iterable[Any]] = [
         WINDOWS,
         range(len(TIMINGS)),
         (0, 8) if spec.look_ahead else (0,),
@@ -90,36 +106,83 @@ def test_a_text_depends_on_what_should_decide_it(
         (0, 7) if spec.branches else (0,),
         (0, 16) if spec.siblings else (0,),
         STOPS if spec.takes_stops else ["fixed"],
-        (Chains, lambda runner: runner),
+        (True, False),
         (False, True),
     ]
-    for window, timing, ahead, lookup, branches, siblings, stop, wrap, chains in combined(*axes):
-        asked = resolved(
-            *(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop]
-        )
-        found = outcome(asked, temperature, timing, wrap=wrap, chains=chains)
-        assert found.tokens == expected(rule, temperature, method), (asked, timing, wrap, chains)
-        counts = found.counts
-        assert counts.resyncs == 0, "both sides always agreed on which continuation holds"
-        assert branches or not counts.num_foreseen_rejections
-        assert siblings or not counts.num_siblings
-        seen.update(
+    return [Case(*values) for values in combine(*axes)]
+
+
+@cache
+def counts_of(method: str, rule: str, temperature: float, case: Case) -> Counts:
+    """Write the text of a case, which must be the expected one, and return its counts."""
+    options = resolved(
+        method,
+        *case.window,
+        rule,
+        (),
+        case.look_ahead,
+        case.draft_lookup,
+        case.branches,
+        case.siblings,
+        case.stop,
+        STOPS[case.stop],
+    )
+    wrap = Chains if case.has_chains else as_it_is
+    text = outcome(options, temperature, case.timing, wrap=wrap, chains=case.chains)
+    assert text.tokens == expected(rule, temperature, method), (options, case)
+    return text.counts
+
+
+def as_it_is(runner: ModelRunner) -> ModelRunner:
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "temperature", "case"),
+    [
+        pytest.param(*text, case, id="-".join((*map(str, text), case.id)))
+        for text in TEXTS
+        for case in cases_of(text[0])
+    ],
+)
+def test_a_text_depends_on_what_should_decide_it(
+    method: str, rule: str, temperature: float, case: Case
+) -> None:
+    """Seed, rule and models; not windows, timing, what guesses, stop policies, nor what a model or a device can do."""
+    counts = counts_of(method, rule, temperature, case)
+    assert counts.resyncs == 0, "both sides always agreed on which continuation holds"
+    assert case.branches or not counts.num_foreseen_rejections
+    assert case.siblings or not counts.num_siblings
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("method", "rule", "temperature"), TEXTS)
+def test_no_combination_changes_a_text(method: str, rule: str, temperature: float) -> None:
+    for case in cases_of(method, product):
+        assert counts_of(method, rule, temperature, case).resyncs == 0, case
+
+
+@pytest.mark.parametrize(("method", "rule", "temperature"), TEXTS)
+def test_these_cases_use_what_they_are_about(method: str, rule: str, temperature: float) -> None:
+    """Summed over the cases above: without drafts, guesses and rejections they would show nothing."""
+    spec = METHODS[method]
+    sums = Counter[str]()
+    for case in cases_of(method):
+        counts = counts_of(method, rule, temperature, case)
+        sums.update(
             accepted=counts.num_accepted_draft_tokens,
             guesses=counts.num_guesses,
             foreseen=counts.num_foreseen_rejections,
             pauses=counts.num_draft_stops,
-        )
-        seen.update(
             siblings=counts.num_siblings,
-            runners_up=counts.guessed_by_source.get(Source.RUNNER_UP, 0),
         )
-    assert bool(seen["accepted"]) == spec.drafts
+    assert bool(sums["accepted"]) == spec.drafts
     has_guesses = spec.look_ahead > 0 and spec.needs != "datastore"  # there is no datastore here
-    assert bool(seen["guesses"]) == has_guesses
-    assert not spec.takes_stops or seen["pauses"]
-    assert bool(seen["siblings"]) == (spec.siblings > 0 and (rule, temperature) in DIRECT)
+    assert bool(sums["guesses"]) == has_guesses
+    assert not spec.takes_stops or sums["pauses"]
+    assert bool(sums["siblings"]) == (spec.siblings > 0 and (rule, temperature) in DIRECT)
     # A greedy text is a short loop, of which the draft is right or wrong for ever.
-    assert not spec.branches or not temperature or seen["foreseen"]
+    assert not spec.branches or not temperature or sums["foreseen"]
 
 
 @pytest.mark.parametrize("branches", [0, 7])

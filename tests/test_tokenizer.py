@@ -24,8 +24,8 @@ from pearl.text.tokenizer import (
 )
 from pearl.text.tools import FORMATS, format_of
 from tests.replace import replace
-from tests.test_text import byte_fallback_files, byte_level, byte_level_files
 from tests.tiny import CHAT_TEMPLATE
+from tests.tokenizers import byte_fallback_files, byte_level, byte_level_files
 
 TEMPLATE = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"

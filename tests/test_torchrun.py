@@ -20,9 +20,8 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import BOUND, HAS_NAMESPACES, eventually, greedy_text, output, started_in
+from tests.conftest import BOUND, HAS_NAMESPACES, eventually, gone, greedy_text, output, started_in
 from tests.screen import home as temporary
-from tests.test_processes import gone
 from tests.virtual import emulated
 
 __all__ = ["temporary"]  # a fixture

@@ -22,7 +22,7 @@ from pearl.lab.studies.simulate import Outcome
 from pearl.protocol.messages import Provenance, Source, Verdict
 from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
-from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
+from pearl.trace.recorder import LOOP, Part, Recorder, TraceRecord, part_path, where_and_what
 from pearl.trace.report import report
 from tests.options import resolved
 from tests.traced import check_sound, recorded, recording_of, run, simulated
@@ -207,7 +207,9 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
         "draft_until": 9,
         "digest": 7,
     }
-    assert [*part.records()] == [Record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})]
+    assert [*part.records()] == [
+        TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})
+    ]
     assert part.end is not None
 
 
@@ -285,7 +287,7 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
         stream = engine.stream([1, 2, 3], LONG, method="pearl")
         for _ in range(100):
             next(stream)
-        os.kill(engine._launcher.target.pid, signal.SIGKILL)
+        os.kill(engine.target_worker.pid, signal.SIGKILL)
         with pytest.raises(TargetLost):
             list(stream)
     assert {each.name for each in tmp_path.iterdir()} == {
@@ -304,21 +306,18 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     """Started again within a text, it gets "record" and "begin" together; its trace must hold the "begin"."""
     path = tmp_path / "t.json"
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
-        first = engine._launcher.draft.worker.pid
+        first = engine.draft.worker.pid
         with recording_of(engine, path), engine.stream([1, 2, 3], LONG, method="pearl") as stream:
             for _ in range(10):
                 next(stream)
             os.kill(first, signal.SIGKILL)
             back = 0
             for piece in stream:
-                back += (
-                    engine._launcher.draft.worker.pid != first
-                    and Provenance.ACCEPTED in piece.provenance
-                )
+                back += engine.draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._launcher.draft.restarts == 1
+        assert engine.draft.restarts == 1
     trace = read(path)
     assert len(trace.metadata["workers"]) >= 2
     marks = [

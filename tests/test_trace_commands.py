@@ -17,7 +17,7 @@ from pearl.trace import chrome
 from pearl.trace.gantt import chart, charts
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
-from pearl.trace.report import Report, Worker, report, verdict
+from pearl.trace.report import Report, WorkerShares, report, verdict
 from tests.conftest import ran
 from tests.options import resolved
 from tests.replace import replace
@@ -63,7 +63,7 @@ def test_report(run: tuple[Outcome, Path]) -> None:
 
 def waiting(shares: dict[str, float], **more: Any) -> Report:
     """A run of 5 s, in which the target waited so."""
-    target = Worker(
+    target = WorkerShares(
         busy=0.4, wait=sum(shares.values()), communication=0.0, uncovered=0.0, waits=shares, work={}
     )
     counts = dict.fromkeys(

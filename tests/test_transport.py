@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +33,13 @@ from pearl.transport.address import (
 )
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Connection, Endpoint, Listener, Peer
 from pearl.transport.codec import MAX_FRAME
-from pearl.transport.keys import Keys, write_keys
+from pearl.transport.keys import write_keys
 from pearl.transport.mailbox import Mailbox
 from pearl.transport.zeromq import new_keys
+from tests.peers import WAIT, collect, stranger
 
 KEYS = new_keys()
 HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # of open files
-WAIT = 20.0  # seconds: a bound for a slow machine, never reached where all is well
 
 
 @dataclass
@@ -101,31 +101,6 @@ def opened(address: str) -> socket.socket:
     file.settimeout(WAIT)
     file.connect(address.removeprefix("ipc://"))
     return file
-
-
-@contextmanager
-def stranger(keys: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """Not connected yet; with the secrets that are in `keys`."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        peer.setsockopt(zmq.LINGER, 0)
-        peer.setsockopt(zmq.SNDHWM, 0)
-        if keys is not None:
-            peer.curve_serverkey, peer.curve_publickey = (
-                zmq.curve_public(k.encode()) for k in (keys.server, keys.client)
-            )
-            peer.curve_secretkey = keys.client.encode()
-        yield peer
-
-
-def collect(
-    end: Endpoint | Mailbox, count: int
-) -> list[tuple[Peer, Message | RemoteProtocolError]]:
-    """The next `count` messages, or fewer once `WAIT` is over."""
-    got: list[tuple[Peer, Message | RemoteProtocolError]] = []
-    deadline = time.monotonic() + WAIT
-    while len(got) < count and time.monotonic() < deadline:
-        got += end.receive(0.2)
-    return got
 
 
 def messages(end: Endpoint | Mailbox, count: int) -> list[Message | RemoteProtocolError]:

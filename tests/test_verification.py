@@ -4,7 +4,6 @@ The chi-square is over windows of three committed tokens under a first-order tar
 token and one that depends on how the token before it was drawn.
 """
 
-from collections import Counter
 from fractions import Fraction
 from itertools import product
 from math import log, prod
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 
 from pearl.config import RequestOptions
 from pearl.decoding.rules import ratio, several
@@ -28,7 +26,7 @@ from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.spec.rules import RULES, Parameters
 from tests.options import drawn_by, resolved
-from tests.virtual import NEVER, decoded, first_order
+from tests.virtual import DRAFT, NEVER, TARGET, WAYS, Table, decoded, first_order, p_value
 
 GRID = 64
 
@@ -188,10 +186,6 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
 
 # ---- whole runs ----
 
-Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
-TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
-DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
-
 
 def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
     return decoded(first_order(TARGET, DRAFT), 3, decoding, drawn_by(1.0, seed=seed), tokens)
@@ -199,29 +193,6 @@ def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
 
 def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
     return [run(decoding, seed, tokens).tokens for seed in range(count)]
-
-
-def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
-    """Chi-square of every token given the two before it; texts begin after the token 0.
-
-    Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
-    """
-    counts: dict[Any, Counter[int]] = {}
-    for text in texts:
-        for i, token in enumerate(text):
-            known = [0, *text[:i]]
-            cell = (min(i, 3), *known[-2:])
-            counts.setdefault(cell, Counter())[token] += 1
-    statistic, freedom = 0.0, 0
-    for cell, seen in counts.items():
-        n = seen.total()
-        probs = [float(p) for p in target[cell[-1]]]
-        if n * min(probs) < 5:
-            continue
-        statistic += sum((seen[token] - n * p) ** 2 / (n * p) for token, p in enumerate(probs))
-        freedom += len(probs) - 1
-    assert freedom, "too few tokens to say anything"
-    return float(stats.chi2.sf(statistic, freedom))
 
 
 def biased_law(rule: str, value: float) -> Table:
@@ -235,7 +206,6 @@ def biased_law(rule: str, value: float) -> Table:
     return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
 
 
-WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
 # Of ways that write one text (test_texts has which do) one is enough.
 EXACT = [
     resolved("pearl", "fixed", 2),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_runner
@@ -571,3 +572,21 @@ def attended(
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(queries), 1)), -1)
     return torch.einsum("hnp,hpd->nhd", scores.softmax(-1)[..., : sees.shape[1]], values).flatten(1)
+
+
+def random_llama(context: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        vocab_size=256,
+        max_position_embeddings=context,
+        initializer_range=0.1,
+        **sizes,
+    )
+    return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]

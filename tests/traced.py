@@ -15,10 +15,9 @@ from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_execu
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
-from pearl.protocol.messages import Trace as Record
 from pearl.trace import chrome
-from pearl.trace.reading import Trace, read
-from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
+from pearl.trace.reading import RunTrace, read
+from pearl.trace.recorder import Recorder, part_path, where_and_what
 from pearl.trace.tracer import Tracer, identity
 from tests.options import drawn_by, resolved
 from tests.replace import replace
@@ -34,9 +33,8 @@ def recording_of(engine: Engine, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        number, recording._number = recording._number, 0
-        recording._request(Record(number, False))
-    chrome.merge(path, asked_for(engine.directory, number))
+        parts = recording.complete()
+    chrome.merge(path, parts)
 
 
 class _TracedSimulation(Simulation):
@@ -106,7 +104,7 @@ def simulated(
     ), parts
 
 
-def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:
+def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, RunTrace]:
     """A run and its trace. `settings`: of `simulated`."""
     outcome, _ = simulated(path, decoding, **settings)
     chrome.merge(path)

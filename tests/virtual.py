@@ -198,3 +198,32 @@ class Turns:
                         todo.extend(self._machines[side].handle(event))
         if ready:
             events.extend(self._draft.draft(ready) if side else self._target.forward(ready))
+
+
+Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
+TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
+WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
+DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
+
+
+def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
+    """Chi-square of every token given the two before it; texts begin after the token 0.
+
+    Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
+    """
+    counts: dict[Any, Counter[int]] = {}
+    for text in texts:
+        for i, token in enumerate(text):
+            known = [0, *text[:i]]
+            cell = (min(i, 3), *known[-2:])
+            counts.setdefault(cell, Counter())[token] += 1
+    statistic, freedom = 0.0, 0
+    for cell, seen in counts.items():
+        n = seen.total()
+        probs = [float(p) for p in target[cell[-1]]]
+        if n * min(probs) < 5:
+            continue
+        statistic += sum((seen[token] - n * p) ** 2 / (n * p) for token, p in enumerate(probs))
+        freedom += len(probs) - 1
+    assert freedom, "too few tokens to say anything"
+    return float(stats.chi2.sf(statistic, freedom))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pearl.cli.cards import find_card, table
 from pearl.cli.commands import example
 from pearl.cli.console import say
 from pearl.engine import registry
@@ -32,7 +33,7 @@ def ps(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([card.to_json() for card in running], indent=2))
     elif running:
-        click.echo(printable(registry.table(running)))
+        click.echo(printable(table(running)))
     else:
         say("no engine is running")
 
@@ -50,7 +51,7 @@ def stop(engine: str, stops_all: bool) -> None:
     if engine and stops_all:
         raise ConfigError("name an engine or give --all, not both")
     if engine:
-        _stop(registry.find_card(engine))
+        _stop(find_card(engine))
         return
     servers = _servers()
     if not stops_all:
@@ -79,7 +80,7 @@ def _confirm(servers: list[Card]) -> None:
     """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
     if len(servers) > 1 or not sys.stdin.isatty():
         raise ConfigError(
-            f"name the engine by its PID or directory, or give --all:\n{registry.table(servers)}"
+            f"name the engine by its PID or directory, or give --all:\n{table(servers)}"
         )
     click.confirm(printable(f"stop {_described(servers[0])}?"), abort=True, err=True)
 

@@ -11,10 +11,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from pearl.cli.cards import find_card
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress, torchrun
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.registry import find_card
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 

@@ -34,14 +34,12 @@ class AsyncStream:
     ) -> None:
         _ = engine.engine  # raises if it is closed
         self._engine = engine
-        self._request: tuple[Prompt, RequestOptions | None, Options] | None = (
-            prompt,
-            params,
-            options,
-        )
-        self._events: asyncio.Queue[Piece | BaseException | None] = (
-            asyncio.Queue()
-        )  # None: the end of the text
+        self._prompt = prompt
+        self._params = params
+        self._options = options
+        self._is_read = False
+        #: None ends the text
+        self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._stream: Stream | None = None
         self._is_closed = False
         self.watch = Stopwatch()
@@ -49,7 +47,7 @@ class AsyncStream:
 
     @property
     def result(self) -> Result:
-        """Grows with the pieces that arrive; complete after the last. Raises `RequestError` before the first."""
+        """The text so far; complete after the last piece. Raises `RequestError` before the first."""
         if self._stream is None:
             raise RequestError("this text has not begun: read its pieces with `async for` first")
         return self._stream.result
@@ -65,12 +63,12 @@ class AsyncStream:
         self._events.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        if self._request is None:
+        if self._is_read:
             raise RequestError("this stream is being read already, or has been")
-        request, self._request = self._request, None
+        self._is_read = True
         self.watch.submitted = time.monotonic()
         await self._engine.slots.acquire()
-        self._engine.streams[self] = asyncio.create_task(self._write(*request))
+        self._engine.streams[self] = asyncio.create_task(self._write())
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -79,35 +77,38 @@ class AsyncStream:
         finally:
             self.close()
 
-    async def _write(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
+    async def _write(self) -> None:
         """Pass on the pieces as they arrive."""
-        run, end = asyncio.get_running_loop().run_in_executor, None
+        run = asyncio.get_running_loop().run_in_executor
+        end = None
         try:
             _ = self._engine.engine  # it may have been closed while this text waited
-            stream = await run(self._engine.encoder, self._begin, prompt, params, options)
-            while (
-                stream is not None
-                and (piece := await run(self._engine.readers, next, stream, None)) is not None
-            ):
-                if piece.tokens:
-                    self.watch.committed(len(piece.tokens), time.monotonic())
-                self.on_piece(piece)
-                self._events.put_nowait(piece)
+            stream = await run(self._engine.encoder, self._begin)
+            if stream is not None:
+                while (piece := await run(self._engine.readers, next, stream, None)) is not None:
+                    self._pass_on(piece)
         except BaseException as error:
             end = error
         del self._engine.streams[self]
         self._engine.slots.release()
         self._events.put_nowait(end)
 
-    def _begin(
-        self, prompt: Prompt, params: RequestOptions | None, options: Options
-    ) -> Stream | None:
-        """In a thread, for a long prompt takes long to encode. None if the stream was closed meanwhile."""
+    def _pass_on(self, piece: Piece) -> None:
+        if piece.tokens:
+            self.watch.committed(len(piece.tokens), time.monotonic())
+        self.on_piece(piece)
+        self._events.put_nowait(piece)
+
+    def _begin(self) -> Stream | None:
+        """Submits the request; runs in a thread, for a long prompt takes long to encode.
+
+        Returns None if the stream was closed meanwhile.
+        """
         engine = self._engine.engine
-        tokens = engine.encode(prompt, raw=options.get("raw", True))
+        tokens = engine.encode(self._prompt, raw=self._options.get("raw", True))
         if self._is_closed:
             return None
-        self._stream = engine.stream(tokens, params, **options)
+        self._stream = engine.stream(tokens, self._params, **self._options)
         self.watch.begun = time.monotonic()
         if self._is_closed:
             self._stream.close()
@@ -140,10 +141,10 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """For an engine that runs already, and that stays open when this one is closed."""
-        made = cls()
-        made._open(engine)
-        return made
+        """Wrap an engine that runs already, and that stays open when this one is closed."""
+        wrapper = cls()
+        wrapper._open(engine)
+        return wrapper
 
     def _open(self, engine: Engine) -> None:
         self._engine = engine
@@ -152,7 +153,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, whose calls block. Raises `EngineClosed` outside of the context."""
+        """The wrapped engine, whose calls block. Raises `EngineClosed` outside of the context."""
         if self._engine is None:
             raise EngineClosed("this engine does not run: use it within `async with`")
         return self._engine
@@ -170,7 +171,7 @@ class AsyncEngine:
     def close(self) -> None:
         """No text begins any more, and those in progress fail; the engine itself stays open."""
         self._engine = None
-        for stream in [*self.streams]:
+        for stream in list(self.streams):
             stream.fail(EngineClosed("this engine has been closed; make another"))
             stream.close()
         for threads in (self.encoder, self.readers):
@@ -198,10 +199,10 @@ class AsyncEngine:
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt; arguments as for `Engine.generate`."""
-        tasks = [
-            asyncio.create_task(_read(self.stream(each, params, **options)))
-            for each in as_prompts(prompts)
-        ]
+        tasks = []
+        for prompt in as_prompts(prompts):
+            stream = self.stream(prompt, params, **options)
+            tasks.append(asyncio.create_task(_read(stream)))
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -60,8 +60,8 @@ class Client:
     Args:
         address: where the target listens.
         directory: the engine's.
-        launcher: of the target; None: another process launched it. `close` closes it too, and so does dropping the
-            client and its streams.
+        launcher: what launched the target; None: another process did. It is closed by `close`, and when the client and
+            its streams are dropped.
 
     Attributes:
         numbers: of requests to come.
@@ -75,11 +75,12 @@ class Client:
         directory: Path,
         launcher: LocalLauncher | None = None,
     ) -> None:
-        self._launcher, self._timeout = launcher, config.target_timeout
+        self._launcher = launcher
+        self._timeout = config.target_timeout
         self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
         self._waiting = 0  # threads in `wait_until`
-        self._fault: PearlError | None = None  # of no request: for one of these
+        self._fault: PearlError | None = None  # of no request: for one of the waiting threads
         self.is_closed = False
         self.numbers = count(1)
         # Weak, so that a stream that its user has dropped is collected, and thereby cancelled.
@@ -94,9 +95,9 @@ class Client:
         )
 
     def meet(self, deadline: float) -> Client:
-        """Returns itself once the target has answered. `deadline`: of time.monotonic().
+        """Returns the client once the target has answered.
 
-        Raises `StartError` where it does not; it is closed then.
+        Raises `StartError` and closes the client if no answer has come when time.monotonic() reaches `deadline`.
         """
         try:
             self.endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
@@ -112,10 +113,10 @@ class Client:
         return self
 
     def __del__(self) -> None:
-        """For a client dropped unclosed.
+        """Closes a client that was dropped.
 
-        Not at interpreter shutdown: threads are frozen then and may hold locks. The workers end by themselves, for
-        their stdin closes.
+        At interpreter shutdown it does nothing: threads are frozen then and may hold locks. The workers end by
+        themselves, for their stdin closes.
         """
         if not sys.is_finalizing():
             with suppress(Exception):
@@ -164,27 +165,28 @@ class Client:
 
     def submit(self, stream: Stream, submit: Submit) -> Stream:
         with self._changed:
-            self._fault = self._fault if self._streams else None
+            if not self._streams:
+                self._fault = None
             self._streams[submit.request] = stream
         self.post(submit)
         return stream
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Drops the stream of a request that has ended."""
         if self._is_ours:
             with self._changed:
                 self._streams.pop(request, None)
                 self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
-        """The result is no longer wanted. From any thread."""
+        """Cancels a request whose result is no longer wanted; from any thread."""
         self.forget(request)
         if not self.lost:
             with suppress(TargetLost):
                 self.post(Cancel(request))
 
     def post(self, message: Message) -> None:
-        """Sends, from any thread."""
+        """Sends a message, from any thread."""
         if self.is_closed or not self._is_ours:
             return
         try:
@@ -207,7 +209,8 @@ class Client:
                     if self.lost:
                         raise TargetLost(self.lost)
                     if self._fault is not None:
-                        fault, self._fault = self._fault, None
+                        fault = self._fault
+                        self._fault = None
                         raise fault
                     self._changed.wait(_READ_SECONDS)
             finally:
@@ -216,16 +219,14 @@ class Client:
     # ---- the reading thread ----
 
     def receive(self, received: Sequence[Received]) -> None:
-        """Passes on what has arrived. Too long a silence during a text is a loss, and so is a process that is gone."""
+        """Passes messages to their streams; a silence that is too long during a text, or a dead process, is a loss."""
         if received or not self._streams:
-            self._silence.heard(
-                max(
-                    (m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)),
-                    default=0.0,
-                )
-            )
-        alive = self.endpoint.connected if self._launcher is None else self._launcher.alive
-        if not received and not alive:
+            allowance = 0.0
+            for _, message in received:
+                if isinstance(message, Heartbeat):
+                    allowance = max(allowance, message.seconds * SLACK)
+            self._silence.heard(allowance)
+        if not received and not self._is_target_alive:
             self._lose("the target is gone")
         elif self._silence.seconds > self._timeout:
             self._lose(f"the target has been silent for {self._timeout:.0f} s")
@@ -239,24 +240,27 @@ class Client:
                     log.warning("%s", error)
         self._tell()
 
+    @property
+    def _is_target_alive(self) -> bool:
+        if self._launcher is None:
+            return self.endpoint.connected
+        return self._launcher.alive
+
     def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
 
         Later callers get the same error, for the target is then dead because it was ended here.
         """
+        remedy = "Start an engine again, with `pearl serve` for example"
         if self._launcher is not None:
             why = self._launcher.exit_cause(why)
             self._launcher.lose()
-        remedy = (
-            "Make a new engine"
-            if self._launcher
-            else "Start an engine again, with `pearl serve` for example"
-        )
+            remedy = "Make a new engine"
         self.lost = self.lost or f"{why}; the text ends here. {remedy}"
         self._tell()
 
     def _tell(self) -> None:
-        """Wakes who waits."""
+        """Wakes the threads in `wait_until`."""
         with self._changed:
             self._changed.notify_all()
 
@@ -279,9 +283,8 @@ class Client:
                 stream = self._streams.get(request)
                 if stream is not None and not stream.take(message):
                     self._lose("the target's messages have a gap, or come twice")
-            case Error(
-                _, "TraceError", text
-            ):  # for the thread that records, not for the one that reads
+            case Error(_, "TraceError", text):
+                # for the thread that records, not for the one that reads
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
                 raise error_named(kind)(text)
@@ -292,7 +295,7 @@ class Client:
 
 
 def _read(client: ref[Client], endpoint: Connection) -> None:
-    """Reads as long as the client is open, and referenced by others than this thread."""
+    """Reads as long as the client is open and something besides this thread refers to it."""
     while True:
         try:
             received = endpoint.receive(_READ_SECONDS)

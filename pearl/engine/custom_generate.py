@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -30,17 +31,16 @@ _TAKEN = {
     "attention_mask",
     "generation_config",
     "stopping_criteria",
-    *vars(GenerationConfig()),
-}
+} | set(vars(GenerationConfig()))
 _REFUSED = (
-    *(
-        "output_scores",
-        "output_logits",
-        "output_attentions",
-        "output_hidden_states",
-        "prompt_lookup_num_tokens",
-    ),
-    *("cache_implementation", "renormalize_logits", "remove_invalid_values"),
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "prompt_lookup_num_tokens",
+    "cache_implementation",
+    "renormalize_logits",
+    "remove_invalid_values",
 )
 _tried: WeakSet[PreTrainedModel] = WeakSet()  # a trial takes several forwards
 
@@ -52,9 +52,9 @@ def generate(
     method: str | None = None,
     gamma: int | None = None,
     seed: int | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Any:
-    """What `model.generate` calls with its own arguments, `given`; returns what it would.
+    """`model.generate` calls this function with its own `arguments`; it returns what `model.generate` would return.
 
     Args:
         method: ar, ngram (the default without an assistant), or sd.
@@ -63,45 +63,50 @@ def generate(
 
     Raises `ConfigError` for an argument that is not supported, `ModelError` for a model or a length.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    if refused := [*sorted(given.keys() - _TAKEN), *unsupported_options(given, True)]:
-        raise ConfigError(f"pearl's custom_generate does not take {', '.join(refused)}")
-    models = (
-        [model]
-        if assistant_model is None or method in ("ar", "ngram")
-        else [model, assistant_model]
-    )
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    _refuse(sorted(arguments.keys() - _TAKEN) + list(unsupported_options(arguments, True)))
+    models = [model]
+    if assistant_model is not None and method not in ("ar", "ngram"):
+        models.append(assistant_model)
     method = method or _METHODS[len(models)]
     if method not in _METHODS[: len(models) + 1]:
         raise ConfigError(f"method {method!r} is not ar, ngram, or sd; sd needs an assistant_model")
     decoding = RequestOptions(method=method, rule="coupled", gamma=gamma)
-    modes = [each.training for each in models]
+    modes = [model.training for model in models]
     try:
         run: Any = model.generate
         return run(
             custom_generate=_Call(models, decoding, streamer, seed).decode,
             streamer=streamer,
-            **given,
+            **arguments,
         )
     finally:
-        for each, is_training in zip(models, modes, strict=True):
-            each.train(is_training)
+        for model, is_training in zip(models, modes, strict=True):
+            model.train(is_training)
+
+
+def _refuse(names: list[str]) -> None:
+    if names:
+        raise ConfigError(f"pearl's custom_generate does not take {', '.join(names)}")
 
 
 def _params(config: GenerationConfig, seed: int | None) -> RequestOptions:
     """Raises `ConfigError` for options that are not supported."""
     samples = bool(config.do_sample)
     refused = [name for name in _REFUSED if getattr(config, name, None)]
-    if refused := [*unsupported_options(config.to_dict(), samples), *refused]:
-        raise ConfigError(f"pearl's custom_generate does not take {', '.join(refused)}")
-    filters = (
-        {name: getattr(config, name) for name in ("top_k", "top_p", "min_p")} if samples else {}
+    _refuse(list(unsupported_options(config.to_dict(), samples)) + refused)
+    if seed is None:
+        seed = int(torch.randint(2**53, ()))
+    options = RequestOptions(
+        temperature=0.0, repetition_penalty=config.repetition_penalty, seed=seed
     )
-    return RequestOptions(
-        temperature=(1.0 if config.temperature is None else config.temperature) if samples else 0.0,
-        repetition_penalty=config.repetition_penalty,
-        seed=int(torch.randint(2**53, ())) if seed is None else seed,
-        **filters,
+    if not samples:
+        return options
+    return options.changed(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
     )
 
 
@@ -125,38 +130,42 @@ class _Call:
         """The decoding loop that transformers calls: input_ids [batch, n], its rows one after the other."""
         if self.streamer is not None and len(input_ids) > 1:
             raise ConfigError("a streamer takes one text, not a batch")
-        params, limit = _params(generation_config, self.seed), int(generation_config.max_length)
-        contexts = [context_of(type(model).__name__, model, limit)]
-        contexts += [
-            min(limit, context_of(type(each).__name__, each, None)) for each in self.models[1:]
-        ]
-        pairs = zip(self.models, contexts, strict=True)
-        runners = [HFRunner(each, context, is_tried=each in _tried) for each, context in pairs]
-        _tried.update(self.models)
-        eos, pad = (
-            getattr(generation_config, f"_{name}_token_tensor", None) for name in ("eos", "pad")
-        )
+        params = _params(generation_config, self.seed)
+        limit = int(generation_config.max_length)
+        runners = self._runners(model, limit)
+        eos = getattr(generation_config, "_eos_token_tensor", None)
+        pad = getattr(generation_config, "_pad_token_tensor", None)
         defaults = GenerationDefaults(eos=() if eos is None else tuple(eos.flatten().tolist()))
-        ours = generation.MaxLengthCriteria, generation.EosTokenCriteria
-        criteria = generation.StoppingCriteriaList(
-            each for each in stopping_criteria if not isinstance(each, ours)
-        )
-        mask, rows = prepared.get("attention_mask"), []
+        replaced = generation.MaxLengthCriteria, generation.EosTokenCriteria
+        criteria = generation.StoppingCriteriaList()
+        for criterion in stopping_criteria:
+            if not isinstance(criterion, replaced):
+                criteria.append(criterion)
+        mask = prepared.get("attention_mask")
+        rows = []
         for sample, ids in enumerate(input_ids):
-            given = {"sample": sample, "max_tokens": limit - len(ids)}
-            prompt = (ids if mask is None else ids[mask[sample] != 0]).tolist()
-            submit = submission(
-                1, prompt, limit, params.changed(**given).overridden_by(self.decoding), defaults
-            )
+            prompt = ids if mask is None else ids[mask[sample] != 0]
+            options = params.changed(sample=sample, max_tokens=limit - len(ids))
+            options = options.overridden_by(self.decoding)
+            submit = submission(1, prompt.tolist(), limit, options, defaults)
             rows.append(self._text(ids, submit, runners, criteria))
-        found: Any = pad_sequence(
-            rows, batch_first=True, padding_value=0 if pad is None else int(pad)
-        )
-        return (
-            generation.GenerateDecoderOnlyOutput(sequences=found)
-            if generation_config.return_dict_in_generate
-            else found
-        )
+        padding = 0 if pad is None else int(pad)
+        texts: Any = pad_sequence(rows, batch_first=True, padding_value=padding)
+        if generation_config.return_dict_in_generate:
+            return generation.GenerateDecoderOnlyOutput(sequences=texts)
+        return texts
+
+    def _runners(self, target: PreTrainedModel, limit: int) -> list[HFRunner]:
+        """A runner of each model. Raises `ModelError` where the target's context is shorter than `limit` tokens."""
+        runners = []
+        for model in self.models:
+            if model is self.models[0]:
+                context = context_of(type(target).__name__, target, limit)
+            else:
+                context = min(limit, context_of(type(model).__name__, model, None))
+            runners.append(HFRunner(model, context, is_tried=model in _tried))
+        _tried.update(self.models)
+        return runners
 
     def _text(
         self,
@@ -165,12 +174,11 @@ class _Call:
         runners: Sequence[HFRunner],
         criteria: generation.StoppingCriteriaList,
     ) -> torch.Tensor:
-        """`ids` [n], and what is generated behind them."""
+        """Generate one text. Returns `ids` [n] and the tokens after them."""
         for runner in runners:
             runner.rollback(0)
-        for token in (
-            token for committed in decode(submit, *runners) for token in committed.tokens
-        ):
+        tokens = chain.from_iterable(committed.tokens for committed in decode(submit, *runners))
+        for token in tokens:
             ids = torch.cat((ids, ids.new_tensor([token])))
             if self.streamer is not None:
                 self.streamer.put(torch.tensor([token]))

@@ -17,7 +17,7 @@ from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.client import Client
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.processes import DraftKeeper
+from pearl.engine.processes import DraftKeeper, Worker
 from pearl.engine.registry import read_card
 from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
@@ -62,10 +62,10 @@ class Engine:
         progress: Progress = silent,
         **settings: Any,
     ) -> None:
-        given = {"target": target, "draft": draft, **settings}
-        base = config.model_dump() if config else {}
-        config = EngineConfig(**{**base, **{k: v for k, v in given.items() if v is not None}})
-        self._launch(LocalLauncher(config), progress)
+        values = config.model_dump() if config else {}
+        settings |= {"target": target, "draft": draft}
+        values |= {name: value for name, value in settings.items() if value is not None}
+        self._launch(LocalLauncher(EngineConfig(**values)), progress)
 
     @classmethod
     def launched_by(cls, launcher: LocalLauncher, progress: Progress = silent) -> Engine:
@@ -83,17 +83,20 @@ class Engine:
         card = read_card(directory)
         if card is None:
             raise ConfigError(f"{directory} holds no running engine")
-        engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
+        config = EngineConfig(**card.config | {"trace": None})
+        engine = cls.__new__(cls)
+        engine._launcher = None
+        engine.config = config
+        engine.directory = directory
         engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        engine.client = Client(card.address, config, directory).meet(
-            time.monotonic() + config.target_timeout
-        )
-        engine._launcher, engine.config, engine.directory = None, config, directory
+        deadline = time.monotonic() + config.target_timeout
+        engine.client = Client(card.address, config, directory).meet(deadline)
         return engine
 
     def _launch(self, launcher: LocalLauncher, progress: Progress) -> None:
         self._launcher: LocalLauncher | None = launcher
-        self.config, self.directory = launcher.config, launcher.directory
+        self.config = launcher.config
+        self.directory = launcher.directory
         steps = Steps(log)
         try:
             address = launcher.launch(progress)
@@ -122,8 +125,11 @@ class Engine:
         return self._launcher.notes if self._launcher is not None else []
 
     def __repr__(self) -> str:
-        pair = self.config.target + (f" with {self.config.draft}" if self.config.has_draft else "")
-        return f"<Engine: {pair}, {'closed' if self.client.is_closed else 'running'} in {self.directory}>"
+        models = self.config.target
+        if self.config.has_draft:
+            models += f" with {self.config.draft}"
+        state = "closed" if self.client.is_closed else "running"
+        return f"<Engine: {models}, {state} in {self.directory}>"
 
     def __enter__(self) -> Engine:
         return self
@@ -143,14 +149,21 @@ class Engine:
         return self.client.welcome
 
     @property
+    def target_worker(self) -> Worker | None:
+        """The target's process; None if another process launched it."""
+        return None if self._launcher is None else self._launcher.target
+
+    @property
     def draft(self) -> DraftKeeper | None:
-        """Of the draft worker, if this process launched it."""
+        """The keeper of the draft worker; None if another process launched it."""
         return None if self._launcher is None else self._launcher.draft
 
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None if there is none now."""
-        return self.draft.worker.pid if self.draft is not None and self.draft.worker.alive else None
+        if self.draft is None or not self.draft.worker.alive:
+            return None
+        return self.draft.worker.pid
 
     def stream(
         self,
@@ -180,7 +193,7 @@ class Engine:
             next(self.client.numbers),
             self.encode(prompt, raw=raw),
             self.context,
-            _options(self.config, params, method=method, rule=rule).with_seed(),
+            _options(self.config, params, method, rule).with_seed(),
             self.defaults,
             preview,
         )
@@ -193,12 +206,14 @@ class Engine:
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
-        waiting, results = deque(as_prompts(prompts)), []
+        waiting = deque(as_prompts(prompts))
         streams: deque[Stream] = deque()
+        results = []
         slots = self.config.slots
+        most_streams = 1 if slots == 1 else _AHEAD * slots
         try:
             while waiting or streams:
-                while waiting and len(streams) < (1 if slots == 1 else _AHEAD * slots):
+                while waiting and len(streams) < most_streams:
                     streams.append(self.stream(waiting.popleft(), params, **options))
                 for _ in streams[0]:
                     pass
@@ -228,11 +243,13 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
 
 
 def _options(
-    config: EngineConfig, params: RequestOptions | None, **named: str | None
+    config: EngineConfig, params: RequestOptions | None, method: str | None, rule: str | None
 ) -> RequestOptions:
-    """The options of a request that this engine can serve: `params`, and settings that were named."""
-    options = (params or RequestOptions()).changed(
-        **{name: value for name, value in named.items() if value}
-    )
+    """The options of a request; `method` and `rule` override `params`. Raises `ConfigError` for what is not served."""
+    options = params or RequestOptions()
+    if method:
+        options = options.changed(method=method)
+    if rule:
+        options = options.changed(rule=rule)
     config.check_options(options)
     return options

@@ -14,7 +14,7 @@ from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
-from pearl.engine.registry import write_card
+from pearl.engine.registry import ROLES, write_card
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
@@ -24,9 +24,8 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_DRAFT_END_SECONDS = (
-    1.0  # for the draft to end by itself after the target is lost, while callers wait
-)
+# for the draft to end by itself after the target is lost, while callers wait
+_DRAFT_END_SECONDS = 1.0
 _EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
@@ -45,7 +44,8 @@ class LocalLauncher:
     """
 
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
-        self.config, self.directory = config, private_directory()
+        self.config = config
+        self.directory = private_directory()
         self._began = time.time()
         self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
@@ -55,13 +55,13 @@ class LocalLauncher:
 
     def launch(self, progress: Progress) -> str:
         """Starts the workers; returns the address where the target listens while they load their models."""
-        config, directory = self.config, self.directory
+        config = self.config
         check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
         self._deadline = time.monotonic() + config.startup_timeout
-        address = bind_address(config.control, directory)
+        address = bind_address(config.control, self.directory)
         check_bind(address, channel_keys(config.keys) is not None)
         settings = WorkerSettings(
-            role="target", config=config, address=address, directory=directory
+            role="target", config=config, address=address, directory=self.directory
         )
         self.target = Worker(settings, progress)
         is_known = not address.endswith("*")  # else the target chooses a free port
@@ -77,7 +77,7 @@ class LocalLauncher:
             self.draft = DraftKeeper(self.config, address, self.directory, progress)
 
     def wait_until_ready(self) -> float:
-        """Returns once models are loaded: the time.monotonic() by which the target must have answered.
+        """Returns once the models are loaded, with the time.monotonic() by which the target must have answered.
 
         Raises the worker's own error if it fails, `StartError` if it is late.
         """
@@ -96,7 +96,7 @@ class LocalLauncher:
         return self._deadline
 
     def _check_others(self) -> None:
-        """Raises why a draft that is elsewhere will not come."""
+        """Raises the error of a draft that another process launches, if it has failed."""
 
     def _start_failure(self, target: Worker, draft: Worker) -> PearlError:
         """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""
@@ -118,17 +118,20 @@ class LocalLauncher:
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
-        for role in ("target", "draft"):  # other fronts may run in another directory
-            config[role] = (
-                os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
-            )
+        for role in ROLES:
+            if os.path.exists(config[role]):  # other fronts may run in another directory
+                config[role] = os.path.abspath(config[role])
         places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
 
     @property
     def _workers(self) -> list[Worker]:
-        workers = [self.target, self.draft.worker if self.draft else None]
-        return [worker for worker in workers if worker is not None]
+        workers = []
+        if self.target is not None:
+            workers.append(self.target)
+        if self.draft is not None:
+            workers.append(self.draft.worker)
+        return workers
 
     @property
     def notes(self) -> list[str]:
@@ -142,8 +145,9 @@ class LocalLauncher:
 
     def exit_cause(self, otherwise: str) -> str:
         """Why the target is gone: its own last error, or `otherwise`."""
-        with contextlib.suppress(StartError):
-            return str(self._final_error(self.target)) if self.target is not None else otherwise
+        if self.target is not None:
+            with contextlib.suppress(StartError):
+                return str(self._final_error(self.target))
         return otherwise
 
     def lose(self) -> None:
@@ -157,10 +161,10 @@ class LocalLauncher:
         """Ends what was launched and removes its files, also after `lose`; writes the trace of the whole run."""
         self._end(END_SECONDS)
         if self.config.trace:
-            path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS
-            while (
-                being_written(path) and time.monotonic() < deadline
-            ):  # by a draft of another process
+            path = Path(self.config.trace)
+            deadline = time.monotonic() + _EXIT_SECONDS
+            # A draft of another process may still write its part.
+            while being_written(path) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             try:
                 self._merge(path)
@@ -168,7 +172,7 @@ class LocalLauncher:
                 log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
-        """Leaves no parts behind, nor an earlier trace in the place of this one."""
+        """Merges the parts; if that fails, removes them and an earlier trace at `path`."""
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
             if not all(part.stat().st_size for part in parts):
@@ -177,18 +181,27 @@ class LocalLauncher:
                 )
             merge(path)
         except TraceError:
-            for file in (path, *parts):
-                file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            for part in parts:
+                part.unlink(missing_ok=True)
             raise
 
     def _end(self, seconds: float) -> None:
-        """Once; a second thread waits until it is done. `seconds`: for each worker to end by itself."""
+        """Ends the workers once; a second thread waits until that is done.
+
+        Args:
+            seconds: how long each worker may take to end by itself.
+        """
         with self._ending:
             if self._has_ended:
                 return
             self._has_ended = True
             # The target first: it must learn that it is to end before its draft goes.
-            workers = [w for w in (self.target, self.draft) if w is not None]
+            workers: list[Worker | DraftKeeper] = []
+            if self.target is not None:
+                workers.append(self.target)
+            if self.draft is not None:
+                workers.append(self.draft)
             for worker in workers:
                 worker.close()
             for worker in workers:

@@ -16,7 +16,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_head, is_toy, resolve_checkpoint, toy_options
 from pearl.models.checkpoints.gguf import TABLE
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.text.tokenizer import check_same_vocabulary
+from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
@@ -27,20 +27,14 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
-    if config.tensors == "nccl" and any(
-        config.model(role).place.kind == "cpu" or not has_gpu() for role in roles
-    ):
-        raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
-    trust = config.trust_remote_code
-    if (
-        config.has_draft
-        and not is_head(config.draft)
-        and (is_toy(config.target) or is_toy(config.draft))
-    ):
-        target, draft = (
-            load_tokenizer(spec, trust_remote_code=trust)[0]
-            for spec in (config.target, config.draft)
-        )
+    if config.tensors == "nccl":
+        kinds = {config.model(role).place.kind for role in roles}
+        if "cpu" in kinds or not has_gpu():
+            raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
+    has_toy = is_toy(config.target) or is_toy(config.draft)
+    if config.has_draft and not is_head(config.draft) and has_toy:
+        target = _tokenizer(config.target, config)
+        draft = _tokenizer(config.draft, config)
         check_same_vocabulary(target, draft, config.target, config.draft)
     if config.head is not None and "target" in roles:
         files = resolve_checkpoint(config.head, progress)
@@ -53,8 +47,13 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
         directory = Path(config.datastore)
         header = read_header(directory)  # first: a tokenizer may take long
-        tokenizer, _ = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
-        check_tokenizer(header, tokenizer, directory)
+        check_tokenizer(header, _tokenizer(config.target, config, progress), directory)
+
+
+def _tokenizer(spec: str, config: EngineConfig, progress: Progress = silent) -> Tokenizer:
+    trust = config.trust_remote_code
+    tokenizer, _ = load_tokenizer(spec, trust_remote_code=trust, progress=progress)
+    return tokenizer
 
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:

@@ -31,9 +31,8 @@ log = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
-_MOST_BACK_OFF_SECONDS = (
-    30.0  # before a restart: a draft that dies at once must not become a busy loop
-)
+# longest wait before a restart: a draft that dies at once must not become a busy loop
+_MOST_BACK_OFF_SECONDS = 30.0
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
 
 
@@ -86,23 +85,23 @@ class Worker:
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self.silence.heard(status.get("allowance", 0.0))
-        if status["state"] == "loading" and self._progress:
+        state = status["state"]
+        if state == "loading" and self._progress:
             self._progress(f"{self.role}: {status['message']}")
         with self._changed:
-            if status["state"] == "note":
+            if state == "note":
                 self.notes.append(str(status["message"]))
-            if status["state"] == "ready":
+            if state == "ready":
                 self.ready_since = time.monotonic()
                 self.place = {name: status[name] for name in ("device", "dtype") if name in status}
-            if status["state"] == "bound":
+            if state == "bound":
                 self.address = status["address"]
-            if status["state"] == "failed":
+            if state == "failed":
                 kind = getattr(errors, status["kind"], errors.StartError)
-                kind = (
-                    errors.StartError if kind is errors.DraftLost else kind
-                )  # it is the draft itself that failed
+                if kind is errors.DraftLost:  # it is the draft itself that failed
+                    kind = errors.StartError
                 self.error = kind(f"{self.role} worker: {status['message']}")
-            self._states.add(status["state"])
+            self._states.add(state)
             self._changed.notify_all()
 
     def wait_for(self, state: str, deadline: float) -> None:
@@ -114,12 +113,12 @@ class Worker:
             while state not in self._states:
                 if "gone" in self._states:
                     raise self.exit_error()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
                     raise errors.StartError(
                         f"{self.role} worker is not {state} in time; raise startup_timeout, or see --log-level debug"
                     )
-                self._changed.wait(min(left, 1.0))
+                self._changed.wait(min(seconds, 1.0))
 
     def reached(self, state: str) -> bool:
         with self._changed:
@@ -130,15 +129,12 @@ class Worker:
         if self.error is not None:
             return self.error
         code = self._process.poll()
-        how = (
-            f"was killed by signal {-code}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
-        hint = (
-            "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
-        )
-        return errors.StartError(f"{self.role} worker {how}{hint}")
+        if code is None or code >= 0:
+            return errors.StartError(f"{self.role} worker ended with exit code {code}")
+        hint = ""
+        if code == -signal.SIGKILL:
+            hint = "; a kill by signal 9 is often the kernel's, for lack of memory"
+        return errors.StartError(f"{self.role} worker was killed by signal {-code}{hint}")
 
     def kill(self) -> None:
         """Kills it and its own children: it leads a session."""
@@ -148,9 +144,8 @@ class Worker:
     def close(self) -> None:
         """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
         assert self._process.stdin is not None
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # it has ended already, or this was called before
+        # It may have ended already, or this was called before.
+        with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
 
@@ -200,22 +195,20 @@ class DraftKeeper:
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
-            what = self._trouble()
-            if what is None:
+            trouble = self._trouble()
+            if trouble is None:
                 continue
-            if (
-                self.worker.ready_since
-                and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS
-            ):
+            ready_since = self.worker.ready_since
+            if ready_since and time.monotonic() - ready_since > _SOUND_SECONDS:
                 self._in_a_row = 0
             self.worker.kill()
             self.worker.end()
             if self._in_a_row == self._config.draft_restarts:
-                log.error("%s; it is not started again, the target goes on alone", what)
+                log.error("%s; it is not started again, the target goes on alone", trouble)
                 return
             self._in_a_row += 1
             self.restarts += 1
-            log.warning("%s; starting it again (%d)", what, self._in_a_row)
+            log.warning("%s; starting it again (%d)", trouble, self._in_a_row)
             if not self._closing.wait(_back_off(self._in_a_row)):
                 self._start_again()
 
@@ -231,21 +224,19 @@ class DraftKeeper:
                 return
 
     def _trouble(self) -> str | None:
-        """What is wrong with the draft."""
-        worker, config = self.worker, self._config
+        """What is wrong with the draft; None if nothing is."""
+        worker = self.worker
         if not worker.alive:
             with contextlib.suppress(errors.PearlError):  # its last status line may still arrive
                 worker.wait_for("gone", time.monotonic() + 1.0)
             return str(worker.exit_error())
         if worker.reached("ready"):
-            silent = worker.silence.seconds
-            return (
-                f"draft worker was silent for {silent:.1f} s"
-                if silent > config.draft_timeout
-                else None
-            )
-        late = time.monotonic() - worker.began > config.startup_timeout
-        return "draft worker is not ready in time; see startup_timeout" if late else None
+            silence = worker.silence.seconds
+            if silence > self._config.draft_timeout:
+                return f"draft worker was silent for {silence:.1f} s"
+        elif time.monotonic() - worker.began > self._config.startup_timeout:
+            return "draft worker is not ready in time; see startup_timeout"
+        return None
 
     def close(self) -> None:
         self._closing.set()
@@ -263,16 +254,21 @@ def _back_off(times: int) -> float:
 
 
 def _environment(place: Device) -> dict[str, str]:
-    """The worker's environment: as many threads as cores it is pinned to, set before any library starts its threads,
-    and if it has several GPUs only those visible, so that a spread model stays off the other worker's.
+    """The worker's environment, read before any library starts its threads.
+
+    It has as many threads as cores that it is pinned to. If it has several GPUs, only those are visible, so that a
+    spread model stays off the other worker's.
     """
-    extra = {"TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:
-        extra |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(place.cores)))
+        environment["OMP_NUM_THREADS"] = str(len(place.cores))
+        environment["MKL_NUM_THREADS"] = str(len(place.cores))
     if len(place.gpus) > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = (
-            [str(i) for i in range(max(place.gpus) + 1)] if visible is None else visible.split(",")
-        )
-        extra["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in place.gpus if i < len(names))
-    return {**os.environ, **extra}
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            gpus = [str(gpu) for gpu in place.gpus]
+        else:
+            names = visible.split(",")
+            gpus = [names[gpu] for gpu in place.gpus if gpu < len(names)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pearl.errors import TraceError
-from pearl.protocol.messages import Trace
+from pearl.protocol.messages import Message, Trace
 from pearl.trace.recorder import asked_for, part_paths
 
-if TYPE_CHECKING:
-    from pearl.engine.client import Client
-
 _RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
+
+
+class RecordingClient(Protocol):
+    """The connection to a target, as a recording uses it."""
+
+    def post(self, message: Message) -> None:
+        """Send a message."""
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Return once `is_done`, which is checked after each message that arrives."""
 
 
 class Recording:
@@ -26,15 +34,26 @@ class Recording:
         is_taken: whether the workers already write a trace from start to end; then there can be no other.
     """
 
-    def __init__(self, client: Client, directory: Path, is_taken: bool) -> None:
-        self._client, self._directory, self._is_taken = client, directory, is_taken
+    def __init__(self, client: RecordingClient, directory: Path, is_taken: bool) -> None:
+        self._client = client
+        self._directory = directory
+        self._is_taken = is_taken
         self._number = 0  # of the recording that runs
         self.answer: Trace | TraceError | None = None
 
     def stop(self) -> None:
-        number, self._number = self._number, 0
-        if number:
+        """End the recording, if one runs, and remove its parts."""
+        if self._number:
+            number = self._number
+            self._number = 0
             self._abandon(number)
+
+    def complete(self) -> Path:
+        """End the recording once both workers have written their parts, which stay; return the path that names them."""
+        number = self._number
+        self._number = 0
+        self._request(Trace(number, False))
+        return asked_for(self._directory, number)
 
     def start(self) -> Path:
         """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
@@ -62,14 +81,13 @@ class Recording:
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
         self._client.post(trace)
-        # A late echo of an abandoned request differs from `trace`.
-        self._client.wait_until(
-            lambda: (
-                self.answer == trace
-                or isinstance(self.answer, TraceError)
-                or time.monotonic() > deadline
-            )
-        )
+
+        def is_done() -> bool:
+            # A late echo of an abandoned request differs from `trace`.
+            is_answered = self.answer == trace or isinstance(self.answer, TraceError)
+            return is_answered or time.monotonic() > deadline
+
+        self._client.wait_until(is_done)
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:

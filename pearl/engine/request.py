@@ -81,7 +81,9 @@ def encode(
     """
     if isinstance(prompt, str):
         chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
-        return _encoded(tokenizer, prompt if chat is None else chat, context, special=chat is None)
+        if chat is None:
+            return _encoded(tokenizer, prompt, context, special=True)
+        return _encoded(tokenizer, chat, context, special=False)
     if isinstance(prompt, Chat):
         text = _chat_text(tokenizer, prompt)
         return _encoded(tokenizer, text, context, special=False)  # the template writes its own
@@ -90,18 +92,20 @@ def encode(
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
         return encode(tokenizer, Chat(items), raw, context)
-    if not all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
-    ):
+    if not all(map(_is_token, items)):
         raise RequestError(_PROMPT)
     if items and max(items) >= 2**31:
         raise RequestError("the prompt holds a token id of 2**31 or more, which no model has")
     return items
 
 
+def _is_token(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
 def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
     def render(messages: Sequence[dict[str, Any]], tools: Tools = None) -> str | None:
-        return tokenizer.chat_text([*messages], tools, **chat.variables)
+        return tokenizer.chat_text(list(messages), tools, **chat.variables)
 
     if not chat.tools or knows_tools(tokenizer):
         text = render(chat.messages, chat.tools or None)
@@ -113,12 +117,11 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
             text = render(in_words(chat.messages, chat.tools, "user"))
     if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
-    tags = tags_of(tokenizer.chat_template) if chat.prefix else None
-    return (
-        text
-        + (f"\n{tags.end}\n\n" if tags is not None and tags.are_open(text) else "")
-        + chat.prefix
-    )
+    if chat.prefix:
+        tags = tags_of(tokenizer.chat_template)
+        if tags is not None and tags.are_open(text):
+            text += f"\n{tags.end}\n\n"
+    return text + chat.prefix
 
 
 @cache
@@ -129,7 +132,7 @@ def _say_in_words() -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) -> list[int]:
-    """Refuses a text that cannot fit before encoding it: that takes seconds, in which other requests wait."""
+    """Refuses a text that cannot fit before it encodes: encoding takes seconds, in which other requests wait."""
     if len(text) > _MOST_CHARACTERS * context:
         raise RequestError(
             f"the context holds {context} tokens; the prompt has {len(text)} characters"
@@ -150,23 +153,26 @@ def submission(
     preview: bool = False,
 ) -> Submit:
     """Request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
-    most = options.max_tokens or min(defaults.max_tokens or context, max(0, context - len(tokens)))
-    limit = len(tokens) + most
+    room = max(0, context - len(tokens))
+    max_tokens = options.max_tokens or min(defaults.max_tokens or context, room)
+    limit = len(tokens) + max_tokens
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token")
     if len(tokens) >= context or limit > context:
-        wanted = f" + {options.max_tokens} to generate" if options.max_tokens else ""
+        text = f" + {options.max_tokens} to generate" if options.max_tokens else ""
         raise RequestError(
-            f"the prompt has {len(tokens)} tokens{wanted}, the context holds {context}: "
+            f"the prompt has {len(tokens)} tokens{text}, the context holds {context}: "
             "shorten the prompt, lower max_tokens, or raise max_context"
         )
-    ends = () if options.ignore_eos else defaults.eos
+    ends = list(options.stop_token_ids)
+    if not options.ignore_eos:
+        ends = list(defaults.eos) + ends
     return Submit(
         number,
         tuple(tokens),
         limit,
         resolved(options, defaults, len(tokens)),
-        eos=tuple(dict.fromkeys((*ends, *options.stop_token_ids))),
+        eos=tuple(dict.fromkeys(ends)),
         preview=preview,
     )
 
@@ -179,8 +185,9 @@ def resolved(
     grammar = grammar_of(options.json_schema, options.regex)
     if grammar and not defaults.eos:
         raise RequestError("this model has no token that ends a text, which a grammar needs")
+    biases = dict(options.logit_bias).items()
     return options.resolved(defaults.sampling).changed(
-        logit_bias=tuple((token, bias) for token, bias in dict(options.logit_bias).items() if bias),
+        logit_bias=tuple((token, bias) for token, bias in biases if bias),
         json_schema=None,
         regex=None,
         prompt_length=prompt_length,

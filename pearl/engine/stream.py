@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from pearl import errors
 from pearl.errors import RequestError
@@ -20,9 +20,6 @@ from pearl.protocol.messages import (
     Submit,
 )
 from pearl.text.stream import TextStream, Tokenizer
-
-if TYPE_CHECKING:
-    from pearl.engine.client import Client
 
 _SHOWN = 60  # characters of a text in a repr
 
@@ -64,16 +61,35 @@ class Result:
     logprobs: list[Logprobs] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        text = repr(self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}...")
+        text = self.text
+        if len(text) > _SHOWN:
+            text = f"{text[:_SHOWN]}..."
         ending = self.finish_reason or "not finished"
-        return f"<Result: {text}, {len(self.tokens)} tokens, {ending}, seed {self.seed}>"
+        return f"<Result: {text!r}, {len(self.tokens)} tokens, {ending}, seed {self.seed}>"
+
+
+class StreamClient(Protocol):
+    """The connection to a target, as a stream uses it."""
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Return once `is_done`, which is checked after each message that arrives."""
+
+    def forget(self, request: int) -> None:
+        """Drop the stream of a request that has ended."""
+
+    def cancel(self, request: int) -> None:
+        """End a request whose result is no longer wanted."""
 
 
 class Stream:
     """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
 
     def __init__(
-        self, client: Client, tokenizer: Tokenizer, submit: Submit, show: Collection[str] = ()
+        self,
+        client: StreamClient,
+        tokenizer: Tokenizer,
+        submit: Submit,
+        show: Collection[str] = (),
     ) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
@@ -84,7 +100,7 @@ class Stream:
         self._text = TextStream(tokenizer, submit.prompt, submit.options.stop, show)
 
     def take(self, message: object) -> bool:
-        """Puts a message into the inbox; False if committed tokens do not follow the ones before."""
+        """Puts a message into the inbox; returns False if committed tokens do not follow the earlier ones."""
         if isinstance(message, Committed):
             if message.start != self._end:
                 return False
@@ -106,8 +122,8 @@ class Stream:
                 self._client.wait_until(lambda: bool(self.inbox) or not self.is_open)
             if not self.is_open:
                 raise StopIteration
-            match message := self.inbox.popleft():
-                case Committed():
+            match self.inbox.popleft():
+                case Committed() as message:
                     return self._piece(message)
                 case Preview(_, _, tokens):
                     return Piece("", preview=tokens)
@@ -131,15 +147,16 @@ class Stream:
         return Piece(text, new.tokens, new.provenance, texts, logprobs=new.logprobs)
 
     def _last(self, reason: str, statistics: Statistics) -> Piece:
-        rest = self._text.finish()
-        self.result.text += rest
-        self.result.finish_reason, self.result.statistics = reason, statistics
+        text = self._text.finish()
+        self.result.text += text
+        self.result.finish_reason = reason
+        self.result.statistics = statistics
         self.is_open = False
         self._client.forget(self.request)
-        return Piece(rest)
+        return Piece(text)
 
     def close(self) -> None:
-        """Cancels the rest of the text. From any thread; for one that waits for a piece the stream ends."""
+        """Cancels the rest of the text, from any thread; a thread that waits for a piece finds its end."""
         if self.is_open:
             self.is_open = False
             self.result.finish_reason = self.result.finish_reason or "cancelled"

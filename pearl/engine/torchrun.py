@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADDRESS, _DIRECTORY, _CLOSED, _FAILED = (
-    "address",
-    "directory",
-    "closed",
-    "failed",
-)  # keys in the store
+# Keys in the store
+_ADDRESS = "address"
+_DIRECTORY = "directory"
+_CLOSED = "closed"
+_FAILED = "failed"
+
 _POLL_SECONDS = 0.5
 
 
@@ -53,11 +53,9 @@ def check_world(config: EngineConfig) -> None:
     """Raises `ConfigError` unless there is a process for each model; it launches all workers of its model."""
     world = int(os.environ["WORLD_SIZE"])
     if world != 2 or not config.has_draft:
-        remedy = (
-            "Start it with --nproc-per-node 2"
-            if config.has_draft
-            else "Start `python -m pearl` directly"
-        )
+        remedy = "Start `python -m pearl` directly"
+        if config.has_draft:
+            remedy = "Start it with --nproc-per-node 2"
         raise ConfigError(
             f"torchrun started {world} processes; PEARL takes one for the target and one for the draft, however many "
             f"devices share a model. {remedy}"
@@ -83,7 +81,7 @@ def _store() -> TorchrunStore:
 
 
 class TorchrunLauncher(LocalLauncher):
-    """Rank 0's: the other rank launches the draft."""
+    """Launches the target on rank 0; the other rank launches the draft."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._store = _store()
@@ -96,8 +94,9 @@ class TorchrunLauncher(LocalLauncher):
         return address
 
     def _check_others(self) -> None:
-        if (why := self._store.peek(_FAILED)) is not None:
-            kind, _, message = why.partition(":")
+        failure = self._store.peek(_FAILED)
+        if failure is not None:
+            kind, _, message = failure.partition(":")
             raise error_named(kind)(message)
 
     def lose(self) -> None:
@@ -109,7 +108,7 @@ class TorchrunLauncher(LocalLauncher):
         super().close()
 
     def _report_closed(self) -> None:
-        """To the other rank, which then ends its worker."""
+        """Tells the other rank that the engine is closed; it then ends its worker."""
         try:
             self._store.set(_CLOSED, "yes")
         except TransportError:
@@ -117,7 +116,7 @@ class TorchrunLauncher(LocalLauncher):
 
 
 def serve(config: EngineConfig, progress: Progress) -> None:
-    """Rank 1: keeps the draft running until rank 0 closes the engine. Raises the worker's start error.
+    """Keeps the draft running on rank 1 until rank 0 closes the engine. Raises the worker's start error.
 
     torchrun authenticates nobody, so what the store holds is checked before it is used.
     """
@@ -160,7 +159,7 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
 
 @contextmanager
 def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
-    """Rank 0's on the same host; on another host one of this rank's own, removed at the end.
+    """Yields rank 0's directory on the same host; on another host a new one, removed at the end.
 
     Raises `StartError` if rank 0 is not where the configuration says.
     """
@@ -189,9 +188,8 @@ def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineC
         if not keeper.worker.alive or time.monotonic() > deadline:
             try:
                 keeper.worker.wait_for("ready", time.monotonic() + 1.0)
-            except (
-                TransportError
-            ):  # the target that it connects to has failed, which rank 0 reports
+            except TransportError:
+                # The target that it connects to has failed, which rank 0 reports.
                 if not _is_closed(store):
                     raise
 

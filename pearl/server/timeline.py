@@ -13,7 +13,7 @@ from typing import Any
 
 from pearl.engine.recording import Recording
 from pearl.errors import PearlError
-from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
+from pearl.trace.recorder import LOOP, TraceRecord, part_paths, records_since, role_of
 
 MOST_BYTES = 256 << 20  # of one recording, on disk
 _EVERY = 0.2  # seconds between two reads
@@ -83,7 +83,7 @@ def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
     return sorted(events, key=lambda event: float(event["to"]))
 
 
-def _shown(role: str, record: Record) -> list[Event]:
+def _shown(role: str, record: TraceRecord) -> list[Event]:
     """Return the events of a record: a forward, other work or a wait, and the sources of committed tokens.
 
     Their times are milliseconds of the machine's monotonic clock.

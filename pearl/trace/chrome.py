@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.spec.control import ON_ONE_HOST
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
-from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
+from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, TraceRecord, part_paths
 
 VERSION = 11  # of the metadata under "pearl_trace"
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
@@ -30,7 +30,9 @@ DRAFTED = {
     DISCARDED: "draft token unused",
 }
 _MAX_HELD = 1000  # records of one wait
-VERDICT, REJECTION = "verdict", "verdict: rejection"  # arrows
+# Names of arrows
+VERDICT = "verdict"
+REJECTION = "verdict: rejection"
 
 Event = dict[str, Any]
 
@@ -53,12 +55,14 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
         targets = [part for part in parts if part.header["role"] == "target"]
         if not targets:
             raise TraceError(f"there is nothing to make {trace} of: {why}")
-        last = max(targets, key=lambda part: int(part.header["opened"]))
-        parts = [part for part in parts if part.header["run"] == last.header["run"]]
-        is_half = lacks_draft(last.header["config"], [part.header["role"] for part in parts])
+        target = max(targets, key=lambda part: int(part.header["opened"]))
+        parts = [part for part in parts if part.header["run"] == target.header["run"]]
+        roles = [part.header["role"] for part in parts]
+        is_complete = not lacks_draft(target.header["config"], roles)
         write(trace, parts)
-    for part in [] if is_half else parts:
-        part.path.unlink(missing_ok=True)
+    if is_complete:
+        for part in parts:
+            part.path.unlink(missing_ok=True)
 
 
 def lacks_draft(config: Any, roles: list[str]) -> bool:
@@ -83,6 +87,26 @@ def write(trace: Path, parts: list[Part]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+class _Clock(NamedTuple):
+    """What to add to a part's times, and how far that may be off, in nanoseconds."""
+
+    offset: int
+    uncertainty: int
+
+
+class _Place(NamedTuple):
+    """A time, in nanoseconds, on a track of a process."""
+
+    process: int
+    track: int
+    time: int
+
+
+def _order(part: Part) -> tuple[bool, int]:
+    """The target's part comes first, then the drafts' as they started."""
+    return part.header["role"] != "target", part.header["opened"]
+
+
 class _Merged:
     """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
@@ -91,14 +115,12 @@ class _Merged:
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts = sorted(
-            parts, key=lambda part: (part.header["role"] != "target", part.header["opened"])
-        )
-        self._clocks = [
-            self._clock(part) for part in self._parts
-        ]  # of each, nanoseconds to add, and uncertainty
-        opened = (int(part.header["opened"]) for part in self._parts)
-        self._base = min(at + offset for at, (offset, _) in zip(opened, self._clocks, strict=True))
+        self._parts = sorted(parts, key=_order)
+        self._clocks = [self._clock(part) for part in self._parts]
+        starts = []
+        for part, clock in zip(self._parts, self._clocks, strict=True):
+            starts.append(int(part.header["opened"]) + clock.offset)
+        self._base = min(starts)
         self._outcomes = Outcomes()
         self._sent: dict[tuple[Any, ...], int] = {}  # message -> when it was sent
         self._rejections: set[tuple[Any, ...]] = set()  # verdicts that correct a draft token
@@ -107,119 +129,125 @@ class _Merged:
             for record in self._records(number):
                 self._link(record, is_target=number == 0)
 
-    def _clock(self, part: Part) -> tuple[int, int]:
-        """0, 0 on the target's machine. Otherwise, as NTP does, from the target's ping with the shortest round trip:
-        the answer was stamped halfway, give or take half of the round trip.
+    def _clock(self, part: Part) -> _Clock:
+        """Align the clock of a part with the target's; on the target's machine they are the same.
+
+        As NTP does, take the ping with the shortest round trip. Its answer was stamped halfway, give or take half of
+        the round trip: offset = (sent + returned) / 2 - received.
         """
         if part.header["boot"] == self._parts[0].header["boot"]:
-            return 0, 0
-        pings = [(one.end, one.args) for one in self._parts[0].records() if one.kind == "clock"]
-        if not pings:
+            return _Clock(0, 0)
+        clocks = []
+        for record in self._parts[0].records():
+            if record.kind == "clock":
+                sent = record.args["sent"]
+                offset = (record.end + sent) // 2 - record.args["received"]
+                clocks.append((record.end - sent, offset))
+        if not clocks:
             raise TraceError(
                 f"{part.path}: from another machine, and without clock pings its clock cannot be aligned"
             )
-        round_trip, offset = min(
-            (end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings
-        )
-        return offset, round_trip // 2
+        round_trip, offset = min(clocks)
+        return _Clock(offset, round_trip // 2)
 
-    def _records(self, number: int) -> Iterator[Record]:
+    def _records(self, number: int) -> Iterator[TraceRecord]:
         """The records of a part, by its number."""
-        offset = self._clocks[number][0]
+        offset = self._clocks[number].offset
         for record in self._parts[number].records():
             record.start += offset
             record.end += offset
             if record.kind != "clock":
                 yield record
 
-    def _link(self, record: Record, is_target: bool) -> None:
+    def _link(self, record: TraceRecord, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
             if args["message"][1] is not None:  # the message of a request: its identity is unique
                 self._sent[tuple(args["message"])] = record.start
         elif is_target:
             if record.name == "decide" and is_rejection(args):
-                verdicts = messages(args, "Send", "Verdict")
-                self._rejections |= {
-                    ("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts
-                }
+                for verdict in messages(args, "Send", "Verdict"):
+                    identity = "Verdict", verdict["request"], verdict["epoch"], verdict["start"]
+                    self._rejections.add(identity)
             self._outcomes.learn(record)
 
     def events(self) -> Iterator[Event]:
-        """The second reading."""
+        """Yield the events of all parts; this is the second reading."""
         for number, part in enumerate(self._parts):
-            process, header, tracks = number + 1, part.header, set()
-            yield _about(
-                "process_name", process, 0, name=f"{header['role']} (process {header['pid']})"
-            )
-            yield _about(
-                "process_labels", process, 0, labels=f"{header['host']}, {header['machine']}"
-            )
+            process = number + 1
+            header = part.header
+            name = f"{header['role']} (process {header['pid']})"
+            labels = f"{header['host']}, {header['machine']}"
+            yield _about("process_name", process, 0, name=name)
+            yield _about("process_labels", process, 0, labels=labels)
             yield _about("process_sort_index", process, 0, sort_index=number)
             records = split_waits(self._records(number), self._sent)
-            for event in (
-                self._draft_events(records, process) if number else self._target_events(records)
-            ):
-                tracks |= {event["tid"]} if event["ph"] == "X" else set()
+            if number == 0:
+                events = self._target_events(records)
+            else:
+                events = self._draft_events(records, process)
+            tracks = set()
+            for event in events:
+                if event["ph"] == "X":
+                    tracks.add(event["tid"])
                 yield event
             for track in sorted(tracks):
                 yield _about("thread_name", process, track, name=TRACKS[track])
                 yield _about("thread_sort_index", process, track, sort_index=track)
 
-    def _target_events(self, records: Iterable[Record]) -> Iterator[Event]:
+    def _target_events(self, records: Iterable[TraceRecord]) -> Iterator[Event]:
         for record in records:
             yield from self._slice(record, 1)
-            if record.name == "decide" and (trouble := incident(record.args["event"])):
-                yield {
-                    "ph": "i",
-                    "s": "g",
-                    "name": trouble,
-                    "pid": 1,
-                    "tid": LOOP,
-                    "ts": self._us(record.end),
-                }
+            if record.name == "decide":
+                name = incident(record.args["event"])
+                if name is not None:
+                    time = self._us(record.end)
+                    yield {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": LOOP, "ts": time}
 
-    def _draft_events(self, records: Iterable[Record], process: int) -> Iterator[Event]:
-        forward: Record | None = None  # held until the outcomes of its tokens are known
+    def _draft_events(self, records: Iterable[TraceRecord], process: int) -> Iterator[Event]:
+        forward: TraceRecord | None = None  # held until the outcomes of its tokens are known
         awaited = 0  # decisions still to come on what it drafted
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
                 if forward is not None:
                     yield from self._slice(forward, process)
-                forward, awaited = record, len(record.args.get("requests", (0,)))
+                forward = record
+                awaited = len(record.args.get("requests", (0,)))
                 continue
             if record.name == "decide":
                 self._outcomes.read(record.args["event"])
-            if (
-                forward is not None
-                and record.name == "decide"
-                and record.args["event"]["type"] == "Drafted"
-            ):
-                forward = self._drafted(forward, record.args)
-                awaited -= 1
-                if awaited == 0:
-                    yield from self._slice(forward, process)
-                    forward = None
+                if forward is not None and record.args["event"]["type"] == "Drafted":
+                    forward = self._drafted(forward, record.args)
+                    awaited -= 1
+                    if awaited == 0:
+                        yield from self._slice(forward, process)
+                        forward = None
             yield from self._slice(record, process)
-            for message in map(tuple, record.args["messages"]) if record.name == "read" else ():
-                if message[0] == "Verdict" and message in self._sent:
-                    name = REJECTION if message in self._rejections else VERDICT
-                    there = process, record.track, record.middle
-                    yield from self._flow(name, (1, LOOP, self._sent[message]), there)
+            if record.name == "read":
+                yield from self._verdicts(record, process)
         if forward is not None:
             yield from self._slice(forward, process)
 
-    def _drafted(self, forward: Record, decision: dict[str, Any]) -> Record:
+    def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
+        """Arrows from where the target sent verdicts to where `record` read them."""
+        for message in map(tuple, record.args["messages"]):
+            if message[0] == "Verdict" and message in self._sent:
+                name = REJECTION if message in self._rejections else VERDICT
+                start = _Place(1, LOOP, self._sent[message])
+                yield from self._flow(name, start, _Place(process, record.track, record.middle))
+
+    def _drafted(self, forward: TraceRecord, decision: dict[str, Any]) -> TraceRecord:
         """A forward with the outcomes of the tokens drafted in it."""
         args = dict(forward.args)
         for message in messages(decision, "Send", "DraftTokens"):
-            if outcomes := self._outcomes.of(message):  # else its token was withheld
+            outcomes = self._outcomes.of(message)
+            if outcomes:  # else its token was withheld
                 drafted = "fates" if message["after"] is None else "branches"
-                args[drafted] = [*args.get(drafted, ()), *outcomes]
+                args[drafted] = args.get(drafted, []) + outcomes
         return replace(forward, args=args)
 
-    def _slice(self, record: Record, process: int) -> Iterator[Event]:
-        """A slice of a track; a request begins and ends beside them."""
+    def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
+        """The event of a record that lies on a track; a request lies on none and gives two events, begin and end."""
         if record.kind == "whole":
             event = {
                 "name": record.name,
@@ -231,70 +259,65 @@ class _Merged:
             yield event | {"ph": "b", "ts": self._us(record.start), "args": record.args}
             yield event | {"ph": "e", "ts": self._us(record.end)}
             return
-        is_wait = record.kind == "wait"
-        name = f"wait: {record.name}" if is_wait else record.name
+        name = record.name
+        if record.kind == "wait":
+            name = f"wait: {name}"
+        elif name == "draft" and "fates" in record.args:
+            name = DRAFTED[record.args["fates"][0]]
         event = {
             "ph": "X",
-            "name": DRAFTED[record.args["fates"][0]]
-            if name == "draft" and "fates" in record.args
-            else name,
+            "name": name,
             "cat": record.kind,
             "pid": process,
             "tid": record.track,
             "ts": self._us(record.start),
             "dur": (record.end - record.start) / 1000,
         }
-        yield event if is_wait or not record.args else event | {"args": record.args}
+        if record.kind != "wait" and record.args:
+            event["args"] = record.args
+        yield event
 
-    def _flow(
-        self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]
-    ) -> Iterator[Event]:
-        """An arrow between two slices, each given as process, track and a time within it."""
-        number = next(self._ids)
-        start = (
-            *start[:2],
-            min(start[2], end[2]),
-        )  # a message may be read before its sender returns from sending
-        for phase, (process, track, at) in (("s", start), ("f", end)):
-            event = {
-                "ph": phase,
-                "name": name,
-                "cat": "flow",
-                "id": number,
-                "pid": process,
-                "tid": track,
-            }
-            yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})
+    def _flow(self, name: str, start: _Place, end: _Place) -> Iterator[Event]:
+        """An arrow from one slice to another; each place lies within its slice."""
+        arrow = {"name": name, "cat": "flow", "id": next(self._ids)}
+        # A message may be read before its sender returns from sending.
+        time = self._us(min(start.time, end.time))
+        yield arrow | {"ph": "s", "pid": start.process, "tid": start.track, "ts": time}
+        time = self._us(end.time)
+        yield arrow | {"ph": "f", "pid": end.process, "tid": end.track, "ts": time, "bp": "e"}
 
     def _us(self, ns: int) -> float:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
         """The document without its events."""
-        workers = [
-            {
-                "process": number,
-                **{
-                    k: v
-                    for k, v in part.header.items()
-                    if k not in ("config", "versions", "run", "opened")
-                },
-                "clock_offset_ns": offset,
-                "clock_uncertainty_ns": uncertainty,
-                "ended": part.end
-                is not None,  # else it was killed: the last quarter of a second may be missing
-            }
-            for number, (part, (offset, uncertainty)) in enumerate(
-                zip(self._parts, self._clocks, strict=True), start=1
-            )
-        ]
-        config, versions = (self._parts[0].header[name] for name in ("config", "versions"))
-        metadata = {"pearl_trace": VERSION, "clock": "monotonic", "base_ns": self._base}
+        workers: list[dict[str, Any]] = []
+        for part, clock in zip(self._parts, self._clocks, strict=True):
+            worker = {"process": len(workers) + 1} | part.header
+            for name in ("config", "versions", "run", "opened"):
+                worker.pop(name, None)
+            worker["clock_offset_ns"] = clock.offset
+            worker["clock_uncertainty_ns"] = clock.uncertainty
+            # A worker that was killed lacks up to the last quarter of a second.
+            worker["ended"] = part.end is not None
+            workers.append(worker)
+        header = self._parts[0].header
         return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
-            "distributedInfo": {"rank": 0, "world_size": 1, "backend": config["tensors"]},
-            "metadata": {**metadata, "config": config, "versions": versions, "workers": workers},
+            "distributedInfo": {
+                "rank": 0,
+                "world_size": 1,
+                "backend": header["config"]["tensors"],
+            },
+            "metadata": {
+                "pearl_trace": VERSION,
+                "clock": "monotonic",
+                "base_ns": self._base,
+                "config": header["config"],
+                "versions": header["versions"],
+                "workers": workers,
+            },
         }
 
 
@@ -302,8 +325,9 @@ def incident(event: dict[str, Any]) -> str | None:
     """A note on a failure or a recovery; None for other events."""
     match event["type"]:
         case "DraftGone":
-            alone = event.get("request") is not None
-            return f"{'the draft cannot go on with this request' if alone else 'draft lost'}: {event['reason']}"
+            if event.get("request") is None:
+                return f"draft lost: {event['reason']}"
+            return f"the draft cannot go on with this request: {event['reason']}"
         case "DraftJoined":
             return "a draft joins"
         case "Resync":
@@ -313,27 +337,39 @@ def incident(event: dict[str, Any]) -> str | None:
     return None
 
 
-def committed(decision: dict[str, Any]) -> list[tuple[int, list[str]]]:
-    """The tokens that a decision of the target commits: each request, and the source of each of its tokens."""
-    return [(m["request"], m["provenance"]) for m in messages(decision, "Deliver", "Committed")]
+class CommittedSources(NamedTuple):
+    """The source of each token that a decision commits to a request."""
+
+    request: int
+    sources: list[str]
+
+
+def committed(decision: dict[str, Any]) -> list[CommittedSources]:
+    """The tokens that a decision of the target commits, by request."""
+    return [
+        CommittedSources(message["request"], message["provenance"])
+        for message in messages(decision, "Deliver", "Committed")
+    ]
 
 
 def is_rejection(decision: dict[str, Any]) -> bool:
     """Whether a decision of the target corrects a draft token."""
-    return any("corrected" in provenance for _, provenance in committed(decision))
+    return any("corrected" in text.sources for text in committed(decision))
 
 
-def _about(what: str, process: int, track: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": track, "ts": 0, "args": args}
+def _about(name: str, process: int, track: int, /, **args: Any) -> Event:
+    return {"ph": "M", "name": name, "pid": process, "tid": track, "ts": 0, "args": args}
 
 
-def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
+def split_waits(
+    records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
+) -> Iterator[TraceRecord]:
     """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
 
     Messages after which the loop still waits (the first tokens of a window) interrupt a wait; the last one counts. If
     that one came from a consumer the wait is not split: messages of an ended request change nothing.
     """
-    held: list[Record] = []
+    held: list[TraceRecord] = []
     for record in records:
         works = record.kind == "busy" and record.track == LOOP and record.name != "decide"
         if works or len(held) >= _MAX_HELD:
@@ -346,19 +382,18 @@ def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) 
     yield from _split(held, sent)
 
 
-def _split(held: list[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
-    messages = (
-        tuple(record.args.get("by", ())) for record in reversed(held) if record.kind == "wait"
-    )
-    time = sent.get(
-        next((message for message in messages if message and message[1] is not None), ())
-    )
+def _split(held: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]) -> Iterator[TraceRecord]:
+    time = None  # when the last message of a request was sent
+    for record in held:
+        message = tuple(record.args.get("by", ()))
+        if record.kind == "wait" and message and message[1] is not None:
+            time = sent.get(message)
     for record in held:
         if record.kind != "wait" or time is None:
             yield record
             continue
-        at = min(max(time, record.start), record.end)
-        if record.start < at or at == record.end:
-            yield replace(record, end=at)
-        if at < record.end:
-            yield replace(record, start=at, name=TRANSPORT)
+        middle = min(max(time, record.start), record.end)
+        if record.start < middle or middle == record.end:
+            yield replace(record, end=middle)
+        if middle < record.end:
+            yield replace(record, start=middle, name=TRANSPORT)

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pearl.colours import SOURCES, WORK
 from pearl.errors import ConfigError, TraceError, installing
 from pearl.trace.chrome import committed
-from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
+from pearl.trace.reading import VERIFICATIONS, Arrow, RunTrace, Slice
 
 _STEPS = 12  # verification forwards shown by default
-_PAUSE = (
-    1e-3  # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
-)
-_VERDICTS = {  # is it a rejection -> colour, meaning
-    False: ("#333333", "verdict: all accepted"),
-    True: (WORK["rejected"][0], "verdict: a draft token rejected"),
+# seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
+_PAUSE = 1e-3
+
+
+class _Look(NamedTuple):
+    """The colour of a bar or an arrow, and what it means."""
+
+    colour: str
+    meaning: str
+
+
+_WORK = {name: _Look(colour, meaning) for name, (colour, meaning) in WORK.items()}
+_SOURCES = {
+    source: _Look(colour, f"in the text: {meaning}")
+    for source, (colour, meaning) in SOURCES.items()
 }
-_IN_TEXT = {
-    source: (colour, f"in the text: {meaning}") for source, (colour, meaning) in SOURCES.items()
-}
+_ACCEPTANCE = _Look("#333333", "verdict: all accepted")
+_REJECTION = _Look(_WORK["rejected"].colour, "verdict: a draft token rejected")
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
 _STEP = 1.1  # between the middles of two rows
@@ -46,125 +54,166 @@ class Bar:
         return self.end - self.start
 
 
+class Commit(NamedTuple):
+    """When tokens became part of the text, and the source of each."""
+
+    time: float
+    sources: list[str]
+
+
+class Shares(NamedTuple):
+    """Shares of a time, from 0 to 1."""
+
+    work: float
+    wait: float
+
+
 @dataclass(frozen=True)
 class Chart:
-    """Bars of each worker, verdicts and commits. Times in seconds from the start of the first request.
-
-    Attributes:
-        commits: time, and the source of each token that became part of the text.
-    """
+    """Bars of each worker, verdicts and commits. Times in seconds from the start of the first request."""
 
     start: float
     end: float
     rows: dict[str, list[Bar]]
     verdicts: list[Arrow]
-    commits: list[tuple[float, list[str]]]
+    commits: list[Commit]
     method: str
     models: str
 
     @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
     def tokens(self) -> int:
-        return sum(len(sources) for _, sources in self.commits)
+        return sum(len(commit.sources) for commit in self.commits)
 
     @property
     def rate(self) -> float:
         """Tokens per second of the time shown, the prefill included."""
-        return self.tokens / (self.end - self.start)
+        return self.tokens / self.seconds
 
-    def shares(self, row: str) -> tuple[float, float]:
-        """Shares of the time shown that a worker worked and waited."""
+    def shares(self, row: str) -> Shares:
+        """Shares of the time shown in which a worker works and waits."""
+        total = sum(bar.seconds for bar in self.rows[row])
         wait = sum(bar.seconds for bar in self.rows[row] if bar.look == "wait")
-        work = sum(bar.seconds for bar in self.rows[row] if bar.look != "wait")
-        return work / (self.end - self.start), wait / (self.end - self.start)
+        return Shares((total - wait) / self.seconds, wait / self.seconds)
 
 
-def chart(trace: Trace, start: float | None = None, seconds: float | None = None) -> Chart:
+def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
     """Part of a run, from `start` seconds after the first request began; by default the first steps.
 
     Raises `ConfigError` where the run has no work in that time.
     """
-    zero, at = trace.start, start or 0.0
-    length = trace.end - zero
-    if not 0 <= at < length or (seconds is not None and seconds <= 0):
-        wanted = f"from {at:g} s on" + (f" for {seconds:g} s" if seconds is not None else "")
-        raise ConfigError(f"nothing to show {wanted}: the run is {length:.3f} s long")
-    end = min(at + (seconds or _first_steps(trace, at)), length)
-
-    def cut(slices: Iterable[Slice]) -> list[Bar]:
-        bars = (bar for one in slices for bar in _bars(one, zero))
-        return [
-            Bar(max(bar.start, at), min(bar.end, end), bar.look, bar.cause)
-            for bar in bars
-            if bar.end > at and bar.start < end
-        ]
-
-    workers = {"target": trace.target, "draft": trace.draft}
-    verdicts = [Arrow(v.sent - zero, v.read - zero, v.is_rejection) for v in trace.verdicts]
+    length = trace.end - trace.start
+    if not 0 <= start < length or (seconds is not None and seconds <= 0):
+        span = f"from {start:g} s on"
+        if seconds is not None:
+            span += f" for {seconds:g} s"
+        raise ConfigError(f"nothing to show {span}: the run is {length:.3f} s long")
+    end = min(start + (seconds or _first_steps(trace, start)), length)
+    rows = {"target": _row_bars(trace.target, trace.start, start, end)}
+    if trace.draft:
+        rows["draft"] = _row_bars(trace.draft, trace.start, start, end)
+    config = trace.metadata["config"]
     return Chart(
-        at,
-        end,
-        {name: cut(slices) for name, slices in workers.items() if slices},
-        [arrow for arrow in verdicts if at <= arrow.sent <= end],
-        [
-            (one.end - zero, [source for _, sources in commits for source in sources])
-            for one in trace.target
-            if one.name == "decide"
-            and at <= one.end - zero <= end
-            and (commits := committed(one.args))
-        ],
-        _method(trace),
-        f"target {trace.metadata['config']['target']}, draft {trace.metadata['config']['draft']}",
+        start=start,
+        end=end,
+        rows=rows,
+        verdicts=_verdicts(trace, start, end),
+        commits=_commits(trace, start, end),
+        method=_method(trace),
+        models=f"target {config['target']}, draft {config['draft']}",
     )
 
 
 def charts(
-    traces: Sequence[Trace], start: float | None = None, seconds: float | None = None
+    traces: Sequence[RunTrace], start: float | None = None, seconds: float | None = None
 ) -> list[Chart]:
-    """As `chart`, the same time of each run; by default the first steps of the run with shorter steps."""
-    seconds = seconds or min(_first_steps(trace, start or 0.0) for trace in traces)
+    """Chart the same time of each run; by default the first steps of the run with the shortest steps."""
+    start = start or 0.0
+    seconds = seconds or min(_first_steps(trace, start) for trace in traces)
     return [chart(trace, start, seconds) for trace in traces]
 
 
-def _method(trace: Trace) -> str:
+def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) -> list[Bar]:
+    """A worker's bars, clipped to [`start`, `end`]. `zero`: when the first request began."""
+    bars = []
+    for piece in slices:
+        for bar in _bars(piece, zero):
+            if bar.end > start and bar.start < end:
+                bars.append(replace(bar, start=max(bar.start, start), end=min(bar.end, end)))
+    return bars
+
+
+def _verdicts(trace: RunTrace, start: float, end: float) -> list[Arrow]:
+    arrows = []
+    for verdict in trace.verdicts:
+        sent = verdict.sent - trace.start
+        if start <= sent <= end:
+            arrows.append(Arrow(sent, verdict.read - trace.start, verdict.is_rejection))
+    return arrows
+
+
+def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
+    commits = []
+    for decision in trace.target:
+        time = decision.end - trace.start
+        if decision.name == "decide" and start <= time <= end:
+            sources = [source for text in committed(decision.args) for source in text.sources]
+            if sources:
+                commits.append(Commit(time, sources))
+    return commits
+
+
+def _method(trace: RunTrace) -> str:
     """The method, and the guesses used with it if all requests use the same."""
-    known = {
+    names = {
         "look_ahead": "look-ahead",
         "draft_lookup": "lookup",
         "branches": "branches",
         "siblings": "siblings",
     }
-    options = [request.args.get("options", {}) for request in trace.requests]
-    used = {", ".join(word for name, word in known.items() if each.get(name)) for each in options}
-    if len(used) > 1 or trace.method != "pearl":
+    guesses = set()
+    for request in trace.requests:
+        options = request.args.get("options", {})
+        guesses.add(", ".join(word for name, word in names.items() if options.get(name)))
+    if len(guesses) > 1 or trace.method != "pearl":
         return trace.method
-    return f"pearl with {guesses}" if (guesses := used.pop()) else "pearl as published"
+    words = guesses.pop()
+    return f"pearl with {words}" if words else "pearl as published"
 
 
-def _first_steps(trace: Trace, at: float) -> float:
-    """How many seconds the first steps take that begin `at` seconds after the first request, or later."""
-    since = trace.start + at
-    steps = [s.end for s in trace.target if s.name in VERIFICATIONS and s.start >= since][:_STEPS]
-    return (steps[-1] if steps else trace.end) - since
+def _first_steps(trace: RunTrace, start: float) -> float:
+    """Seconds from `start` to the end of the first steps that begin then or later; `start`: after the first request."""
+    start += trace.start
+    steps = [s.end for s in trace.target if s.name in VERIFICATIONS and s.start >= start][:_STEPS]
+    end = steps[-1] if steps else trace.end
+    return end - start
 
 
-def _bars(one: Slice, zero: float) -> list[Bar]:
+def _bars(piece: Slice, zero: float) -> list[Bar]:
     """The bars of a slice: a forward that drafted several tokens has one for each."""
-    if one.kind == "wait":
-        return [Bar(one.start - zero, one.end - zero, "wait", one.name.removeprefix("wait: "))]
-    looks = one.args.get("fates", [one.name if one.name in WORK else "other"])
-    ends = [one.start - zero + one.seconds * i / len(looks) for i in range(len(looks) + 1)]
-    return [Bar(*span, each) for span, each in zip(pairwise(ends), looks, strict=True)]
+    start = piece.start - zero
+    if piece.kind == "wait":
+        return [Bar(start, piece.end - zero, "wait", piece.name.removeprefix("wait: "))]
+    looks = piece.args.get("fates", [piece.name if piece.name in WORK else "other"])
+    bars = []
+    for number, look in enumerate(looks, start=1):
+        end = piece.start - zero + piece.seconds * number / len(looks)
+        bars.append(Bar(start, end, look))
+        start = end
+    return bars
 
 
 def _joined(bars: Sequence[Bar]) -> list[Bar]:
-    """Without work too short to see; waits that only this separates are one, of the longer one's cause."""
+    """Drop work too short to see, and join the waits that only such work separates; the longer wait names the cause."""
     joined: list[Bar] = []
     for bar in bars:
-        last = joined[-1] if joined else None
-        if last is not None and bar.look == last.look == "wait" and bar.start - last.end < _PAUSE:
-            joined[-1] = Bar(
-                last.start, bar.end, "wait", max(last, bar, key=lambda wait: wait.seconds).cause
-            )
+        wait = joined[-1] if joined and joined[-1].look == "wait" else None
+        if wait is not None and bar.look == "wait" and bar.start - wait.end < _PAUSE:
+            cause = bar.cause if bar.seconds > wait.seconds else wait.cause
+            joined[-1] = replace(wait, end=bar.end, cause=cause)
         elif bar.look != "other" or bar.seconds >= _PAUSE:
             joined.append(bar)
     return joined
@@ -183,23 +232,32 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         raise TraceError(f"drawing this needs matplotlib: {installing('plot')}") from None
     figure = Figure(figsize=(13, 1.9 + 2.6 * len(charts)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    seconds = max(chart.end - chart.start for chart in charts)
-    most = max((len(sources) for chart in charts for _, sources in chart.commits), default=1)
-    legend: dict[str, Any] = {}
+    seconds = max(chart.seconds for chart in charts)
+    commits = chain.from_iterable(chart.commits for chart in charts)
+    max_tokens = max((len(commit.sources) for commit in commits), default=1)
+    handles: dict[str, Any] = {}  # by label
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        _panel(axes, chart, seconds, most, charts[0])
-        legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    legend |= {
-        label: Line2D([], [], color=colour, marker="v", markersize=5)
-        for colour, label in _VERDICTS.values()
-    }
+        _panel(axes, chart, seconds, max_tokens)
+        title = f"{chart.method}: {chart.tokens} tokens in {chart.seconds:.2f} s"
+        if chart is not charts[0] and charts[0].tokens:
+            title += f", {chart.rate / charts[0].rate:.2f} times as fast as {charts[0].method}"
+        axes.set_title(title, loc="left", fontsize=12, weight="bold")
+        artists, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, artists, strict=True))
+    for colour, label in (_ACCEPTANCE, _REJECTION):
+        handles[label] = Line2D([], [], color=colour, marker="v", markersize=5)
     axes.set_xlabel("seconds since the request began")
-    title = "\n".join(dict.fromkeys(chart.models for chart in charts))
-    form = {"frameon": False, "fontsize": 8.5, "title": title, "title_fontsize": 8}
-    labels = [label for _, label in (*WORK.values(), *_VERDICTS.values(), *_IN_TEXT.values())]
-    labels = [label for label in labels if label in legend]
+    looks = chain(_WORK.values(), (_ACCEPTANCE, _REJECTION), _SOURCES.values())
+    labels = [look.meaning for look in looks if look.meaning in handles]
     figure.legend(
-        [legend[label] for label in labels], labels, loc="outside lower center", ncols=4, **form
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        title="\n".join(dict.fromkeys(chart.models for chart in charts)),
+        title_fontsize=8,
     )
     try:
         figure.savefig(path, format="png")
@@ -207,94 +265,98 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         raise TraceError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> None:
+def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
     """A row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
 
     Args:
-        most: tokens of the largest step of the picture.
-        first: the chart of the first panel, whose rate that of the others is compared with.
+        max_tokens: tokens of the largest step of the picture.
     """
-    for row, bars in enumerate(chart.rows.values()):
-        _row(axes, bars, row * _STEP, seconds)
+    ticks = []
+    labels = []
+    for number, (name, bars) in enumerate(chart.rows.items()):
+        shares = chart.shares(name)
+        ticks.append(number * _STEP)
+        labels.append(f"{name}\nworks {shares.work:.0%}, waits {shares.wait:.0%}")
+        _row(axes, bars, number * _STEP, seconds)
     for verdict in chart.verdicts:
-        line = {
-            "arrowstyle": "-|>",
-            "linewidth": 1.2,
-            "shrinkA": 0,
-            "shrinkB": 0,
-            "mutation_scale": 9,
-        }
-        line["color"] = _VERDICTS[verdict.is_rejection][0]
-        ends = {
-            "xytext": (verdict.sent, _HALF),
-            "xy": (min(verdict.read, chart.end), _STEP - _HALF),
-        }
-        axes.annotate("", **ends, arrowprops=line, annotation_clip=True)
+        _arrow(axes, verdict, chart.end)
     ground = (len(chart.rows) - 1) * _STEP + _HALF + 0.35 + _TEXT
-    _text(axes, chart.commits, seconds, ground, _TEXT / most)
-    labels = [
-        f"{name}\nworks {{:.0%}}, waits {{:.0%}}".format(*chart.shares(name)) for name in chart.rows
-    ]
-    places = [row * _STEP for row in range(len(labels))]
-    axes.set_yticks(
-        [*places, ground - _TEXT / 2], [*labels, "tokens added\nto the text"], fontsize=9
-    )
+    _text(axes, chart.commits, seconds, ground, _TEXT / max_tokens)
+    ticks.append(ground - _TEXT / 2)
+    labels.append("tokens added\nto the text")
+    axes.set_yticks(ticks, labels, fontsize=9)
     axes.set_ylim(ground, -0.5)
     axes.set_xlim(chart.start, chart.start + seconds)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    title = f"{chart.method}: {chart.tokens} tokens in {chart.end - chart.start:.2f} s"
-    if chart is not first and first.tokens:
-        title += f", {chart.rate / first.rate:.2f} times as fast as {first.method}"
-    axes.set_title(title, loc="left", fontsize=12, weight="bold")
 
 
-def _draw(
-    axes: Any, bars: Iterable[Bar], place: tuple[float, float], look: tuple[str, str], **form: Any
-) -> None:
-    spans = [(bar.start, bar.seconds) for bar in bars]
-    axes.broken_barh(spans, place, facecolors=look[0], label=look[1], **form)
+def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
+    """A verdict, from the target's row to the draft's; one that is read after `end` is cut off there."""
+    look = _REJECTION if verdict.is_rejection else _ACCEPTANCE
+    form = {
+        "arrowstyle": "-|>",
+        "linewidth": 1.2,
+        "shrinkA": 0,
+        "shrinkB": 0,
+        "mutation_scale": 9,
+        "color": look.colour,
+    }
+    axes.annotate(
+        "",
+        xytext=(verdict.sent, _HALF),
+        xy=(min(verdict.read, end), _STEP - _HALF),
+        arrowprops=form,
+        annotation_clip=True,
+    )
 
 
-def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
+def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
     """A worker's bars; a wait names its cause: upright where it is short, not at all where it is very short."""
-    joined = _joined(bars)
-    for look in dict.fromkeys(bar.look for bar in joined):
-        form = {"linewidth": 0} if look in ("other", "wait") else _EDGE
-        _draw(
-            axes,
-            (bar for bar in joined if bar.look == look),
-            (at - _HALF, 2 * _HALF),
-            WORK[look],
-            **form,
-        )
-    for bar in (each for each in joined if each.look == "wait"):
-        place = (bar.start + bar.end) / 2, at
-        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
-        if bar.seconds / seconds > _CHARACTER * max(len(bar.cause), len("waits for")):
-            axes.text(*place, f"waits for\n{bar.cause}", fontsize=8, **middle)
-        elif bar.seconds / seconds > 2 * _CHARACTER:
-            axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **middle)
+    bars = _joined(bars)
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for bar in bars:
+        spans.setdefault(bar.look, []).append((bar.start, bar.seconds))
+    for name, pieces in spans.items():
+        form: dict[str, Any] = {"linewidth": 0} if name in ("other", "wait") else _EDGE
+        look = _WORK[name]
+        place = (middle - _HALF, 2 * _HALF)
+        axes.broken_barh(pieces, place, facecolors=look.colour, label=look.meaning, **form)
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
+    for bar in bars:
+        if bar.look == "wait":
+            share = bar.seconds / seconds
+            time = (bar.start + bar.end) / 2
+            if share > _CHARACTER * max(len(bar.cause), len("waits for")):
+                axes.text(time, middle, f"waits for\n{bar.cause}", fontsize=8, **centred)
+            elif share > 2 * _CHARACTER:
+                axes.text(time, middle, bar.cause, fontsize=6.5, rotation=90, **centred)
 
 
-def _text(
-    axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float
-) -> None:
+def _text(axes: Any, commits: list[Commit], seconds: float, ground: float, height: float) -> None:
     """The tokens of each commit as a pile of boxes of this height, with their number above."""
     has_room = len(commits) * 2 * _CHARACTER < 1
+    width = 1.6 * _CHARACTER * seconds
+    form = {"edgecolor": "white", "linewidth": 0.5}
     for time, sources in commits:
-        for i, source in enumerate(sources):
-            box = Bar(time, time + 1.6 * _CHARACTER * seconds, source)
-            _draw(
-                axes,
-                [box],
-                (ground - (i + 1) * height, height),
-                _IN_TEXT[source],
-                edgecolor="white",
-                linewidth=0.5,
+        top = ground
+        for source in sources:
+            top -= height
+            look = _SOURCES[source]
+            axes.broken_barh(
+                [(time, width)],
+                (top, height),
+                facecolors=look.colour,
+                label=look.meaning,
+                **form,
             )
         if has_room:
-            place = time + 0.8 * _CHARACTER * seconds, ground - len(sources) * height - 0.03
             axes.text(
-                *place, f"+{len(sources)}", ha="center", va="bottom", fontsize=8, color="#333333"
+                time + width / 2,
+                top - 0.03,
+                f"+{len(sources)}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color="#333333",
             )

@@ -7,88 +7,104 @@ the draft prepares for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from pearl.trace.recorder import Record
+from pearl.trace.recorder import TraceRecord
 
-ACCEPTED, REJECTED, DISCARDED = "accepted", "rejected", "discarded"
+ACCEPTED = "accepted"
+REJECTED = "rejected"
+DISCARDED = "discarded"
 
-_Outcome = tuple[int, int]  # position, token
+
+class _Committed(NamedTuple):
+    """A token of the text, and its source."""
+
+    token: int
+    source: str
+
+
+class _Outcome(NamedTuple):
+    """A token that the target may commit at a position where the draft expects another."""
+
+    position: int
+    token: int
+
+
+_NOTHING = _Committed(-1, "")
 
 
 def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
     """Messages of a kind that a decision sends to the other worker ("Send") or to a front ("Deliver")."""
-    found = (each["message"] for each in decision.get("commands", ()) if each["type"] == command)
-    return (message for message in found if message["type"] == kind)
+    for step in decision.get("commands", ()):
+        if step["type"] == command and step["message"]["type"] == kind:
+            yield step["message"]
 
 
 class Outcomes:
     """First pass all records of the target to `learn`; then the draft's in order, events to `read`, tokens to `of`."""
 
     def __init__(self) -> None:
-        #: request -> position -> the token committed there, and its source
-        self._committed: dict[int, dict[int, tuple[int, str]]] = {}
-        self._text: dict[
-            int, dict[int, int]
-        ] = {}  # request -> position -> token, as the draft has the text
-        self._prepared: dict[
-            tuple[int, _Outcome], list[int]
-        ] = {}  # (request, outcome) -> tokens drafted for it
+        #: request -> position -> the token committed there
+        self._committed: dict[int, dict[int, _Committed]] = {}
+        #: request -> position -> token, as the draft has the text
+        self._text: dict[int, dict[int, int]] = {}
+        #: request -> outcome -> tokens drafted for it
+        self._prepared: dict[int, dict[_Outcome, list[int]]] = {}
 
-    def learn(self, record: Record) -> None:
+    def learn(self, record: TraceRecord) -> None:
         for message in messages(record.args, "Deliver", "Committed"):
             text = self._committed.setdefault(message["request"], {})
             tokens = zip(message["tokens"], message["provenance"], strict=True)
             for position, (token, source) in enumerate(tokens, message["start"]):
-                text[position] = token, source
+                text[position] = _Committed(token, source)
 
     def read(self, event: dict[str, Any]) -> None:
         """Apply an event of the draft to its text, as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
-            self._prepared = {
-                key: each for key, each in self._prepared.items() if key[0] != event["request"]
-            }
+            self._prepared.pop(event["request"], None)
         if event["type"] != "Verdict":
             return
         request = event["request"]
         text = self._text.setdefault(request, {})
-        for outcome in enumerate(event["tokens"], event["start"]):
-            position, token = outcome
+        for position, token in enumerate(event["tokens"], event["start"]):
             if text.get(position) != token:
-                text |= dict(
-                    enumerate([token, *self._prepared.get((request, outcome), [])], position)
-                )
-                self._prepared = {
-                    key: each for key, each in self._prepared.items() if key[0] != request
-                }
+                text[position] = token
+                prepared = self._prepared.pop(request, {}).get(_Outcome(position, token), [])
+                text |= dict(enumerate(prepared, position + 1))
 
     def of(self, message: dict[str, Any]) -> list[str]:
         """What became of each token of a DraftTokens message."""
-        request, start, tokens = message["request"], message["start"], message["tokens"]
-        branch = None if message["after"] is None else tuple(message["after"])
-        prefix = self._drafted(request, branch, start, tokens)
-        final = self._committed.get(request, {})
-        is_right = branch is None or final.get(branch[0], (None,))[0] == branch[1]
+        request = message["request"]
+        start = message["start"]
+        branch = None if message["after"] is None else _Outcome(*message["after"])
+        prefix = self._drafted(request, branch, start, message["tokens"])
+        is_right = branch is None or self._at(request, branch.position).token == branch.token
         for position in range(message["known"], start):
-            if position in prefix and (branch is None or position != branch[0]):
-                is_right = is_right and self._fate(request, position, prefix[position]) == ACCEPTED
-        found: list[str] = []
-        for position, token in enumerate(tokens, start):
-            fate = self._fate(request, position, token) if is_right else DISCARDED
-            is_right = fate == ACCEPTED
-            found.append(fate)
-        return found
+            if position in prefix and (branch is None or position != branch.position):
+                token = prefix[position]
+                is_right = is_right and self._outcome(request, position, token) == ACCEPTED
+        outcomes: list[str] = []
+        for position, token in enumerate(message["tokens"], start):
+            outcome = DISCARDED
+            if is_right:
+                outcome = self._outcome(request, position, token)
+            is_right = outcome == ACCEPTED
+            outcomes.append(outcome)
+        return outcomes
 
-    def _fate(self, request: int, position: int, token: int) -> str:
+    def _at(self, request: int, position: int) -> _Committed:
+        return self._committed.get(request, {}).get(position, _NOTHING)
+
+    def _outcome(self, request: int, position: int, token: int) -> str:
         """What became of a token that follows the text as committed."""
-        committed, source = self._committed.get(request, {}).get(position, (-1, ""))
-        if source in (
-            "",
-            "bonus",
-        ):  # nothing was committed there, or without looking at a draft token
+        committed = self._at(request, position)
+        # Either nothing was committed there, or the target committed a token without looking at a draft token.
+        if committed.source in ("", "bonus"):
             return DISCARDED
-        return ACCEPTED if token == committed and source != "corrected" else REJECTED
+        if token == committed.token and committed.source != "corrected":
+            return ACCEPTED
+        return REJECTED
 
     def _drafted(
         self, request: int, branch: _Outcome | None, start: int, tokens: list[int]
@@ -98,7 +114,8 @@ class Outcomes:
         if branch is None:
             text |= dict(enumerate(tokens, start))
             return text
-        prepared = self._prepared.setdefault((request, branch), [])
-        prefix = text | dict(enumerate([branch[1], *prepared], branch[0]))
+        prepared = self._prepared.setdefault(request, {}).setdefault(branch, [])
+        prefix = text | {branch.position: branch.token}
+        prefix |= dict(enumerate(prepared, branch.position + 1))
         prepared += tokens
         return prefix

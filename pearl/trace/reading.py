@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Arrow:
 
 
 @dataclass
-class Trace:
+class RunTrace:
     """One run. Lists are in order of time.
 
     Attributes:
@@ -80,7 +81,7 @@ class Trace:
         return max(request.end for request in self.requests)
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> RunTrace:
     """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
     document = read_document(path)
     with damaged(path, TraceError):
@@ -93,16 +94,16 @@ def read(path: Path) -> Trace:
             raise TraceError(
                 f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}"
             )
-        if missing := [name for name in ("config", "workers") if name not in metadata]:
-            raise TraceError(f"{path} is damaged: its metadata lacks {missing[0]}")
-        trace = Trace(path, metadata)
+        for name in ("config", "workers"):
+            if name not in metadata:
+                raise TraceError(f"{path} is damaged: its metadata lacks {name}")
+        trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
         if not trace.requests:  # a killed target: the slice of a request is written at its end
-            opened = [one.start for one in trace.target if one.name == "open"]
-            trace.requests += [
-                Slice("request, cut off", "whole", at, trace.target[-1].end, {})
-                for at in opened[:1]
-            ]
+            start = next((piece.start for piece in trace.target if piece.name == "open"), None)
+            if start is not None:
+                end = trace.target[-1].end
+                trace.requests.append(Slice("request, cut off", "whole", start, end, {}))
         if not trace.requests:
             raise TraceError(
                 f"{path} holds no request: nothing was generated while it was recorded"
@@ -118,8 +119,10 @@ def read_document(path: Path) -> dict[str, Any]:
             raise TraceError(f"{path} is empty")
         document = parse_json(text)
     except FileNotFoundError:
-        why = f"does not exist yet, only parts of it: `pearl trace merge {path}` merges them"
-        raise TraceError(f"{path} {why if part_paths(path) else 'does not exist'}") from None
+        why = "does not exist"
+        if part_paths(path):
+            why += f" yet, only parts of it: `pearl trace merge {path}` merges them"
+        raise TraceError(f"{path} {why}") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -129,7 +132,8 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _sort(events: list[Event], trace: Trace) -> None:
+def _sort(events: list[Event], trace: RunTrace) -> None:
+    """Put the slices and arrows of all events into `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
     fates = set(DRAFTED.values())
     sent: dict[Any, float] = {}
@@ -138,40 +142,40 @@ def _sort(events: list[Event], trace: Trace) -> None:
         if event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
             sent[event["id"]] = event["ts"] / 1e6
         elif event["ph"] == "f" and event["id"] in sent:
-            read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
-            trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
+            is_rejection = event["name"] == REJECTION
+            trace.verdicts.append(Arrow(sent.pop(event["id"]), event["ts"] / 1e6, is_rejection))
         elif event["ph"] == "b" and event["pid"] == 1:
             begun[event["id"]] = event
         elif event["ph"] == "e" and event["id"] in begun:
             begin = begun.pop(event["id"])
-            whole = Slice(
-                begin["name"], "whole", begin["ts"] / 1e6, event["ts"] / 1e6, begin.get("args", {})
-            )
-            trace.requests.append(whole)
+            start = begin["ts"] / 1e6
+            args = begin.get("args", {})
+            trace.requests.append(Slice(begin["name"], "whole", start, event["ts"] / 1e6, args))
         elif event["ph"] == "X" and event["tid"] == LOOP:
             # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
-            start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            start = round(event["ts"] * 1000) / 1e9
+            end = round((event["ts"] + event["dur"]) * 1000) / 1e9
             name = "draft" if event["name"] in fates else event["name"]
-            one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
-            loops.setdefault(event["pid"], []).append(one)
-    trace.requests.sort(key=lambda s: s.start)
-    trace.verdicts.sort(key=lambda v: v.sent)
+            piece = Slice(name, event["cat"], start, end, event.get("args", {}))
+            loops.setdefault(event["pid"], []).append(piece)
+    trace.requests.sort(key=attrgetter("start"))
+    trace.verdicts.sort(key=attrgetter("sent"))
     trace.target = _outermost(loops.pop(1))
-    trace.draft = sorted(
-        (one for loop in loops.values() for one in _outermost(loop)), key=lambda s: s.start
-    )
+    for loop in loops.values():
+        trace.draft += _outermost(loop)
+    trace.draft.sort(key=attrgetter("start"))
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Slices that lie in no other, and all decisions, which in virtual time take none and may fall into a forward.
+    """Slices that lie in no other, and all decisions: one that takes no (virtual) time may fall into a forward.
 
-    Of two that start together the one that ended first comes first: a forward that was done before its loop requested
-    it takes no time there and yet lies in no other slice.
+    Of two slices that start together the one that ended first comes first: a forward that was done before its loop
+    requested it takes no time there and yet lies in no other slice.
     """
-    kept: list[Slice] = []
+    outermost: list[Slice] = []
     reach = 0.0
-    for one in sorted(slices, key=lambda s: (s.start, s.end)):
-        if one.start >= reach or one.end > reach or one.name == "decide":
-            kept.append(one)
-            reach = max(reach, one.end)
-    return kept
+    for piece in sorted(slices, key=attrgetter("start", "end")):
+        if piece.start >= reach or piece.end > reach or piece.name == "decide":
+            outermost.append(piece)
+            reach = max(reach, piece.end)
+    return outermost

@@ -33,11 +33,17 @@ from pearl.version import __version__
 log = logging.getLogger(__name__)
 
 FORMAT = 7  # of the parts; no other is read
-LOOP, MAIL = 1, 2  # tracks: the worker's loop, the thread of its mailbox
+# Tracks: the worker's loop, and the thread of its mailbox.
+LOOP = 1
+MAIL = 2
 TRACKS = {LOOP: "loop", MAIL: "mailbox"}
 # What a loop waits for. TRANSPORT, the end of a wait once the message has been sent, is set when parts are merged.
-START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
-VERDICT, TRANSPORT = "verdict", "transport"
+START_UP = "start-up"
+CONSUMER = "consumer"
+DRAFT = "draft tokens"
+HELD_ROW = "held row"
+VERDICT = "verdict"
+TRANSPORT = "transport"
 
 _MAX_QUEUED = 128  # records
 _MAX_AGE_NS = 250_000_000
@@ -53,12 +59,12 @@ _HEADER_FIELDS = {
 }
 
 
-class Header(Struct, tag="pearl-trace", array_like=True):
+class PartHeader(Struct, tag="pearl-trace", array_like=True):
     format: Any
     worker: dict[str, Any]
 
 
-class Record(Struct, tag="record", array_like=True):
+class TraceRecord(Struct, tag="record", array_like=True):
     """What lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
 
     `kind`: busy, communication, wait, whole (a slice that only holds others), or clock (a ping's answer).
@@ -76,12 +82,12 @@ class Record(Struct, tag="record", array_like=True):
         return (self.start + self.end) // 2
 
 
-class End(Struct, tag="end", array_like=True):
+class PartEnd(Struct, tag="end", array_like=True):
     closed: int
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Header | Record | End)
+_DECODER = msgspec.json.Decoder(PartHeader | TraceRecord | PartEnd)
 
 
 class Recorder:
@@ -98,13 +104,13 @@ class Recorder:
     ) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[Record] = deque()
+        self._queue: deque[TraceRecord] = deque()
         self._written = clock()
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
             raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
-        self._write([Header(FORMAT, {**header, "opened": self._written})])
+        self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
     def record(
         self,
@@ -118,7 +124,7 @@ class Recorder:
         """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
         """
-        self._queue.append(Record(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
+        self._queue.append(TraceRecord(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
         if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
@@ -126,7 +132,7 @@ class Recorder:
         """Write the rest and the end, once."""
         if not self._file.closed:
             self._write_queue()
-            self._write([End(self.clock())])
+            self._write([PartEnd(self.clock())])
             self._file.close()
 
     def _write_queue(self) -> None:
@@ -169,27 +175,30 @@ def asked_for(directory: Path, number: int) -> Path:
 
 
 def part_paths(trace: Path) -> list[Path]:
-    found = trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part")
-    return sorted(path for path in found if path.is_file())
+    """The paths of all parts of the trace."""
+    paths = trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part")
+    return sorted(filter(Path.is_file, paths))
 
 
 def being_written(trace: Path) -> bool:
     """Whether a worker that writes a part of `trace` is still alive on this machine."""
-    return any(
-        Path("/proc", path.name.removesuffix(".part").rpartition("-")[2]).exists()
-        for path in part_paths(trace)
-    )
+    for path in part_paths(trace):
+        pid = path.name.removesuffix(".part").rpartition("-")[2]
+        if Path("/proc", pid).exists():
+            return True
+    return False
 
 
 def where_and_what() -> dict[str, Any]:
-    """Describe this process: its id, host, boot (processes of one boot share a clock) and versions."""
+    """Describe this process: its id, host, boot (processes of one boot share a clock), processor and versions."""
     boot = Path("/proc/sys/kernel/random/boot_id")
+    versions = {name: version(name) for name in ("torch", "transformers", "pyzmq")}
+    versions |= {"pearl": __version__, "python": platform.python_version()}
     return {
         "pid": os.getpid(),
         "host": platform.node(),
         "boot": boot.read_text().strip() if boot.exists() else "",
-        "versions": {name: version(name) for name in ("torch", "transformers", "pyzmq")}
-        | {"pearl": __version__, "python": platform.python_version()},
+        "versions": versions,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "processor": _processor(),
     }
@@ -197,9 +206,11 @@ def where_and_what() -> dict[str, Any]:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
@@ -213,7 +224,7 @@ def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _decode(path: Path, line: bytes) -> Header | Record | End:
+def _decode(path: Path, line: bytes) -> PartHeader | TraceRecord | PartEnd:
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
@@ -230,12 +241,12 @@ class Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: End | None = None
-        first = next(_complete_lines(path), b"")
-        if not first.startswith(b'["pearl-trace",'):
+        self.end: PartEnd | None = None
+        line = next(_complete_lines(path), b"")
+        if not line.startswith(b'["pearl-trace",'):
             raise TraceError(f"{path} is no part of a trace")
-        header = _decode(path, first)
-        assert isinstance(header, Header)
+        header = _decode(path, line)
+        assert isinstance(header, PartHeader)
         if header.format != FORMAT:
             raise TraceError(
                 f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
@@ -246,24 +257,28 @@ class Part:
                 f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}"
             )
 
-    def records(self) -> Iterator[Record]:
-        """In order of their ends; those of other threads than the loop only approximately."""
+    def records(self) -> Iterator[TraceRecord]:
+        """Yield the records in order of their ends; those of other threads than the loop are only roughly in order."""
         for line in _complete_lines(self.path):
             item = _decode(self.path, line)
-            if isinstance(item, Record):
+            if isinstance(item, TraceRecord):
                 yield item
-            elif isinstance(item, End):
+            elif isinstance(item, PartEnd):
                 self.end = item
 
 
-def records_since(path: Path, offset: int) -> tuple[list[Record], int]:
-    """Of a part that is still written: its records from `offset` bytes on, and where they end. Raises `TraceError`."""
-    found = []
+def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
+    """Read a part that is still written, from `offset` bytes on.
+
+    Returns the records, and the offset where they end. Raises `TraceError`.
+    """
+    records = []
     for line in _complete_lines(path, offset):
         offset += len(line)
-        if isinstance(item := _decode(path, line), Record):
-            found.append(item)
-    return found, offset
+        item = _decode(path, line)
+        if isinstance(item, TraceRecord):
+            records.append(item)
+    return records, offset
 
 
 # ---- events, commands and messages as lists and dicts ----
@@ -281,37 +296,36 @@ def plain(value: object) -> Any:
         return value
     if kind is tuple or kind is list:
         items: Any = value
-        return (
-            list(items) if not items or type(items[0]) is int else [plain(item) for item in items]
-        )
+        if not items or type(items[0]) is int:
+            return list(items)
+        return [plain(item) for item in items]
     return _encoder(kind)(value)
 
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if (
-        kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch"
-    ):  # big, and no decision depends on it
+    is_distribution = kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch"
+    if is_distribution:  # it is big, and no decision depends on it
         return lambda distribution: None
     if issubclass(kind, Enum):
         return lambda member: member.value
     if kind is bytes:
         return bytes.hex
     if kind is dict:
-        return lambda value: {
-            str(plain(k)): v if type(v) in _SIMPLE else plain(v) for k, v in value.items()
-        }
+        return lambda value: {str(plain(key)): plain(item) for key, item in value.items()}
     if issubclass(kind, Struct):
-        every = kind.__struct_fields__
+        names = list(kind.__struct_fields__)
     else:
-        every = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
-    names, name = [n for n in every if (kind, n) != (events.Judge, "rows")], kind.__name__
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if kind is events.Judge:
+        names.remove("rows")
+    type_name = kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
-        found = {"type": name}
-        for field in names:
-            item = getattr(value, field)
-            found[field] = item if type(item) in _SIMPLE else plain(item)
-        return found
+        document = {"type": type_name}
+        for name in names:
+            item = getattr(value, name)
+            document[name] = item if type(item) in _SIMPLE else plain(item)
+        return document
 
     return encode

@@ -7,13 +7,15 @@ that no slice covers is reported as `uncovered`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 from pearl.trace.chrome import committed, incident, lacks_draft
-from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
+from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED
+from pearl.trace.reading import FORWARDS, VERIFICATIONS, RunTrace, Slice
 from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
 _NOTHING = 0.005  # of the time: 0%
@@ -26,7 +28,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerShares:
     """How one worker's loop spent the wall time, as shares. `waits`: by cause; `work`: by name of the slice."""
 
     busy: float
@@ -68,8 +70,8 @@ class Report:
     requests: int
     tokens: int
     tokens_per_second: float
-    target: Worker
-    draft: Worker | None
+    target: WorkerShares
+    draft: WorkerShares | None
     overlap: float
     steps: dict[str, int]
     drafted: int
@@ -84,144 +86,175 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def report(trace: Trace) -> Report:
-    start, end = trace.start, trace.end
-    target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
-    wall = max(end - start, 1e-9)  # a trace may be of one instant
+def report(trace: RunTrace) -> Report:
+    target = _between(trace.target, trace.start, trace.end)
+    draft = _between(trace.draft, trace.start, trace.end)
+    wall = max(trace.end - trace.start, 1e-9)  # a trace may be of one instant
     verifications = [s for s in target if s.name in VERIFICATIONS]
     forwards = _forwards(draft, verifications)
-    shares = _worker(target, wall), _worker(draft, wall) if draft else None
-    tokens = sum(
-        len(provenance)
-        for one in target
-        if one.name == "decide"
-        for _, provenance in committed(one.args)
-    )
-    t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
-    t_target = median(s.seconds for s in verifications) if verifications else 0.0
+    shares = {"target": _worker(target, wall)}
+    if draft:
+        shares["draft"] = _worker(draft, wall)
+    tokens = 0
+    for piece in target:
+        if piece.name == "decide":
+            tokens += sum(len(text.sources) for text in committed(piece.args))
+    ratio = None
+    if verifications and "draft" in forwards and forwards["draft"].p50:
+        ratio = median(s.seconds for s in verifications) / forwards["draft"].p50
     return Report(
         method=trace.method,
         wall=wall,
         requests=len(trace.requests),
         tokens=tokens,
         tokens_per_second=tokens / wall,
-        target=shares[0],
-        draft=shares[1],
+        target=shares["target"],
+        draft=shares.get("draft"),
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
         steps=dict(Counter(s.name for s in verifications)),
         forwards=forwards,
-        ratio=t_target / t_draft if t_draft and t_target else None,
+        ratio=ratio or None,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
-        notes=_notes(trace, *shares),
+        notes=_notes(trace, shares),
         **_outcomes(draft),
     )
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
     """The slices that touch [`start`, `end`], clipped to it."""
-    return [
-        Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
-        for s in slices
-        if s.end >= start
-        and s.start <= end  # >=, <=: in virtual time a decision at the very end has no duration
-    ]
+    clipped = []
+    for piece in slices:
+        # >=, <=: in virtual time a decision at the very end has no duration
+        if piece.end >= start and piece.start <= end:
+            clipped.append(replace(piece, start=max(piece.start, start), end=min(piece.end, end)))
+    return clipped
 
 
-def _worker(slices: Sequence[Slice], wall: float) -> Worker:
-    shares: dict[str, Counter[str]] = {
-        "wait": Counter(),
-        "busy": Counter(),
-        "communication": Counter(),
-    }
-    for one in slices:
-        shares[one.kind][one.name.removeprefix("wait: ")] += one.seconds / wall  # type: ignore[assignment]
-    busy, wait, communication = (shares[kind].total() for kind in ("busy", "wait", "communication"))
-    return Worker(
-        busy=busy,
-        wait=wait,
+def _worker(slices: Sequence[Slice], wall: float) -> WorkerShares:
+    waits: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    communication = 0.0
+    for piece in slices:
+        share: Any = piece.seconds / wall
+        if piece.kind == "wait":
+            waits[piece.name.removeprefix("wait: ")] += share
+        elif piece.kind == "busy":
+            work[piece.name] += share
+        else:
+            communication += share
+    return WorkerShares(
+        busy=work.total(),
+        wait=waits.total(),
         communication=communication,
-        uncovered=1 - busy - wait - communication,
-        waits=dict(shares["wait"].most_common()),
-        work=dict(shares["busy"].most_common()),
+        uncovered=1 - work.total() - waits.total() - communication,
+        waits=dict(waits.most_common()),
+        work=dict(work.most_common()),
     )
 
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     """Counts of draft tokens, by the name of their field in `Report`."""
-    counts = Counter(fate for s in draft for fate in s.args.get("fates", ()))
-    prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
-    counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
-    judged = counts["accepted"] + counts["rejected"]
-    sums = {"drafted": counts.total(), "judged": judged, "prepared": prepared.total()}
-    return sums | {name: counts[name] for name in ("accepted", "rejected", "discarded")}
+    drafted: Counter[str] = Counter()
+    prepared: Counter[str] = Counter()
+    for piece in draft:
+        drafted.update(piece.args.get("fates", ()))
+        prepared.update(piece.args.get("branches", ()))
+    accepted = drafted[ACCEPTED] + prepared[ACCEPTED]
+    rejected = drafted[REJECTED] + prepared[REJECTED]
+    return {
+        "drafted": accepted + rejected + drafted[DISCARDED],
+        "judged": accepted + rejected,
+        "accepted": accepted,
+        "rejected": rejected,
+        "discarded": drafted[DISCARDED],
+        "prepared": prepared.total(),
+    }
 
 
-def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
-    return [(s.end - s.ran, s.end) for s in slices if s.name in FORWARDS]
+class _Span(NamedTuple):
+    start: float
+    end: float
 
 
-def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    """Seconds for which spans of `a` and `b` overlap. The spans of each list are disjoint and in order."""
-    both, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        both += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
+def _spans(slices: Iterable[Slice]) -> list[_Span]:
+    return [_Span(s.end - s.ran, s.end) for s in slices if s.name in FORWARDS]
+
+
+def _overlap(target: Sequence[_Span], draft: Sequence[_Span]) -> float:
+    """Seconds for which spans of the target and the draft overlap. Those of each are disjoint and in order."""
+    seconds = 0.0
+    i = 0
+    j = 0
+    while i < len(target) and j < len(draft):
+        start = max(target[i].start, draft[j].start)
+        end = min(target[i].end, draft[j].end)
+        seconds += max(0.0, end - start)
+        if target[i].end < draft[j].end:
             i += 1
         else:
             j += 1
-    return both
+    return seconds
 
 
 def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[str, Forwards]:
-    times: dict[tuple[str, int], list[float]] = {}
-    for one in draft:
-        if one.name in ("draft", "prepare"):
-            times.setdefault((one.name, 0), []).append(one.ran)
-    for one in verifications:
-        times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
-    found = {}
-    for (name, n), taken in sorted(times.items()):
-        cuts = (
-            quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken * 99
-        )  # as numpy's percentiles
-        found[f"{name} {n}" if n else name] = Forwards(len(taken), cuts[49], cuts[98])
-    return found
+    times: dict[tuple[str, int], list[float]] = {}  # by kind, and number of tokens fed
+    for piece in draft:
+        if piece.name in ("draft", "prepare"):
+            times.setdefault((piece.name, 0), []).append(piece.ran)
+    for piece in verifications:
+        times.setdefault(("verify", piece.args["n"]), []).append(piece.seconds)
+    forwards = {}
+    for (name, n), seconds in sorted(times.items()):
+        if len(seconds) > 1:
+            percentiles = quantiles(seconds, n=100, method="inclusive")  # as numpy's
+        else:
+            percentiles = seconds * 99
+        label = f"{name} {n}" if n else name
+        forwards[label] = Forwards(len(seconds), percentiles[49], percentiles[98])
+    return forwards
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
     """Seconds spent drafting judged tokens: their forwards and draws, prefills, and forwards that gave no token."""
     seconds = 0.0
-    for one, following in pairwise([*draft, None]):
-        assert one is not None
-        if one.name in ("draft", "prefill") and one.args.get("fates", [""])[0] != "discarded":
-            seconds += one.ran
-            if following is not None and following.name == "sample":
-                seconds += following.seconds
+    counts = False  # whether the slice before was such a forward
+    for piece in draft:
+        if counts and piece.name == "sample":
+            seconds += piece.seconds
+        outcomes = piece.args.get("fates", [""])
+        counts = piece.name in ("draft", "prefill") and outcomes[0] != DISCARDED
+        if counts:
+            seconds += piece.ran
     return seconds
 
 
-def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
+def _notes(trace: RunTrace, shares: Mapping[str, WorkerShares]) -> list[str]:
+    """What the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
     workers = trace.metadata["workers"]
-    notes = [
-        f"the {w['role']} did not end by itself (killed?): up to 0.25 s of its trace may be missing"
-        for w in workers
-        if not w["ended"]
-    ]
-    notes += [
-        f"the {w['role']}'s clock was aligned by pings, to within {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
-        for w in workers
-        if w["clock_uncertainty_ns"]
-    ]
+    notes = []
+    for worker in workers:
+        if not worker["ended"]:
+            notes.append(
+                f"the {worker['role']} did not end by itself (killed?): up to 0.25 s of its trace may be missing"
+            )
+    for worker in workers:
+        if worker["clock_uncertainty_ns"]:
+            milliseconds = worker["clock_uncertainty_ns"] / 1e6
+            notes.append(
+                f"the {worker['role']}'s clock was aligned by pings, to within {milliseconds:.3f} ms"
+            )
     if lacks_draft(trace.metadata["config"], [w["role"] for w in workers]):
         notes.append(
             f"the draft's half is on its host, so waits for the draft include the way of its messages: copy "
             f"{trace.path.name}.draft-*.part here and `pearl trace merge {trace.path}`"
         )
-    for one in _between(trace.target, trace.start, trace.end):
-        if one.name == "decide" and (note := incident(one.args["event"])):
-            notes.append(f"at {one.end - trace.start:.3f} s: {note}")
-    for name, share in zip(("target", "draft"), shares, strict=True):
-        if share is not None and share.uncovered > 0.02:
+    for piece in _between(trace.target, trace.start, trace.end):
+        if piece.name == "decide":
+            note = incident(piece.args["event"])
+            if note:
+                notes.append(f"at {piece.end - trace.start:.3f} s: {note}")
+    for name, share in shares.items():
+        if share.uncovered > 0.02:
             notes.append(f"{share.uncovered:.1%} of the {name}'s time is not covered by the trace")
     return notes
 
@@ -237,19 +270,21 @@ def verdict(r: Report) -> str:
     return f"{waited}; overlap {r.overlap:.1%}" if r.draft else waited
 
 
-def _main_cause(worker: Worker) -> str:
+def _main_cause(worker: WorkerShares) -> str:
     cause, share = next(iter(worker.waits.items()))  # the longest comes first
     words = _CAUSES.get(cause, cause)
-    others = worker.wait - share
-    if others < _NOTHING:
+    remainder = worker.wait - share
+    if remainder < _NOTHING:
         return f"all for {words}"
-    return f"all but {others:.0%} for {words}" if share > others else f"{share:.0%} for {words}"
+    if share > remainder:
+        return f"all but {remainder:.0%} for {words}"
+    return f"{share:.0%} for {words}"
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     """Each figure with its value in every run, "-" where a run has none."""
     columns = [_figures(r) for r in reports]
-    names = dict.fromkeys(name for column in columns for name in column)
+    names = dict.fromkeys(chain.from_iterable(columns))
     return [(name, [column.get(name, "-") for column in columns]) for name in names]
 
 
@@ -262,9 +297,8 @@ def _figures(r: Report) -> dict[str, str]:
     if r.draft:
         figures |= _worker_figures("draft", r.draft)
         figures["both in a forward"] = f"{r.overlap:.1%}"
-    figures["steps"] = (
-        ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
-    )
+    steps = [f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)]
+    figures["steps"] = ", ".join(steps) or "-"
     if r.draft:
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
         figures["draft tokens"] = f"{r.drafted}: {fates}"
@@ -276,22 +310,21 @@ def _figures(r: Report) -> dict[str, str]:
         figures[f"forward: {name}"] = (
             f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
         )
-    if (
-        r.overlap >= _LEAST_OVERLAP
-    ):  # in a run that alternates itself the same steps took as long as they did
-        saved = r.alternation / r.wall if r.wall else 0.0
-        figures["in alternation"] = f"{r.alternation:.3f} s, {saved:.2f} times as long"
+    # In a run that alternates itself the same steps took as long as they did.
+    if r.overlap >= _LEAST_OVERLAP:
+        times = r.alternation / r.wall
+        figures["in alternation"] = f"{r.alternation:.3f} s, {times:.2f} times as long"
     return figures
 
 
-def _worker_figures(name: str, w: Worker) -> dict[str, str]:
+def _worker_figures(name: str, w: WorkerShares) -> dict[str, str]:
+    work = [f"{kind} {share:.1%}" for kind, share in w.work.items() if share >= 0.0005]
     figures = {
-        f"{name}: busy": f"{w.busy:.1%} ("
-        + ", ".join(f"{k} {v:.1%}" for k, v in w.work.items() if v >= 0.0005)
-        + ")",
+        f"{name}: busy": f"{w.busy:.1%} ({', '.join(work)})",
         f"{name}: waits": f"{w.wait:.1%}",
     }
-    figures |= {f"{name}: waits for {cause}": f"{share:.1%}" for cause, share in w.waits.items()}
+    for cause, share in w.waits.items():
+        figures[f"{name}: waits for {cause}"] = f"{share:.1%}"
     figures[f"{name}: messages"] = f"{w.communication:.1%}"
     figures[f"{name}: not covered"] = f"{w.uncovered:.1%}"
     return figures

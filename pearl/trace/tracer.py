@@ -40,9 +40,16 @@ _Event = TypeVar("_Event")
 
 def identity(message: object) -> list[Any]:
     """The identity of a message: its type (and for a branch the outcome that it follows), request, epoch and start."""
-    after = getattr(message, "after", None)
-    name = type(message).__name__ if after is None else f"{type(message).__name__} after {after}"
-    return [name, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
+    name = type(message).__name__
+    outcome = getattr(message, "after", None)
+    if outcome is not None:
+        name += f" after {outcome}"
+    return [
+        name,
+        getattr(message, "request", None),
+        getattr(message, "epoch", None),
+        getattr(message, "start", None),
+    ]
 
 
 class Tracer:
@@ -63,26 +70,30 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
-        self._opened: dict[
-            int, tuple[int, dict[str, Any]]
-        ] = {}  # running request -> since when, its arguments
+        #: running request -> since when, its arguments
+        self._opened: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def start(self, number: int) -> None:
-        """Begin recording `number`. Of requests that run already it has what is left.
+        """Begin recording `number`. It has the rest of the requests that run already.
 
         Raises `TraceError` during another recording, or if the file cannot be created.
         """
         if self.recorder is not None or self._open_part is None:
             raise TraceError("this engine is recording a trace already")
         recorder = self._open_part(number)
-        self.cause, self._opened, self._since = CONSUMER, {}, recorder.clock()
-        self.recorder, self.number = recorder, number
+        self.cause = CONSUMER
+        self._opened = {}
+        self._since = recorder.clock()
+        self.number = number
+        self.recorder = recorder
 
     def stop(self, number: int | None = None) -> None:
         """End and complete the recording if there is one (and it is `number`)."""
         if self.recorder is not None and number in (None, self.number):
             self._follow_requests({}, self.clock(), self.clock())
-            recorder, self.recorder, self.number = self.recorder, None, 0
+            recorder = self.recorder
+            self.recorder = None
+            self.number = 0
             recorder.close()
 
     def note(self, kind: str, name: str, start: int, **args: Any) -> None:
@@ -139,7 +150,7 @@ class Tracer:
     def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
         assert self.recorder is not None
-        for number in [number for number in self._opened if number not in running]:
+        for number in sorted(self._opened.keys() - running.keys()):
             began, args = self._opened.pop(number)
             self.recorder.record(LOOP, "whole", f"request {number}", began, end, args)
             start = end  # a queued request begins where this one ends
@@ -169,7 +180,9 @@ class Tracer:
         if isinstance(command, events.Draft):
             assert isinstance(event, events.Drafted)
             self._drafted(command, event, start, end)
-        elif (work := _work(command, event)) is not None:
+            return
+        work = _work(command, event)
+        if work is not None:
             name, args = work
             self.recorder.record(LOOP, "busy", name, start, end, args)
 
@@ -177,22 +190,23 @@ class Tracer:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
         assert self.recorder is not None
         record = self.recorder.record
-        samples, tokens = command.budget > 0, len(command.tokens)
+        samples = command.budget > 0
+        tokens = len(command.tokens)
         done = max(start, end - round(event.draw * 1e9)) if samples else end
         began = max(start, done - round(event.seconds * 1e9))
         if began - start > _ROUNDING_NS:
             record(LOOP, "busy", "hand over", start, began)
         else:
             began = start
-        name = (
-            "prepare"
-            if command.hedge
-            else "draft"
-            if samples and tokens <= _MAX_CATCH_UP
-            else "prefill"
-        )
+        name = "prefill"
+        if command.hedge:
+            name = "prepare"
+        elif samples and tokens <= _MAX_CATCH_UP:
+            name = "draft"
         args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
-        record(LOOP, "busy", name, began, done, args | ({"fed": event.fed} if event.fed else {}))
+        if event.fed:
+            args["fed"] = event.fed
+        record(LOOP, "busy", name, began, done, args)
         if samples:
             record(LOOP, "busy", "sample", done, end)
 
@@ -200,9 +214,8 @@ class Tracer:
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
-        self.record(
-            LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {}
-        )
+        args = {} if by is None else {"by": identity(by)}
+        self.record(LOOP, "wait", self.cause, start, end, args)
 
     def pong(self, pong: Pong) -> None:
         """Record a clock answer, which gives the offset between the clocks of two hosts."""
@@ -213,25 +226,23 @@ class Tracer:
         start = self.clock()
         result = call(*arguments)
         if self.recorder is not None:
-            is_message = bool(arguments) and isinstance(arguments[0], Struct)
-            self.note(
-                "communication",
-                name,
-                start,
-                **({"message": identity(arguments[0])} if is_message else {}),
-            )
+            args = {}
+            if arguments and isinstance(arguments[0], Struct):
+                args["message"] = identity(arguments[0])
+            self.note("communication", name, start, **args)
         return result
 
 
 def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     """The message that began each running request."""
     if isinstance(machine, Coordinator):
-        return {number: one.request.submit for number, one in machine.running.items()}
-    return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
+        return {number: text.request.submit for number, text in machine.running.items()}
+    begun = [text.begun for text in machine.machines if text.begun is not None]
+    return {message.request: message for message in begun}
 
 
 def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments of a command's slice; None: it has no slice. The decision behind it has the event."""
+    """The name and arguments of a command's slice; None if it has no slice. The next decision has the event."""
     if isinstance(command, list):
         return _joint_work(command)
     if isinstance(command, events.Forward):
@@ -240,25 +251,31 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
             "start": command.start,
             "request": command.request,
         }
-    is_shown = isinstance(command, _WITHOUT_EVENT) or (
-        event is not None and isinstance(command, _WITH_EVENT)
-    )
-    return (type(command).__name__.lower(), {}) if is_shown else None
+    has_event = event is not None and isinstance(command, _WITH_EVENT)
+    if has_event or isinstance(command, _WITHOUT_EVENT):
+        return type(command).__name__.lower(), {}
+    return None
 
 
 def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str, dict[str, Any]]:
     """A forward of several requests. It is named prefill only if it holds nothing else."""
-    phases = {command.phase for command in commands if isinstance(command, events.Forward)}
-    ranked = (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL)
-    name = next((phase.value for phase in ranked if phase in phases), "draft")
-    prompts = [
-        each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL
-    ]
-    args = {
-        "n": sum(len(each.tokens) for each in commands),
-        "requests": [each.request for each in commands],
+    args: dict[str, Any] = {
+        "n": sum(len(command.tokens) for command in commands),
+        "requests": [command.request for command in commands],
     }
-    return name, args | ({"prompts": prompts} if prompts else {})
+    phases = set()
+    prompts = []
+    for command in commands:
+        if isinstance(command, events.Forward):
+            phases.add(command.phase)
+            if command.phase is events.Phase.PREFILL:
+                prompts.append(command.request)
+    if prompts:
+        args["prompts"] = prompts
+    for phase in (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL):
+        if phase in phases:
+            return phase.value, args
+    return "draft", args
 
 
 class TracedMailbox(Mailbox):
@@ -270,13 +287,14 @@ class TracedMailbox(Mailbox):
 
     def _read(self) -> list[Received]:
         start = self._tracer.clock()
-        got = super()._read()
-        if got and self._tracer.recorder is not None:
-            messages = [
-                identity(message) for _, message in got if not isinstance(message, Exception)
-            ]
+        received = super()._read()
+        if received and self._tracer.recorder is not None:
+            messages = []
+            for _, message in received:
+                if not isinstance(message, Exception):
+                    messages.append(identity(message))
             self._tracer.note("communication", "read", start, messages=messages)
-        return got
+        return received
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         self._tracer.communicated("send", super().send, message, peer)
@@ -286,22 +304,27 @@ class TracedMailbox(Mailbox):
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
-        got = super().receive(timeout)
+        received = super().receive(timeout)
         if self._tracer.recorder is None:
-            return got
+            return received
         if timeout > 0:
-            by = got[0][1] if got and not isinstance(got[0][1], Exception) else None
-            self._tracer.waited(start, self._tracer.clock(), by)
+            message: object = None
+            if received:
+                _, message = received[0]
+            if isinstance(message, Exception):
+                message = None
+            self._tracer.waited(start, self._tracer.clock(), message)
         else:
             self._tracer.note("communication", "receive", start)
-        return got
+        return received
 
 
 class TracedChannel:
     """Records the rows that pass."""
 
     def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
-        self._channel, self._tracer = channel, tracer
+        self._channel = channel
+        self._tracer = tracer
         self.close = channel.close
 
     def send(self, row: torch.Tensor) -> None:

@@ -1,0 +1,46 @@
+"""The layers of the design as data, and the modules of the package as syntax trees."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# From top to bottom; a name covers a module, or a package with all that is in it. The rooms of one layer are siblings:
+# they do not import each other.
+LAYERS: list[set[str]] = [
+    {"pearl.__main__"},
+    {"pearl.cli"},
+    {"pearl.server"},
+    {"pearl.lab.studies"},
+    {"pearl.lab.bench"},
+    {"pearl.lab.studies.recorded_texts"},
+    {"pearl.lab.studies.estimate"},
+    {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
+    {"pearl", "pearl.lab"},
+    {"pearl.engine"},
+    {"pearl.worker"},
+    {"pearl.trace"},
+    {"pearl.metrics"},
+    {"pearl.execution"},
+    {"pearl.drafting", "pearl.transport"},
+    {"pearl.models"},
+    {"pearl.text"},
+    {"pearl.decoding"},
+    {"pearl.cache", "pearl.protocol"},
+    {"pearl.config"},
+    {"pearl.spec"},
+    {"pearl.device", "pearl.document"},
+    {"pearl.colours"},
+    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.steps", "pearl.version"},
+]
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((ROOT / "pearl").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
