@@ -19,10 +19,12 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol import messages as m
+from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
+from pearl.worker.draft_link import DraftLink
 from pearl.worker.draft_rows import RowPacker, packed
 from pearl.worker.fronts import Fronts
 from pearl.worker.target import TargetWorker
@@ -187,13 +189,13 @@ def test_the_drafts_tokens_are_taken_beside_a_wide_window(
     notes: list[str] = []
     pair = loops(wrap=lambda runner: Noted(runner, notes, True), launches=True, alpha=0.99)
     pair.draft()
-    front, handle = pair.front(), TargetWorker._on_draft
+    front, handle = pair.front(), DraftLink.receive
 
-    def on_draft(worker: TargetWorker, message: m.DraftTokens) -> None:
+    def receive(link: DraftLink, message: m.DraftTokens, coordinator: Coordinator) -> None:
         notes.append("taken")
-        handle(worker, message)
+        handle(link, message, coordinator)
 
-    monkeypatch.setattr(TargetWorker, "_on_draft", on_draft)
+    monkeypatch.setattr(DraftLink, "receive", receive)
     front.ask(submission(200, window="fixed", gamma=12))  # type: ignore[arg-type]
     assert ("wide", "taken") in itertools.pairwise(notes)
 
