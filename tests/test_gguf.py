@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pearl.config import SamplingParams
-from pearl.engine.request import with_defaults
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.gguf import (
@@ -390,8 +389,8 @@ def test_a_file_s_sampling_options_are_its_defaults(
     write_gguf(file := tmp_path / "tiny.gguf", **options)
     _, defaults = load_tokenizer(str(file))
     assert defaults == replace(wanted, eos=(0,))
-    chosen = with_defaults(SamplingParams(temperature=0.1, top_k=3), defaults)
-    assert (chosen["temperature"], chosen["top_k"], chosen["top_p"]) == (0.1, 3, defaults.top_p)
+    chosen = SamplingParams(temperature=0.1, top_k=3).resolved(defaults.sampling)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.1, 3, defaults.top_p)
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 9}))
     assert load_tokenizer(str(file))[1] == GenerationDefaults(1.0, 9, eos=(0,)), (
         "a file beside it has the last word"
