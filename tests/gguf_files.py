@@ -9,7 +9,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.models.checkpoints.direct import frequencies
+from pearl.models.checkpoints.rope import frequencies
 from tests.tiny import tiny_model
 
 LLAMA3 = {
