@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.config import EngineConfig, RequestOptions
+from pearl.config import EngineConfig
+from pearl.config.options import options_of
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
@@ -40,7 +41,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
             "siblings": 0,
         },
     }.items():
-        assert parse_settings(text) == RequestOptions(**settings)  # type: ignore[arg-type]
+        assert parse_settings(text) == options_of(settings)
     assert parse_settings("pearl,branches=off").guesses["branches"] == 0
     rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"

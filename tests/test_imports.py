@@ -14,7 +14,7 @@ LAYERS: list[set[str]] = [
     {"pearl.server"},
     {"pearl.lab.studies"},
     {"pearl.lab.bench"},
-    {"pearl.lab.studies"},
+    {"pearl.lab.studies.estimate", "pearl.lab.studies.recorded_texts"},
     {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
