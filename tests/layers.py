@@ -16,6 +16,7 @@ LAYERS: list[set[str]] = [
     {"pearl.lab.studies.recorded_texts"},
     {"pearl.lab.studies.estimate"},
     {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
+    {"pearl.lab.guesses"},  # named by the registry of methods, loaded when a request uses one
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
     {"pearl.worker"},
@@ -33,6 +34,27 @@ LAYERS: list[set[str]] = [
     {"pearl.colours"},
     {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.steps", "pearl.version"},
 ]
+
+# What the runtime may import of models: the interface; how fast a runner is; and, without torch, what a name means.
+INTERFACE = {
+    "pearl.models.calibrate",
+    "pearl.models.feeds",
+    "pearl.models.heads.head",
+    "pearl.models.out_of_memory",
+    "pearl.models.runner",
+    "pearl.models.threads",
+    "pearl.models.checkpoints.checkpoint",
+    "pearl.models.checkpoints.tokenizers",
+}
+# Modules that know more of models, and why.
+KNOW_MODELS = {
+    "pearl.worker.build": "the one place that builds a runner",
+    "pearl.worker.__main__": "leaves out what our own forward does not need, before torch is imported",
+    "pearl.engine.preflight": "reads what a GGUF file is, before a worker starts",
+    "pearl.engine.custom_generate": "gets models from its caller",
+    "pearl.cli.models": "lists, fetches and removes checkpoints",
+    "pearl.drafting.proposer": "asks whether its runner is a head",
+}
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pearl.drafting.fused_guesses import index_factory
 from pearl.spec.methods import METHODS
-from tests.layers import LAYERS, modules
+from tests.layers import INTERFACE, KNOW_MODELS, LAYERS, modules
 
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
@@ -69,6 +69,26 @@ def test_imports_point_downwards() -> None:
 def test_every_layer_is_there() -> None:
     """A renamed module must not leave a hole in the table."""
     assert set().union(*LAYERS) <= set(modules())
+
+
+def test_the_runtime_knows_models_by_their_interface() -> None:
+    """Ring 1 imports of ring 2 the interface; what knows more is listed, and used."""
+    knowing = set()
+    for name, tree in modules().items():
+        if belongs(name, "pearl.models") or belongs(name, "pearl.lab"):
+            continue
+        for module in imported(name, tree):
+            if belongs(module, "pearl.models") and module not in INTERFACE:
+                assert name in KNOW_MODELS, f"{name} imports {module}"
+                knowing.add(name)
+    assert knowing == set(KNOW_MODELS), "listed without need"
+
+
+def test_commands_alone_run_the_lab() -> None:
+    """Ring 3: nothing imports the lab but its own commands."""
+    for name, tree in modules().items():
+        if not belongs(name, "pearl.lab") and not belongs(name, "pearl.cli"):
+            assert not any(belongs(module, "pearl.lab") for module in imported(name, tree)), name
 
 
 def test_the_registry_alone_leads_to_guesses_of_the_lab() -> None:
