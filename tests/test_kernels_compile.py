@@ -13,7 +13,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pearl.models.forward import attention_kernels, expert_kernels, kernels, prompt_kernels, tile_kernels
+from pearl.models.gpu import attention_kernels, expert_kernels, prefill_kernels, product_kernels, tile_kernels
 
 TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
 TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
@@ -29,24 +29,24 @@ def compile(kernel, sizes, words="*bf16"):
     types |= {"w": words} if "w" in types else {}
     triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
 
-compile(kernels.embed, SIZES | {"ROWS": 64})
-for kernel in (kernels.add, attention_kernels.attend, attention_kernels.add_parts):
+compile(product_kernels.embed, SIZES | {"ROWS": 64})
+for kernel in (product_kernels.add, attention_kernels.attend, attention_kernels.add_parts):
     compile(kernel, SIZES | {"ROWS": 16})
-gate_up = [expert_kernels.expert_gate_up, kernels.gate_up]
+gate_up = [expert_kernels.expert_gate_up, product_kernels.gate_up]
 for bits, words, group, extra, beside, rows in (  # products of each kind of weights, other kernels of some
     (16, "*bf16", 512, 0, gate_up, 64), (8, "*i8", 512, 0, [], 16), (8, "*i8", 16, 1, [expert_kernels.expert_down], 16),
     (8, "*fp8e4nv", 128, 0, [], 16), (4, "*u8", 32, 1, [*gate_up, tile_kernels.dequantise], 64),
     (4, "*u8", 128, 2, [], 16), (4, "*u8", 32, 0, [], 16), (4, "*u8", 512, 2, [], 16),
 ):
     sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0, "ROWS": rows}
-    for kernel in (kernels.multiply, *beside):
+    for kernel in (product_kernels.multiply, *beside):
         compile(kernel, sizes, words)
 TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
 for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
-    tile = prompt_kernels.tile_of(dim)
+    tile = prefill_kernels.tile_of(dim)
     sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}
     sizes |= {"CAPS": other, "SINKS": other, "TURNS": True}
-    for kernel in (prompt_kernels.write, prompt_kernels.attend):
+    for kernel in (prefill_kernels.write, prefill_kernels.attend):
         known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
         types = {name: TYPES.get(name, "i32" if "stride" in name else "*bf16") for name in kernel.arg_names}
         types |= dict.fromkeys(known, "constexpr")
@@ -54,7 +54,7 @@ for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = triton.compile(ASTSource(kernel, types, known, whole), target=GPUTarget("cuda", 90, 32), options=options)
         assert made.metadata.shared <= 232448, (dim, made.metadata.shared)  # a Hopper has no more
-        assert kernel is prompt_kernels.write or dim < 64 or "wgmma" in made.asm["ptx"], dim
+        assert kernel is prefill_kernels.write or dim < 64 or "wgmma" in made.asm["ptx"], dim
 """
 
 

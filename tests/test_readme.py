@@ -148,12 +148,17 @@ def test_the_diagrams_are_drawn_from_the_tables() -> None:
 
 
 def test_the_house_has_the_rooms_that_the_layers_have() -> None:
-    """In their order from top to bottom, each once."""
-    rooms = re.findall(r"^\| \[?`(pearl[\w.]*)`", HOUSE.read_text(), re.MULTILINE)
+    """Each once, and within a ring in their order from top to bottom."""
+    rooms = []
+    for ring in HOUSE.read_text().split("\n## "):
+        in_ring = re.findall(r"^\| \[?`(pearl[\w.]*)`", ring, re.MULTILINE)
+        rooms += in_ring
+        depths = []
+        for room in in_ring:
+            depths.append(next(depth for depth, names in enumerate(LAYERS) if room in names))
+        assert depths == sorted(depths), "a room stands above one that is in a higher layer"
     assert len(rooms) == len(set(rooms))
     assert set(rooms) == set().union(*LAYERS)
-    depths = [next(depth for depth, names in enumerate(LAYERS) if room in names) for room in rooms]
-    assert depths == sorted(depths), "a room stands above one that is in a higher layer"
 
 
 def test_rules_and_stop_policies_are_listed_from_their_registries() -> None:

@@ -308,7 +308,7 @@ class Outcomes:
         self._told: list[float] = []
         self._rest: list[torch.Tensor] = []
         self._drawn: tuple[int, ...] = ()
-        monkeypatch.setattr(several, "probabilities", lambda logits, sampling: logits)
+        monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
         monkeypatch.setattr(
             several, "candidate", lambda draft, sampling, position, number: self._drawn[number]
         )
