@@ -41,7 +41,7 @@ MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
-# Words that flags and files may say for a number of guesses.
+# Words that stand for a number of guesses in flags and files.
 NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 
 Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
@@ -246,7 +246,7 @@ class RequestOptions(Record, frozen=True):
     prompt_length: Position = 0
     #: What `json_schema` or `regex` becomes (`pearl.text.grammar`); empty: the text keeps to no grammar.
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
-    #: Tokens of which one ends a text that keeps to a grammar.
+    #: Tokens that end a text with a grammar: any one of them.
     grammar_ends: Ends = ()
 
     def __post_init__(self) -> None:

@@ -284,5 +284,5 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
 
 
 def timing_of(t_draft: float, t_target: float) -> Timing:
-    """Return the timing of forwards that take so many milliseconds."""
+    """Return the timing of forwards of `t_draft` and `t_target` milliseconds."""
     return Timing(t_draft / 1e3, lambda fed: t_target / 1e3)

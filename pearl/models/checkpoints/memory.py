@@ -129,7 +129,7 @@ def _loaded_weights(config: Config, size: int, dtype: str) -> _Weights:
 
 
 def _stored_weights(config: Config, size: int, dtype: str) -> _Weights:
-    """Estimate weights of which quantised ones keep their bits, and others are converted to `dtype`."""
+    """Estimate weights where quantised ones keep their bits and the others become `dtype`."""
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(stored if dtype == "auto" else dtype, 2)
     if "quantization_config" in config:

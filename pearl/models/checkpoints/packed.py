@@ -24,7 +24,7 @@ _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absma
 # Tensors for activations, keys and values that other engines quantise as they compute; here they stay whole.
 _OF_ACTIVATION = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
-_GROUPED = 16  # a group has a multiple of so many inputs
+_GROUPED = 16  # the number of inputs of a group is a multiple of this
 
 
 def is_of_cache(name: str) -> bool:
