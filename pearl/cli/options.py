@@ -8,7 +8,6 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import click
@@ -166,7 +165,6 @@ class Setting(NamedTuple):
     Attributes:
         kind: int, float, str or bool; or a tuple of one of these or of pairs, for a flag given several times.
         choices: the words that it may have; empty: any.
-        other_names: further words -> the choices that they stand for.
     """
 
     kind: Any
@@ -174,7 +172,6 @@ class Setting(NamedTuple):
     default: Any = None
     choices: tuple[str, ...] = ()
     metavar: str | None = None
-    other_names: Mapping[str, str] = MappingProxyType({})
 
 
 def of_field(field: FieldInfo) -> Setting:
@@ -184,8 +181,10 @@ def of_field(field: FieldInfo) -> Setting:
     description = field.description or ""
     if get_origin(kind) is not Literal:
         return Setting(kind, description, default, (), _METAVAR_OF_KIND.get(kind))
-    other_names = SHORT_DTYPES if ShortDType in field.metadata else {}
-    return Setting(str, description, default, get_args(kind), other_names=other_names)
+    choices = get_args(kind)
+    if ShortDType in field.metadata:
+        choices += tuple(SHORT_DTYPES)
+    return Setting(str, description, default, choices)
 
 
 def of_option(name: str) -> Setting:
@@ -217,7 +216,7 @@ def _flag(
     if name == "method":
         form["cls"] = _MethodOption
     if setting.choices:
-        form["type"] = _Choice(setting.choices, setting.other_names)
+        form["type"] = _Choice(setting.choices)
     else:
         form["type"] = _type(setting.kind)
         form["metavar"] = setting.metavar
@@ -226,24 +225,13 @@ def _flag(
 
 
 class _Choice(click.Choice):
-    """A choice that names the value nearest to a mistyped one.
-
-    Args:
-        other_names: further names -> the values that they stand for.
-    """
-
-    def __init__(
-        self, values: Collection[str], other_names: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(list(values))
-        self._other_names = other_names or {}
+    """A choice that names the value nearest to a mistyped one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return super().convert(self._other_names.get(value, value), param, ctx)
+            return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            names = list(self.choices) + list(self._other_names)
-            nearest = get_close_matches(str(value), names, n=1)
+            nearest = get_close_matches(str(value), self.choices, n=1)
             if not nearest:
                 raise
             message = f"{error.message} Did you mean {nearest[0]!r}?"
