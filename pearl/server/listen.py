@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,35 +42,23 @@ class Door:
 
     Attributes:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
+        host: as a URL has it.
+        access: who is answered.
         model: the name under which clients request the model; None: as it was loaded.
-        origins: origins of web pages that may use the server, besides its own.
         tool_parser: the format of the model's calls, a name in `pearl.text.tools`.
         logs_requests: whether each request is a line in the log.
     """
 
     bound: socket.socket
     host: str
-    key: str | None
+    access: Access
     model: str | None = None
-    origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     logs_requests: bool = True
 
     @property
     def url(self) -> str:
-        return f"http://{self._literal}:{self.bound.getsockname()[1]}"
-
-    @property
-    def _literal(self) -> str:
-        return f"[{self.host}]" if ":" in self.host else self.host
-
-    @property
-    def access(self) -> Access:
-        """Who is answered. Without a key the Host header must be one of the server's own names."""
-        hosts = None
-        if not self.key:
-            hosts = frozenset({"localhost", "127.0.0.1", "[::1]", self._literal.lower()})
-        return Access(self.key, hosts, frozenset(self.origins))
+        return f"http://{self.host}:{self.bound.getsockname()[1]}"
 
     def model_name(self, engine: Engine) -> str:
         """Return the model's name for clients."""
@@ -163,12 +152,18 @@ def name_of(target: str) -> str:
     return path.name if path.exists() else target
 
 
-def bind(address: str, key: str | None = None, **options: Any) -> Door:
-    """Bind HOST:PORT; port 0 is a free one. `options`: fields of `Door`. Raises `ConfigError`."""
+def bind(address: str, key: str | None = None, origins: Sequence[str] = (), **options: Any) -> Door:
+    """Bind HOST:PORT; port 0 is a free one. Raises `ConfigError`.
+
+    Args:
+        key: of the API; without one the Host header of requests must be one of the server's own names.
+        origins: as of `Access`.
+        options: further fields of `Door`.
+    """
     host, port = _split(address)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise ConfigError("the API key must be printable ASCII without spaces, and not empty")
-    for origin in options.get("origins", ()):
+    for origin in origins:
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
             raise ConfigError(
                 f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000"
@@ -194,7 +189,12 @@ def bind(address: str, key: str | None = None, **options: Any) -> Door:
     except OSError as error:
         bound.close()
         raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
-    return Door(bound, host, key, **options)
+    if ":" in host:
+        host = f"[{host}]"
+    hosts = None
+    if key is None:
+        hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host.lower()})
+    return Door(bound, host, Access(key, hosts, frozenset(origins)), **options)
 
 
 def _split(address: str) -> tuple[str, int]:
