@@ -171,33 +171,33 @@ class Setting(NamedTuple):
     description: str
     default: Any = None
     choices: tuple[str, ...] = ()
-    metavar: str | None = None
 
 
 def of_field(field: FieldInfo) -> Setting:
     """Return the setting of a pydantic field."""
     kind = type_of(field.annotation)
-    default = None if field.is_required() else field.default
-    description = field.description or ""
-    if get_origin(kind) is not Literal:
-        return Setting(kind, description, default, (), _METAVAR_OF_KIND.get(kind))
-    choices = get_args(kind)
+    choices: tuple[str, ...] = ()
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        kind = str
     if ShortDType in field.metadata:
         choices += tuple(SHORT_DTYPES)
-    return Setting(str, description, default, choices)
+    default = None if field.is_required() else field.default
+    return Setting(kind, field.description or "", default, choices)
 
 
 def of_option(name: str) -> Setting:
     """Return the setting of a request's option, or of a parameter of a rule or stop policy."""
     description = description_of(name)
     if name not in OPTIONS:
-        kind_of_number = kind_of_parameter(name)
-        return Setting(kind_of_number, description, metavar=_METAVAR_OF_KIND[kind_of_number])
-    field = OPTIONS[name]
-    kind = str if name in AS_PUBLISHED else type_of(field.type)
-    metavar = _METAVARS.get(name) or _METAVAR_OF_KIND.get(kind)
-    default = next(iter(RULES)) if name == "rule" else field.default
-    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())), metavar)
+        return Setting(kind_of_parameter(name), description)
+    kind = type_of(OPTIONS[name].type)
+    if name in AS_PUBLISHED:
+        kind = str
+    default = OPTIONS[name].default
+    if name == "rule":
+        default = next(iter(RULES))
+    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())))
 
 
 _SETTINGS = {name: of_field(field) for name, field in EngineConfig.model_fields.items()}
@@ -219,7 +219,7 @@ def _flag(
         form["type"] = _Choice(setting.choices)
     else:
         form["type"] = _type(setting.kind)
-        form["metavar"] = setting.metavar
+        form["metavar"] = _METAVARS.get(name) or _METAVAR_OF_KIND.get(setting.kind)
     form["multiple"] = get_origin(setting.kind) is tuple
     return click.option(f"--{dashed}", name, **form)
 
