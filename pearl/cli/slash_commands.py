@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
 from rich.table import Table
-from rich.text import Text
 
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
@@ -20,7 +19,6 @@ from pearl.config.options import OPTION_NAMES, options_of
 from pearl.engine.registry import read_card
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES, Figure, Statistics
-from pearl.printable import printable
 from pearl.spec.methods import METHODS
 
 if TYPE_CHECKING:
@@ -363,7 +361,7 @@ ARGUMENTS: dict[str, Completer] = {  # what may follow a command
 
 
 def _say(session: ChatSession, text: str) -> None:
-    session.console.print(Text(printable(text), "dim"))
+    session.console.print(text, style="dim")
 
 
 def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
@@ -371,5 +369,5 @@ def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(style="dim", overflow="fold")
     for name, value in pairs:
-        table.add_row(Text(name), Text(printable(value)))
+        table.add_row(name, value)
     session.console.print(table)
