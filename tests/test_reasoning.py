@@ -211,7 +211,7 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
     assert all(wanted)
     params, splitter = SamplingParams(max_tokens=40, ignore_eos=True), Splitter(tags)
     with engine.stream("123", params) as stream:
-        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True), quiet=False)
+        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True))
     shown = capsys.readouterr()
     assert shown.out == wanted[1] + "\n"
     assert shown.err.strip() == wanted[0]

@@ -21,8 +21,6 @@ from pearl.text.tools import FORMATS
 if TYPE_CHECKING:
     from pearl.server.listen import Door
 
-_SERVER_PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")  # of the extra `server`
-
 
 @click.command(
     cls=SettingsCommand, epilog=example("pearl serve --target my-model --draft my-small-model")
@@ -112,8 +110,5 @@ def _bind(address: str, key: str | None, **options: Any) -> Door:
     try:
         from pearl.server.listen import bind
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _SERVER_PACKAGES:
-            raise
-        raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
+        raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from error
     return bind(address, key, **options)
