@@ -134,15 +134,15 @@ class Served:
     @contextmanager
     def writing(self, regex: str) -> Iterator[None]:
         """Texts of chats and completions match it meanwhile: as of `pearl serve --regex`."""
-        before = self.app._setup
-        self.app._setup = replace(
+        before = self.app.setup
+        self.app.setup = replace(
             before,
             settings=replace(before.settings, options=before.settings.options.changed(regex=regex)),
         )
         try:
             yield
         finally:
-            self.app._setup = before
+            self.app.setup = before
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:

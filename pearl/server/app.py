@@ -7,8 +7,8 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
@@ -21,22 +21,28 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
 from pearl.document import parse_json
-from pearl.engine import Result
-from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
-from pearl.server.access import Access, Checked
+from pearl.server.access import Access, Guard
 from pearl.server.errors import ApiError, no_model, of_engine
-from pearl.server.http import DONE, AnswerWriter, event, usage
+from pearl.server.http import (
+    DONE,
+    ChatWriter,
+    CompletionWriter,
+    ReplyText,
+    ReplyWriter,
+    event,
+    usage,
+)
 from pearl.server.openapi import HttpEndpoint
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
-from pearl.server.requests import Setup, TextRequest, check_fits, read_request
+from pearl.server.requests import Setup, TextBody, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses, ResponsesRequest
 from pearl.server.schemas import ChatCompletionRequest, CompletionRequest
 from pearl.server.service import Service
@@ -55,7 +61,7 @@ class App:
     def __init__(self, service: Service, setup: Setup, access: Access) -> None:
         self._service = service
         self._engine = service.engine
-        self._setup = setup
+        self.setup = setup
         self._spell = partial(token_bytes, self._engine.tokenizer)
         self._responses = Responses(setup)
         self._timeline = Timeline(self._engine.client.recording)
@@ -68,8 +74,8 @@ class App:
 
     def _endpoints(self) -> list[HttpEndpoint]:
         """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
-        chat = self._posted(partial(self._read, True))
-        completions = self._posted(partial(self._read, False))
+        chat = self._posted(partial(self._read, ChatCompletionRequest, ChatWriter))
+        completions = self._posted(partial(self._read, CompletionRequest, CompletionWriter))
         responses = self._posted(self._responses.read)
         texts = "The texts, at once or as server-sent events."
         return [
@@ -87,19 +93,12 @@ class App:
         ]
 
     def _routed(self, endpoints: list[HttpEndpoint], access: Access) -> Starlette:
-        open_routes: list[BaseRoute] = []
-        keyed_routes: list[BaseRoute] = []
+        routes = []
         for endpoint in endpoints:
             methods = ["GET"] if endpoint.body is None else ["POST"]
-            path = endpoint.path.removeprefix("/v1")
-            routes = open_routes if path == endpoint.path else keyed_routes
-            routes.append(Route(path, endpoint.answer, methods=methods))
-        checks = [
-            Middleware(Checked, check=access.check_origin),
-            Middleware(Checked, check=access.check_key),
-        ]
-        routes = [*open_routes, Mount("/v1", routes=keyed_routes, middleware=checks)]
-        host_check = Middleware(Checked, check=access.check_host)
+            routes.append(Route(endpoint.path, endpoint.answer, methods=methods))
+        # Around the routes, so that refusals have error objects.
+        guard = Middleware(Guard, access=access)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
         outermost = []
         if access.origins:
@@ -111,7 +110,7 @@ class App:
             )
             outermost.append(cors)
         return Starlette(
-            routes=[Mount("", routes=routes, middleware=[host_check])],
+            routes=[Mount("", routes=routes, middleware=[guard])],
             middleware=outermost,
             exception_handlers={
                 ApiError: self._refuse,
@@ -155,7 +154,7 @@ class App:
     @property
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._setup.model,
+            "id": self.setup.model,
             "object": "model",
             "created": self._created,
             "owned_by": "pearl",
@@ -167,17 +166,18 @@ class App:
 
     async def _named_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._setup.model:
-            raise no_model(name, self._setup.model)
+        if name != self.setup.model:
+            raise no_model(name, self.setup.model)
         return JSONResponse(self._card)
 
-    def _read(self, is_chat: bool, body: Any) -> tuple[TextRequest, AnswerWriter]:
-        request = read_request(body, is_chat, self._setup)
-        options = request.body.stream_options
-        return request, AnswerWriter(is_chat, self._setup.model, self._spell, options)
+    def _read(
+        self, schema: type[TextBody], writer: type[CompletionWriter], body: Any
+    ) -> tuple[TextRequest, ReplyWriter]:
+        request = read_request(body, schema, self.setup)
+        return request, writer(request.body, self._spell)
 
     def _posted(
-        self, read: Callable[[Any], tuple[TextRequest, AnswerWriter]]
+        self, read: Callable[[Any], tuple[TextRequest, ReplyWriter]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Make an endpoint that answers with texts.
 
@@ -203,7 +203,10 @@ class App:
         assert isinstance(error, ApiError)
         self._service.metrics.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
-        return _ErrorResponse(error.body, error.status, error.headers | headers)
+        # In ASCII, for it may quote half a surrogate pair that the client sent.
+        body = json.dumps(error.body)
+        headers |= error.headers
+        return Response(body, error.status, headers, media_type="application/json")
 
     def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
         """Return why a request has no endpoint, and which one may be meant."""
@@ -216,8 +219,9 @@ class App:
         return f"there is no {path} here: {hint}/openapi.json lists what there is"
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        self._service.metrics.refused(500)
-        return _ErrorResponse(ApiError(500, "internal error; the server's log has more").body, 500)
+        return await self._refuse(
+            request, ApiError(500, "internal error; the server's log has more")
+        )
 
 
 def _page_headers(html: str) -> dict[str, str]:
@@ -233,13 +237,6 @@ def _page_headers(html: str) -> dict[str, str]:
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-
-
-class _ErrorResponse(JSONResponse):
-    """An error in ASCII, for it may quote half a surrogate pair that the client sent."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode("ascii")
 
 
 async def read_body(request: Request) -> Any:
@@ -299,7 +296,7 @@ class _Reply:
     """The texts of one request, as a stream or all at once."""
 
     def __init__(
-        self, service: Service, request: TextRequest, writer: AnswerWriter, arrived: float
+        self, service: Service, request: TextRequest, writer: ReplyWriter, arrived: float
     ) -> None:
         self._service = service
         self._engine = service.engine
@@ -313,14 +310,13 @@ class _Reply:
         log_as = partial(log_request, endpoint, self._body.model, self._arrived)
         try:
             prompts = [await self._encoded(prompt) for prompt in self._request.prompts]
-            tokenizer = self._engine.tokenizer
-            self._writer.new_parts = partial(self._request.parts, tokenizer, prompts[0])
             if self._body.stream:
                 status, counts = await self._send_stream(prompts, send)
                 log_as(status, counts)
                 return
-            results, counts = await self._generate(prompts, _read)
-            answer = await asyncio.to_thread(self._writer.whole, results, counts)
+            texts = await self._written(prompts)
+            counts = usage(texts, self._body.n)
+            answer = await asyncio.to_thread(self._writer.whole, texts, counts)
             await Response(answer, media_type="application/json")(scope, receive, send)
             log_as(200, counts)
         except asyncio.CancelledError:
@@ -333,42 +329,43 @@ class _Reply:
         check_fits(tokens, self._request, self._engine.context)
         return tokens
 
-    async def _generate(
-        self, prompts: list[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
-    ) -> tuple[list[Result], dict[str, Any]]:
-        """Pass each text to `write`, as many at a time as the engine has slots. Returns the results and the usage."""
-        room = asyncio.Semaphore(self._engine.config.slots)
-        waits: dict[int, float] = {}  # index of a text -> seconds in the queue
+    async def _written(
+        self, prompts: list[list[int]], events: _EventStream | None = None
+    ) -> list[ReplyText]:
+        """Write all texts, as many at a time as the engine has slots. Sends the pieces of each to `events`."""
+        slots = asyncio.Semaphore(self._engine.config.slots)
+        options = Options()
+        if self._request.format is not None:
+            options["show"] = self._request.format.shown
+        texts: list[ReplyText] = []
+        tasks: list[asyncio.Task[None]] = []
 
-        async def generate(index: int, tokens: list[int], number: int) -> Result:
-            async with room, self._text(tokens, number) as text:
-                await write(index, text)
-            waits[index] = text.watch.begun - text.watch.submitted
-            return text.result
+        async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
+            params = self._request.numbered(sample, self._engine.context - len(tokens))
+            async with slots, self._service.text(tokens, params, options, self._arrived) as stream:
+                async for piece in stream:
+                    delta = text.feed(piece.text)
+                    if events is not None:
+                        await events.send(self._writer.piece(text, piece, delta))
+            text.result = stream.result
+            text.wait_seconds = stream.watch.begun - stream.watch.submitted
+            delta = text.feed("", True)
+            if events is not None:
+                await events.send(self._writer.last(text, delta))
 
-        tasks: list[asyncio.Task[Result]] = []
         for tokens in prompts:
-            for number in range(self._body.n):
-                text = generate(len(tasks), tokens, number)
-                tasks.append(asyncio.create_task(text))
+            for sample in range(self._body.n):
+                text = self._request.text(len(texts), self._engine.tokenizer, tokens)
+                texts.append(text)
+                tasks.append(asyncio.create_task(write(text, tokens, sample)))
         try:
-            results = await asyncio.gather(*tasks)
-            return results, usage(results, self._body.n, waits)
+            with _errors_about(self._request.prompt_field):
+                await asyncio.gather(*tasks)
+            return texts
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-    @asynccontextmanager
-    async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
-        with _errors_about(self._request.prompt_field):
-            room = self._engine.context - len(tokens)
-            params = self._request.numbered(number, room)
-            options = Options()
-            if self._request.format is not None:
-                options["show"] = self._request.format.shown
-            async with self._service.text(tokens, params, options, self._arrived) as text:
-                yield text
 
     async def _send_stream(
         self, prompts: list[list[int]], send: Send
@@ -377,35 +374,18 @@ class _Reply:
 
         The headers go out with the first piece, so that an earlier error can have its own status code.
         """
-        stream = _EventStream(send)
+        events = _EventStream(send)
         try:
-            _, counts = await self._generate(prompts, partial(self._send_text, stream))
+            texts = await self._written(prompts, events)
         except ApiError as error:
-            if not stream.has_begun:
+            if not events.has_begun:
                 raise
             self._service.metrics.refused(error.status)
-            await stream.send(self._writer.error(error.body), more=False)
+            await events.send(self._writer.error(error.body), more=False)
             return error.status, {}
-        for chunk in self._writer.usage(counts):
-            await stream.send(chunk)
-        await stream.send(self._writer.done, more=False)
+        counts = usage(texts, self._body.n)
+        await events.send(self._writer.end(counts), more=False)
         return 200, counts
-
-    async def _send_text(self, stream: _EventStream, index: int, text: AsyncStream) -> None:
-        has_begun = False
-        async for piece in text:
-            if not has_begun:
-                has_begun = True
-                for chunk in self._writer.first(index):
-                    await stream.send(chunk)
-            for chunk in self._writer.piece(index, piece):
-                await stream.send(chunk)
-        await stream.send(self._writer.last(index, text.result))
-
-
-async def _read(index: int, text: AsyncStream) -> None:
-    async for _ in text:
-        pass
 
 
 @contextmanager
@@ -430,6 +410,8 @@ class _EventStream:
         self.has_begun = False
 
     async def send(self, chunk: bytes, more: bool = True) -> None:
+        if more and not chunk:
+            return
         async with self._sending:
             if not self.has_begun:
                 self.has_begun = True

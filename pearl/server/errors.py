@@ -89,10 +89,6 @@ def no_model(name: str, only: str) -> ApiError:
     return ApiError(404, text, param="model", code="model_not_found")
 
 
-def engine_lost(why: str) -> ApiError:
-    return ApiError(503, why, code="engine_lost")
-
-
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     """Turn an error of the engine into one for the client.
 
@@ -110,7 +106,7 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
         case EngineClosed():
             return ApiError(503, "the server is shutting down", code="shutting_down")
         case TargetLost() | StartError() | TransportError():
-            return engine_lost(str(error))
+            return ApiError(503, str(error), code="engine_lost")
         case _:
             return ApiError(500, str(error), code=type(error).__name__)
 
