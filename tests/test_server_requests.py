@@ -318,12 +318,9 @@ def test_tools_and_their_calls_reach_the_template() -> None:
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    longer = replace(SETUP.settings, options=SamplingParams(max_tokens=30))
+    longer = replace(SETUP, options=SamplingParams(max_tokens=30))
     assert read_request(asked, CompletionRequest, SETUP).params.max_tokens == 16
-    assert (
-        read_request(asked, CompletionRequest, replace(SETUP, settings=longer)).params.max_tokens
-        == 30
-    )
+    assert read_request(asked, CompletionRequest, longer).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()
     assert answer["usage"]["completion_tokens"] == 7
     error = served.post(max_tokens=510).json()["error"]

@@ -100,7 +100,8 @@ class SettingsCommand(click.Command):
         return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if ctx.meta.get(_ALL):
+        is_all = ctx.meta.get(_ALL, False)
+        if is_all:
             titles = _titles()
             order = ["Options", *dict.fromkeys(titles.values())]
         else:
@@ -112,6 +113,8 @@ class SettingsCommand(click.Command):
                 continue
             record = option.get_help_record(ctx)
             if record is not None:
+                if option.name == "method" and not is_all:
+                    record = _usual_methods()
                 title = titles.get(str(option.name), "Options")
                 records.setdefault(title, []).append(record)
         for title in order:
@@ -213,8 +216,6 @@ def _flag(
     if setting.kind is bool:
         return click.option(f"--{dashed}/--no-{dashed}", name, help=setting.description, **form)
     form["help"] = _help(setting, default)
-    if name == "method":
-        form["cls"] = _MethodOption
     if setting.choices:
         form["type"] = _Choice(setting.choices)
     else:
@@ -238,21 +239,16 @@ class _Choice(click.Choice):
             raise click.BadParameter(message, ctx, param) from None
 
 
-class _MethodOption(click.Option):
-    """--method: --help names the methods of general use, --help-all every one."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(ctx)
-        if record is None or ctx.meta.get(_ALL):
-            return record
-        usual = {name: method for name, method in METHODS.items() if method.is_usual}
-        names = "|".join(usual)
-        num_unlisted = len(METHODS) - len(usual)
-        default = OPTIONS["method"].default
-        return (
-            f"--method [{names}|...]",
-            f"{described(usual)}; --help-all: {num_unlisted} others.  [default: {default}]",
-        )
+def _usual_methods() -> tuple[str, str]:
+    """Return the help of --method with the methods of general use alone."""
+    usual = {name: method for name, method in METHODS.items() if method.is_usual}
+    names = "|".join(usual)
+    num_unlisted = len(METHODS) - len(usual)
+    default = OPTIONS["method"].default
+    return (
+        f"--method [{names}|...]",
+        f"{described(usual)}; --help-all: {num_unlisted} others.  [default: {default}]",
+    )
 
 
 def _type(kind: Any) -> Any:

@@ -100,7 +100,7 @@ def serve(
             else:
                 say(f"OpenAI's API: {door.url}/v1")
                 say(f"model {door.model_name(engine)}; a page to chat with it: {door.url}/")
-                door.serve(engine, settings)
+                door.serve(engine, settings.options)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
 

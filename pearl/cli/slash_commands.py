@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -41,13 +42,13 @@ class Leave(Exception):
     """Ends the chat."""
 
 
+@dataclass(eq=False)
 class Switch(Exception):
     """Asks for other models. `saved`: the conversation; `draft`: "none" for none."""
 
-    def __init__(self, target: str, draft: str, saved: str) -> None:
-        self.target = target
-        self.draft = draft
-        self.saved = saved
+    target: str
+    draft: str
+    saved: str
 
 
 def run_command(session: ChatSession, line: str) -> str | None:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
@@ -292,31 +293,27 @@ class _WhileConnected(Response):
                 await asyncio.wait({working})
 
 
+@dataclass
 class _Reply:
-    """The texts of one request, as a stream or all at once."""
+    """The texts of one request, as a stream or all at once. `arrived`: when the request did, a time.monotonic()."""
 
-    def __init__(
-        self, service: Service, request: TextRequest, writer: ReplyWriter, arrived: float
-    ) -> None:
-        self._service = service
-        self._engine = service.engine
-        self._request = request
-        self._body = request.body
-        self._writer = writer
-        self._arrived = arrived
+    service: Service
+    request: TextRequest
+    writer: ReplyWriter
+    arrived: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = f"{scope['method']} {scope['path']}"
-        log_as = partial(log_request, endpoint, self._body.model, self._arrived)
+        log_as = partial(log_request, endpoint, self.request.body.model, self.arrived)
         try:
-            prompts = [await self._encoded(prompt) for prompt in self._request.prompts]
-            if self._body.stream:
+            prompts = [await self._encoded(prompt) for prompt in self.request.prompts]
+            if self.request.body.stream:
                 status, counts = await self._send_stream(prompts, send)
                 log_as(status, counts)
                 return
             texts = await self._written(prompts)
-            counts = usage(texts, self._body.n)
-            answer = await asyncio.to_thread(self._writer.whole, texts, counts)
+            counts = usage(texts, self.request.body.n)
+            answer = await asyncio.to_thread(self.writer.whole, texts, counts)
             await Response(answer, media_type="application/json")(scope, receive, send)
             log_as(200, counts)
         except asyncio.CancelledError:
@@ -324,42 +321,42 @@ class _Reply:
             raise
 
     async def _encoded(self, prompt: Any) -> list[int]:
-        with _errors_about(self._request.prompt_field):
-            tokens = await self._service.encode(prompt)
-        check_fits(tokens, self._request, self._engine.context)
+        with _errors_about(self.request.prompt_field):
+            tokens = await self.service.encode(prompt)
+        check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 
     async def _written(
         self, prompts: list[list[int]], events: _EventStream | None = None
     ) -> list[ReplyText]:
         """Write all texts, as many at a time as the engine has slots. Sends the pieces of each to `events`."""
-        slots = asyncio.Semaphore(self._engine.config.slots)
+        slots = asyncio.Semaphore(self.service.engine.config.slots)
         options = Options()
-        if self._request.format is not None:
-            options["show"] = self._request.format.shown
+        if self.request.format is not None:
+            options["show"] = self.request.format.shown
         texts: list[ReplyText] = []
         tasks: list[asyncio.Task[None]] = []
 
         async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
-            params = self._request.numbered(sample, self._engine.context - len(tokens))
-            async with slots, self._service.text(tokens, params, options, self._arrived) as stream:
+            params = self.request.numbered(sample, self.service.engine.context - len(tokens))
+            async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
                 async for piece in stream:
                     delta = text.feed(piece.text)
                     if events is not None:
-                        await events.send(self._writer.piece(text, piece, delta))
+                        await events.send(self.writer.piece(text, piece, delta))
             text.result = stream.result
             text.wait_seconds = stream.watch.begun - stream.watch.submitted
             delta = text.feed("", True)
             if events is not None:
-                await events.send(self._writer.last(text, delta))
+                await events.send(self.writer.last(text, delta))
 
         for tokens in prompts:
-            for sample in range(self._body.n):
-                text = self._request.text(len(texts), self._engine.tokenizer, tokens)
+            for sample in range(self.request.body.n):
+                text = self.request.text(len(texts), self.service.engine.tokenizer, tokens)
                 texts.append(text)
                 tasks.append(asyncio.create_task(write(text, tokens, sample)))
         try:
-            with _errors_about(self._request.prompt_field):
+            with _errors_about(self.request.prompt_field):
                 await asyncio.gather(*tasks)
             return texts
         finally:
@@ -380,11 +377,11 @@ class _Reply:
         except ApiError as error:
             if not events.has_begun:
                 raise
-            self._service.metrics.refused(error.status)
-            await events.send(self._writer.error(error.body), more=False)
+            self.service.metrics.refused(error.status)
+            await events.send(self.writer.error(error.body), more=False)
             return error.status, {}
-        counts = usage(texts, self._body.n)
-        await events.send(self._writer.end(counts), more=False)
+        counts = usage(texts, self.request.body.n)
+        await events.send(self.writer.end(counts), more=False)
         return 200, counts
 
 

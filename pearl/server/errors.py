@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,7 @@ class Error(BaseModel):
     error: Problem
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that is not served.
 
@@ -54,14 +56,10 @@ class ApiError(Exception):
         code: a short name that programs can test.
     """
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
+    status: int
+    message: str
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pearl.config import Settings
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
 from pearl.server.access import NOT_EMBEDDED, Access
@@ -67,20 +67,24 @@ class Door:
     def close(self) -> None:
         self.bound.close()
 
-    def serve(self, engine: Engine, settings: Settings) -> None:
-        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost."""
+    def serve(self, engine: Engine, options: RequestOptions) -> None:
+        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost.
+
+        Args:
+            options: the defaults of requests.
+        """
         raise_limit()
         try:
             self.bound.listen()
         except OSError as error:  # another process listens there now
             raise ConfigError(f"{self.url}: cannot listen there: {error.strerror}") from None
-        asyncio.run(self._serve(engine, settings))
+        asyncio.run(self._serve(engine, options))
 
-    async def _serve(self, engine: Engine, settings: Settings) -> None:
+    async def _serve(self, engine: Engine, options: RequestOptions) -> None:
         model = self.model_name(engine)
         service = Service(engine, model)
         show_requests(self.logs_requests)
-        setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser))
+        setup = Setup(model, options, format_of(engine.tokenizer, self.tool_parser))
         app = App(service, setup, self.access)
         server = Server(app, service)
         watching = asyncio.create_task(_end_when_lost(service, server))

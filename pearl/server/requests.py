@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.config import RequestOptions, Settings
+from pearl.config import RequestOptions
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
 from pearl.server.errors import ApiError, invalid, no_model
@@ -35,12 +35,12 @@ class Setup:
 
     Attributes:
         model: the name under which clients request the model.
-        settings: the engine's settings, whose options are the defaults of requests.
+        options: the defaults of requests.
         tools: the format in which the model writes calls.
     """
 
     model: str
-    settings: Settings
+    options: RequestOptions
     tools: Format = FORMATS["hermes"]
 
 
@@ -158,7 +158,7 @@ def _prompts(request: CompletionRequest) -> tuple[Prompt, ...]:
 
 
 def _params(request: TextBody, setup: Setup) -> RequestOptions:
-    defaults = setup.settings.options
+    defaults = setup.options
     values = request.options
     if isinstance(request, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)

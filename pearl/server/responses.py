@@ -268,7 +268,6 @@ class _ResponseWriter(ReplyWriter):
         self._id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # whether the last item is
         self._number = 0
         self._events = b""  # not returned yet
         self._status = "completed"  # of what has ended
@@ -365,7 +364,7 @@ class _ResponseWriter(ReplyWriter):
     def _grow_text(self, kind: str, text: str) -> None:
         if not text:
             return
-        if not self._is_open or self._items[-1]["type"] != kind:
+        if not self._items or self._items[-1]["type"] != kind:
             self._begin(kind)
         self._items[-1]["content"][0]["text"] += text
         fields: dict[str, Any] = {"content_index": 0, "delta": text}
@@ -385,7 +384,6 @@ class _ResponseWriter(ReplyWriter):
         else:
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._is_open = True
         self._add("output_item.added", output_index=len(self._items) - 1, item=item)
         if call is not None:
             return
@@ -396,9 +394,9 @@ class _ResponseWriter(ReplyWriter):
         self._add_of_item("content_part.added", content_index=0, part=part)
 
     def _close(self) -> None:
-        if not self._is_open:
+        """Close the last item, if there is one."""
+        if not self._items:
             return
-        self._is_open = False
         item = self._items[-1]
         item["status"] = self._status
         if item["type"] == "function_call":
