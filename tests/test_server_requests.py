@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat
-from pearl.server import app, responses
+from pearl.server import http, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, TextBody, read_request
 from pearl.server.schemas import ChatCompletionRequest, CompletionRequest
@@ -372,7 +372,7 @@ def test_what_is_accepted_is_described(served: Served) -> None:
 
 def test_bodies_that_are_no_request(served: Served) -> None:
     def endless() -> Iterator[bytes]:
-        for _ in range(app.MOST_BODY // 65536 + 2):
+        for _ in range(http.MOST_BODY // 65536 + 2):
             yield b" " * 65536
 
     bad: list[bytes] = [
@@ -388,7 +388,7 @@ def test_bodies_that_are_no_request(served: Served) -> None:
     bad += [b'{"model": "toy-model", "prompt": "1", "temperature": NaN}']
     for content, status in (
         *((each, 400) for each in bad),
-        (b" " * (app.MOST_BODY + 1), 413),
+        (b" " * (http.MOST_BODY + 1), 413),
         (endless(), 413),
     ):
         response = served.send(content)

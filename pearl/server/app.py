@@ -20,13 +20,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
-from pearl.document import parse_json
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
@@ -39,6 +38,7 @@ from pearl.server.http import (
     ReplyText,
     ReplyWriter,
     event,
+    read_body,
     usage,
 )
 from pearl.server.openapi import HttpEndpoint
@@ -51,8 +51,6 @@ from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
-MOST_BODY = 2 << 20  # bytes of one request
-BODY_SECONDS = 30.0  # for a body to arrive
 _LOOK_SECONDS = 1.0  # between two checks of an idle timeline whether the server ends
 
 
@@ -238,33 +236,6 @@ def _page_headers(html: str) -> dict[str, str]:
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-
-
-async def read_body(request: Request) -> Any:
-    """Return the parsed body. Raises `ApiError`."""
-    media_type = request.headers.get("content-type", "").partition(";")[0]
-    if media_type.strip().lower() != "application/json":
-        raise ApiError(415, "send the body with the header Content-Type: application/json")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MOST_BODY:
-                    raise ApiError(
-                        413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large"
-                    )
-        return parse_json(body.decode("utf-8"))
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise ApiError(
-            400, "the client closed the connection before its request was complete"
-        ) from None
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not UTF-8") from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class _WhileConnected(Response):

@@ -1,7 +1,8 @@
-"""Answers to clients as OpenAI's objects, whole or in chunks. No I/O: `app` sends them."""
+"""Bodies of requests, and replies as OpenAI's objects, whole or in chunks, which `app` sends."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -9,14 +10,46 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec.json import encode
+from starlette.requests import ClientDisconnect, Request
 
+from pearl.document import parse_json
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
+from pearl.server.errors import ApiError
 from pearl.server.schemas import SharedRequest, StreamOptions
 from pearl.text.reasoning import Splitter
 from pearl.text.tools import Call, CallSplitter
 
+MOST_BODY = 2 << 20  # bytes of one request
+BODY_SECONDS = 30.0  # for a body to arrive
 DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request) -> Any:
+    """Return the parsed body. Raises `ApiError`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
+        raise ApiError(415, "send the body with the header Content-Type: application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BODY:
+                    raise ApiError(
+                        413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large"
+                    )
+        return parse_json(body.decode("utf-8"))
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(
+            400, "the client closed the connection before its request was complete"
+        ) from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def event(data: Any) -> bytes:
