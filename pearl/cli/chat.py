@@ -138,7 +138,7 @@ class ChatSession:
         if piece.preview:
             reply.guess(_preview_text(self.engine, result, piece.preview))
         if piece.text:
-            sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
+            sources = piece.provenance or result.provenance[-1:]
             reply.add(piece.texts or (piece.text,), sources)
 
 

@@ -34,6 +34,7 @@ _HINTS = [
 ]
 # Setting -> the session's attribute.
 _DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}
+_SETTING_NAMES = (*OPTION_NAMES, *_DISPLAY_SETTINGS)
 _UNSET_TEXTS = {"seed": "drawn for each reply", "max_tokens": "as the context has room"}
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 
@@ -92,9 +93,14 @@ def _set(session: ChatSession, argument: str) -> None:
     if name == "system":
         _system(session, value)
         return
+    if name and name not in _SETTING_NAMES:
+        raise RequestError(f"no setting {name!r}: one of {', '.join(_SETTING_NAMES)}")
     if value:
         _change(session, name, value)
-    _print_settings(session, name)
+    texts = _setting_texts(session)
+    if name:
+        texts = {name: texts.get(name, "none")}
+    _print_pairs(session, list(texts.items()))
 
 
 def _change(session: ChatSession, name: str, value: str) -> None:
@@ -102,17 +108,10 @@ def _change(session: ChatSession, name: str, value: str) -> None:
         if value not in ("on", "off"):
             raise RequestError(f"/set {name} takes on or off")
         setattr(session, _DISPLAY_SETTINGS[name], value == "on")
-    elif name in OPTION_NAMES:
+    else:
         options = _changed(session.options, name, value)
         session.engine.config.check_options(options)
         session.options = options
-    else:
-        raise _unknown_setting(name)
-
-
-def _unknown_setting(name: str) -> RequestError:
-    names = list(OPTION_NAMES) + list(_DISPLAY_SETTINGS)
-    return RequestError(f"no setting {name!r}: one of {', '.join(names)}")
 
 
 def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
@@ -129,16 +128,6 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
         except ValueError as error:
             raise RequestError(f"cannot read {value!r}: {error}") from None
     return options_of(values)
-
-
-def _print_settings(session: ChatSession, name: str) -> None:
-    """Print the settings in use, or the one of this name. Raises `RequestError` for an unknown name."""
-    texts = _setting_texts(session)
-    if name and name not in texts:
-        raise _unknown_setting(name)
-    if name:
-        texts = {name: texts[name]}
-    _print_pairs(session, list(texts.items()))
 
 
 def _setting_texts(session: ChatSession) -> dict[str, str]:
