@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.server.errors import ApiError
 
@@ -78,15 +77,3 @@ class Access:
         if not is_own and origin not in self.origins:
             text = "web pages of other origins are not answered: name theirs with --cors"
             raise ApiError(403, text)
-
-
-class Guard:
-    """Middleware that answers only the requests that `access` lets through."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._access.check(Request(scope))
-        await self._app(scope, receive, send)

@@ -22,14 +22,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
-from pearl.server.access import Access, Guard
+from pearl.server.access import Access
 from pearl.server.errors import ApiError, no_model, of_engine
 from pearl.server.http import (
     DONE,
@@ -96,8 +96,12 @@ class App:
         for endpoint in endpoints:
             methods = ["GET"] if endpoint.body is None else ["POST"]
             routes.append(Route(endpoint.path, endpoint.answer, methods=methods))
-        # Around the routes, so that refusals have error objects.
-        guard = Middleware(Guard, access=access)
+        router = Router(routes)
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            access.check(Request(scope))
+            await router(scope, receive, send)
+
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
         outermost = []
         if access.origins:
@@ -109,7 +113,7 @@ class App:
             )
             outermost.append(cors)
         return Starlette(
-            routes=[Mount("", routes=routes, middleware=[guard])],
+            routes=[Mount("", guarded)],  # within the handlers of exceptions
             middleware=outermost,
             exception_handlers={
                 ApiError: self._refuse,
