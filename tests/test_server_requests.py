@@ -312,7 +312,7 @@ def test_tools_and_their_calls_reach_the_template() -> None:
         ({"tools": []}, Chat(wanted, [])),
         ({"tools": [tool], "tool_choice": "none"}, Chat(wanted, [])),
     ):
-        assert read_request(asked | tools, ChatCompletionRequest, SETUP).prompts == (prompt,)
+        assert read_request(asked | tools, ChatCompletionRequest, SETUP).prompts == [prompt]
 
 
 def test_defaults_of_max_tokens(served: Served) -> None:

@@ -233,8 +233,6 @@ def chat(
     while True:
         try:
             with open_engine(config, SafeConsole(stderr=True), connect) as engine:
-                if engine is None:
-                    return
                 previous_config = None
                 conversation = Conversation(engine.tokenizer, raw, system)
                 if saved is not None:

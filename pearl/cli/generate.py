@@ -65,19 +65,19 @@ def generate(
     grammar_of(options.json_schema, options.regex)
     if connect is None:
         settings.engine.check_options(options)
-    with open_engine(settings.engine, console, connect) as engine:
-        if engine is None:
-            return
-        with engine.stream(text, options, raw=raw) as stream:
-            splitter = None
-            if not raw and options.json_schema is None and options.regex is None:
-                splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
-            if as_json:
-                for _ in stream:
-                    pass
-            else:
-                _print_as_it_comes(stream, splitter, console)
-            result = stream.result
+    with (
+        open_engine(settings.engine, console, connect) as engine,
+        engine.stream(text, options, raw=raw) as stream,
+    ):
+        splitter = None
+        if not raw and options.json_schema is None and options.regex is None:
+            splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+        if as_json:
+            for _ in stream:
+                pass
+        else:
+            _print_as_it_comes(stream, splitter, console)
+        result = stream.result
     if as_json:
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
         return

@@ -90,8 +90,6 @@ def serve(
         closing(door) if door else nullcontext(),
         open_engine(settings.engine, SafeConsole(stderr=True)) as engine,
     ):
-        if engine is None:
-            return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:

@@ -34,7 +34,7 @@ _HINTS = [
 ]
 # Setting -> the session's attribute.
 _DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}
-_SETTING_NAMES = (*OPTION_NAMES, *_DISPLAY_SETTINGS)
+_SETTING_NAMES = OPTION_NAMES + tuple(_DISPLAY_SETTINGS)
 _UNSET_TEXTS = {"seed": "drawn for each reply", "max_tokens": "as the context has room"}
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 
@@ -184,18 +184,17 @@ def _stats(session: ChatSession, _: str) -> None:
         _say(session, "nothing has been measured yet")
         return
     table = Table("", *session.figures, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_row("replies", *_by_method(session, len))
-    table.add_row("tokens", *_by_method(session, _total_tokens))
+    rows: dict[str, Callable[[list[Statistics]], object]] = {
+        "replies": len,
+        "tokens": _total_tokens,
+    }
     for figure in FIGURES:
-        medians = _by_method(session, partial(_median_text, figure))
-        if any(text != "-" for text in medians):
-            table.add_row(figure.name, *medians)
+        rows[figure.name] = partial(_median_text, figure)
+    for name, text_of in rows.items():
+        texts = [str(text_of(replies)) for replies in session.figures.values()]
+        if any(text != "-" for text in texts):
+            table.add_row(name, *texts)
     session.console.print(table)
-
-
-def _by_method(session: ChatSession, text_of: Callable[[list[Statistics]], object]) -> list[str]:
-    """Return a row of the table of figures: what `text_of` says of each method's replies."""
-    return [str(text_of(replies)) for replies in session.figures.values()]
 
 
 def _total_tokens(replies: list[Statistics]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pearl.config import RequestOptions
-from pearl.engine.request import Chat, Prompt
+from pearl.engine.request import Chat, Prompt, as_prompts
 from pearl.errors import ConfigError, RequestError
 from pearl.server.errors import ApiError, invalid, no_model
 from pearl.server.http import ReplyText
@@ -57,7 +57,7 @@ class TextRequest:
     """
 
     body: TextBody
-    prompts: tuple[Prompt, ...]
+    prompts: list[Prompt]
     params: RequestOptions
     format: Format | None = None
     chat_field: str = "messages"
@@ -112,11 +112,10 @@ def read_request(body: Any, schema: type[TextBody], setup: Setup) -> TextRequest
     request = validate(schema, body)
     if request.model != setup.model:
         raise no_model(request.model, setup.model)
-    prompts: tuple[Prompt, ...]
     if isinstance(request, ChatCompletionRequest):
-        prompts = (_chat(request, body, setup),)
+        prompts = as_prompts(_chat(request, body, setup))
     else:
-        prompts = _prompts(request)
+        prompts = as_prompts(request.prompt)
     if request.n * len(prompts) > MOST_TEXTS:
         text = f"prompts times n may be at most {MOST_TEXTS} texts a request"
         raise ApiError(400, text, param="n")
@@ -148,13 +147,6 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
         if name in Function.field_names and name != "strict" and value is not None:
             fields[name] = value
     return {"type": "function", "function": fields}
-
-
-def _prompts(request: CompletionRequest) -> tuple[Prompt, ...]:
-    prompt: Any = request.prompt
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        return tuple(prompt)
-    return (prompt,)
 
 
 def _params(request: TextBody, setup: Setup) -> RequestOptions:
