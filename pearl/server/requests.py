@@ -51,21 +51,17 @@ class TextRequest:
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
         params: how to decode and sample; `numbered` has them for each text.
+        prompt_field: the field that has the prompts.
+        limit_field: the field that set max_tokens; empty if it is a default.
         format: the format of calls in the text; None if the text may have none.
-        chat_field: the endpoint's name of the field with a chat's messages.
-        chat_limit_field: the endpoint's name of `max_completion_tokens`.
     """
 
     body: TextBody
     prompts: list[Prompt]
     params: RequestOptions
-    format: Format | None = None
-    chat_field: str = "messages"
-    chat_limit_field: str = "max_completion_tokens"
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.body, ChatCompletionRequest)
+    prompt_field: str
+    limit_field: str
+    format: Format | None
 
     def text(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyText:
         """Make the reply's text number `index`, which splits into reasoning, content and calls."""
@@ -81,19 +77,6 @@ class TextRequest:
         max_calls = None if self.body.parallel_tool_calls else 1
         calls = CallSplitter(self.format, names, is_forced, max_calls)
         return ReplyText(index, thoughts, calls)
-
-    @property
-    def prompt_field(self) -> str:
-        return self.chat_field if self.is_chat else "prompt"
-
-    @property
-    def limit_field(self) -> str:
-        """The field that set max_tokens; empty if it is a default."""
-        if "max_completion_tokens" in self.body.model_fields_set:
-            return self.chat_limit_field
-        if "max_tokens" in self.body.model_fields_set:
-            return "max_tokens"
-        return ""
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
         """Return the params of text number `sample`, from 0; all share one seed.
@@ -113,8 +96,10 @@ def read_request(body: Any, schema: type[TextBody], setup: Setup) -> TextRequest
     if request.model != setup.model:
         raise no_model(request.model, setup.model)
     if isinstance(request, ChatCompletionRequest):
+        prompt_field = "messages"
         prompts = as_prompts(_chat(request, body, setup))
     else:
+        prompt_field = "prompt"
         prompts = as_prompts(request.prompt)
     if request.n * len(prompts) > MOST_TEXTS:
         text = f"prompts times n may be at most {MOST_TEXTS} texts a request"
@@ -124,7 +109,11 @@ def read_request(body: Any, schema: type[TextBody], setup: Setup) -> TextRequest
     may_call = params.json_schema is None or request.forced_functions
     if may_call and isinstance(prompts[0], Chat) and prompts[0].tools:
         format = setup.tools
-    return TextRequest(request, prompts, params, format)
+    limit_field = ""
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in request.model_fields_set:
+            limit_field = name
+    return TextRequest(request, prompts, params, prompt_field, limit_field, format)
 
 
 def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Chat:

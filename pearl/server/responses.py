@@ -94,6 +94,13 @@ class ResponsesRequest(SharedRequest):
         return format
 
 
+def _renamed(text: str) -> str:
+    """Return a chat's field, or a message that begins with one, with the field's name here."""
+    for chat_name, name in _RENAMED.items():
+        text = chat_name.sub(name, text)
+    return text
+
+
 def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
@@ -198,12 +205,15 @@ class Responses:
                 response.chat(body, messages), ChatCompletionRequest, self._setup
             )
         except ApiError as error:
-            for chat_name, name in _RENAMED.items():
-                error.param = chat_name.sub(name, error.param or "")
-                error.message = chat_name.sub(name, error.message)
+            error.param = _renamed(error.param or "")
+            error.message = _renamed(error.message)
             raise
         writer = _ResponseWriter(response, lambda id, reply: self._keep(id, [*messages, reply]))
-        request = replace(request, chat_field="input", chat_limit_field="max_output_tokens")
+        request = replace(
+            request,
+            prompt_field=_renamed(request.prompt_field),
+            limit_field=_renamed(request.limit_field),
+        )
         return request, writer
 
     def _earlier(self, id: str | None) -> list[dict[str, Any]]:
