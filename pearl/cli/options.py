@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
@@ -28,7 +27,6 @@ from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
 from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _ABOUT_CONFIG = "YAML file of these settings, see configs/; toy: an emulated pair."
 # The default with which a description may end. A command may have another.
 _STATED_DEFAULT = re.compile(r"(; d|(^| )D)efault: .*", re.DOTALL)
@@ -38,7 +36,7 @@ def settings_options(
     defaults: Mapping[str, str] | None = None,
     unread: Collection[str] = (),
     instead: str = "",
-) -> Callable[[_Command], _Command]:
+) -> Callable[[Any], Any]:
     """Add --config and a flag for every field to a command, which receives them as `settings: Settings`.
 
     Args:
@@ -47,7 +45,7 @@ def settings_options(
         instead: what this command does instead; ends the message that refuses such a flag.
     """
 
-    def add(command: _Command) -> _Command:
+    def add(command: Any) -> Any:
         @functools.wraps(command)
         def wrapped(config: Path | None, **flags: Any) -> Any:
             values = {}
@@ -61,8 +59,7 @@ def settings_options(
                         raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
             return command(settings=load_settings(config, values), **arguments)
 
-        decorated = field_options(_SETTINGS, _ABOUT_CONFIG, defaults, unread)(wrapped)
-        return typing.cast(_Command, decorated)
+        return field_options(_SETTINGS, _ABOUT_CONFIG, defaults, unread)(wrapped)
 
     return add
 
