@@ -33,7 +33,7 @@ _STATED_DEFAULT = re.compile(r"(; d|(^| )D)efault: .*", re.DOTALL)
 
 
 def settings_options(
-    defaults: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] = {},
     unread: Collection[str] = (),
     instead: str = "",
 ) -> Callable[[Any], Any]:
@@ -67,12 +67,10 @@ def settings_options(
 def field_options(
     settings: Mapping[str, Setting],
     about: str,
-    defaults: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] = {},
     hidden: Collection[str] = (),
 ) -> Callable[[Any], Any]:
     """Add a flag for each setting, and --config with the help `about`. `defaults` as of `settings_options`."""
-
-    defaults = defaults or {}
 
     def add(command: Any) -> Any:
         for name, setting in reversed(list(settings.items())):
