@@ -72,7 +72,7 @@ class App:
         self.asgi = self._routed(endpoints, access)
 
     def _endpoints(self) -> list[HttpEndpoint]:
-        """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
+        """Return all paths of the server. A new endpoint is a module with its schema and answer, and a row here."""
         chat = self._posted(partial(self._read, ChatCompletionRequest, ChatWriter))
         completions = self._posted(partial(self._read, CompletionRequest, CompletionWriter))
         responses = self._posted(self._responses.read)

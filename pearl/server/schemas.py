@@ -227,11 +227,8 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            value = getattr(self, name)
-            if value is not None:
-                message[name] = value
-        return message
+        others = {"name", "reasoning_content", "tool_call_id"}
+        return message | self.model_dump(include=others, exclude_none=True)
 
 
 class Function(Body):
