@@ -17,6 +17,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.gguf import directory_of
 from pearl.models.checkpoints.hub import HubName, in_cache, pull
+from pearl.models.heads.kinds import describes_head
 
 
 def toy_options(spec: str) -> dict[str, Any]:
@@ -93,9 +94,6 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
     return place
 
 
-_OF_HEADS = frozenset(("draft_vocab_size", "speculators_model_type"))  # settings that no model has
-
-
 def is_head(spec: str) -> bool:
     """Return whether `spec` names a head of another model, and not a model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
@@ -103,7 +101,7 @@ def is_head(spec: str) -> bool:
     directory: Path | None = Path(spec)
     if not Path(spec).is_dir():
         directory = in_cache(spec)
-    return directory is not None and not _OF_HEADS.isdisjoint(config_in(directory))
+    return directory is not None and describes_head(config_in(directory))
 
 
 def config_in(directory: Path) -> dict[str, Any]:

@@ -398,16 +398,11 @@ def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
 
 
 class Eagle3Head:
-    """The weights of a head, and a cache for each slot; see `Head`.
+    """The weights of a head, and a cache for each slot; see `DraftHead`.
 
     Args:
         tensors: by their names in speculators; without an embedding, that of the target is used.
-        rounding: of the products' weights; see `matrices.matrix`.
-
-    Attributes:
-        hidden: numbers of its states.
-        features: numbers of the target's states that it reads of each token.
-        kind: of its weights.
+        rounding: of the products' weights; see `linear_layers.matrix`.
     """
 
     def __init__(
@@ -434,7 +429,7 @@ class Eagle3Head:
         self._layers = layers
         self.dtype = layers.dtype
         self.hidden = layers.embedding.shape[1]
-        self.kind = rounding or str(target.embedding.dtype).removeprefix("torch.")
+        self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
         fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
         self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
@@ -486,7 +481,7 @@ class Eagle3Head:
         return layers.head(states, None).float()
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """Copy keys and values of the tokens from `start` to `end` of a slot to another one."""
+        """See `DraftHead.copy`."""
         for buffer in (self._slots.keys, self._slots.values):
             buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
         self.lengths[into] = end

@@ -8,7 +8,7 @@ import torch
 
 from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.heads.eagle3 import Eagle3Head
+from pearl.models.heads.head import DraftHead
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 _IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will come
@@ -26,12 +26,12 @@ class HeadRunner(ModelRunner):
         vocab_size: the target's.
     """
 
-    def __init__(self, head: Eagle3Head, vocab_size: int, slots: int) -> None:
+    def __init__(self, head: DraftHead, vocab_size: int, slots: int) -> None:
         self._head = head
         self.vocab_size = vocab_size
         self.context = head.context
         self.device = head.device
-        self.weights = head.kind
+        self.weights = head.weights
         self.capabilities = Capabilities(slots=slots)
         self.features = head.features
         self._tokens = torch.zeros(slots, head.context, dtype=torch.long, device=head.device)
