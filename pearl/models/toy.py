@@ -179,9 +179,9 @@ def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 
 
     `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
     """
-    values = toy_options(spec)
-    vocab = int(values["vocab"])
-    make_pair = coin_pair if values["coin"] else alpha_pair
-    target, draft = make_pair(vocab, values["alpha"], int(values["seed"]))
-    context = min(int(values["context"]), max_context or 1 << 20)
-    return ToyRunner(vocab, draft if role == "draft" else target, context, texts + BRANCHES)
+    options = toy_options(spec)
+    make_pair = coin_pair if options.coin else alpha_pair
+    target, draft = make_pair(options.vocab, options.alpha, options.seed)
+    distribution = draft if role == "draft" else target
+    context = min(options.context, max_context or options.context)
+    return ToyRunner(options.vocab, distribution, context, texts + BRANCHES)

@@ -288,15 +288,12 @@ def make(
         )
     settings = HeadSettings.of(config, in_file)
     weights = {}
-    for name, tensor in tensors.items():
-        common_name = _common(name)
-        if common_name not in _UNREAD and "rotary_emb" not in name:
-            weights[common_name] = tensor
+    for name, source in in_file.items():
+        if name not in _UNREAD and "rotary_emb" not in name:
+            dtype = None if name == "d2t" else target.embedding.dtype
+            weights[name] = tensors[source].to(target.embedding.device, dtype)
     _check_vocabulary(weights, target)
     _check_tensors(settings, weights, target, in_file)
-    for name, tensor in weights.items():
-        dtype = None if name == "d2t" else target.embedding.dtype
-        weights[name] = tensor.to(target.embedding.device, dtype)
     return Eagle3Head(settings, weights, target, rounding)
 
 
