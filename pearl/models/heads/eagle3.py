@@ -130,20 +130,17 @@ class HeadSettings:
 
     Attributes:
         forward, layer: the family of its decoder layers, and their configuration.
-        num_states: states of the target that it reads of each token.
+        input_norms: norms of the target's states before `fc`, one after the other: the weights of
+            all states together, or of each by itself.
         norms_residual: whether the first layer adds to the normalised states.
-        norms_joined: whether the target's states are normalised together, before `fc`.
-        norms_each: whether each of them is normalised by itself.
         feeds_normed: whether the next step reads the output of the last norm.
         norms_logits: whether `lm_head` reads the output of the last norm.
     """
 
     forward: Forward
     layer: dict[str, Any]
-    num_states: int
+    input_norms: tuple[tuple[str, ...], ...]
     norms_residual: bool
-    norms_joined: bool
-    norms_each: bool
     feeds_normed: bool
     norms_logits: bool
 
@@ -165,10 +162,8 @@ class HeadSettings:
         return HeadSettings(
             forward=forward,
             layer=layer,
-            num_states=len(target_layers(config) or range(_DEFAULT_LAYERS)),
+            input_norms=_input_norms(config),
             norms_residual=bool(config.get("norm_before_residual")),
-            norms_joined=bool(config.get("norm_before_fc")),
-            norms_each=bool(config.get("fc_norm")),
             feeds_normed=is_of_speculators and bool(norms_output),
             norms_logits=is_of_speculators or norms_output is None or bool(norms_output),
         )
@@ -190,12 +185,21 @@ class HeadSettings:
         shapes[f"{_FIRST}hidden_norm.weight"] = (hidden,)
         shapes["fc.weight"] = (hidden, features)
         shapes["lm_head.weight"] = (vocab_size, hidden)
-        if self.norms_joined:
-            shapes["input_norm.weight"] = (features,)
-        if self.norms_each:
-            for number in range(self.num_states):
-                shapes[f"fc_norm.{number}.weight"] = (features // self.num_states,)
+        for names in self.input_norms:
+            for name in names:
+                shapes[name] = (features // len(names),)
         return shapes
+
+
+def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
+    """See `HeadSettings.input_norms`."""
+    norms = []
+    if config.get("norm_before_fc"):
+        norms.append(("input_norm.weight",))
+    if config.get("fc_norm"):
+        count = len(target_layers(config) or range(_DEFAULT_LAYERS))
+        norms.append(tuple(f"fc_norm.{number}.weight" for number in range(count)))
+    return tuple(norms)
 
 
 def _check_flags(settings: Mapping[str, Any]) -> None:
@@ -427,16 +431,12 @@ class Eagle3Head:
         self.dtype = layers.dtype
         self.hidden = layers.embedding.shape[1]
         self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
-        fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
+        fuse = Weight(tensors["fc.weight"], tensors.get("fc.bias"))
         self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
-        self._joined_norm: torch.Tensor | None = None
-        if settings.norms_joined:
-            self._joined_norm = tensors["input_norm.weight"].to(self.dtype)
-        self._state_norms = []
-        if settings.norms_each:
-            for number in range(settings.num_states):
-                self._state_norms.append(tensors[f"fc_norm.{number}.weight"].to(self.dtype))
+        self._input_norms: list[list[torch.Tensor]] = []
+        for names in settings.input_norms:
+            self._input_norms.append([tensors[name].to(self.dtype) for name in names])
         self.ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
         if "d2t" in tensors:
             self.ids = self.ids + tensors["d2t"]
@@ -451,12 +451,8 @@ class Eagle3Head:
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         """See `Head.fused`."""
         x = features.to(self.dtype)
-        if self._joined_norm is not None:
-            x = self._layers.normalise(x, self._joined_norm)
-        if self._state_norms:
-            parts = map(
-                self._layers.normalise, x.chunk(len(self._state_norms), -1), self._state_norms
-            )
+        for norms in self._input_norms:
+            parts = map(self._layers.normalise, x.chunk(len(norms), -1), norms)
             x = torch.cat(list(parts), -1)
         return self._fuse(x, None)
 
