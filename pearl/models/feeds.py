@@ -35,10 +35,6 @@ class Feed:
     def __post_init__(self) -> None:
         assert len(self.tokens) > 0
         assert 0 <= self.rows <= len(self.tokens)
-        if self.parents is not None:
-            assert len(self.parents) == len(self.tokens)
-            for node, parent in enumerate(self.parents):
-                assert -1 <= parent < node, self.parents
 
     @property
     def depth(self) -> int:

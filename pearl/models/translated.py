@@ -101,7 +101,5 @@ class TranslatedRunner(ModelRunner):
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         if length is None:
             length = self.length(slot)
-        else:
-            length = length
         self._runner.fork(slot, into, self._end(slot, length), self._end(slot, shared))
         self._ends[into] = self._ends[slot][:length]
