@@ -246,7 +246,7 @@ def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]
     default_type = _FULL if forward.default_window is None else _SLIDING
     types = config.get("layer_types") or [default_type] * count
     has_rope = config.get("no_rope_layers") or [1] * count
-    kinds: list[tuple[int, str | None]] = []
+    kinds = []
     for layer_type, rotates in zip(types, has_rope, strict=True):
         rope = None
         if rotates:
@@ -297,7 +297,7 @@ def _layer_shapes(forward: Forward, config: Config, size: Mapping[str, int]) -> 
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
     if forward.has_experts:
         shapes |= _expert_shapes(config, forward.clamps_experts)
-    biased: set[str] = set()
+    biased = set()
     for setting, group in forward.biases.items():
         if not setting or config.get(setting):
             biased.update(_GROUPS[group])

@@ -97,8 +97,8 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
     Args:
         lengths: number of tokens in each slot.
     """
-    table: list[tuple[int, int, int, int]] = []
-    fed: list[range] = []
+    table = []
+    fed = []
     for feed in feeds:
         slot = feed.slot
         start = lengths[slot]

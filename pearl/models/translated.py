@@ -71,7 +71,7 @@ class TranslatedRunner(ModelRunner):
         length = self.length(feed.slot)
         start = self._end(feed.slot, length)
         spelled: list[int] = []
-        ends: list[int] = []
+        ends = []
         tokens = feed.tokens
         if isinstance(tokens, torch.Tensor):
             tokens = tokens.tolist()

@@ -303,7 +303,7 @@ class _Source:
 
         A head that equals the embedding is left out; transformers ties no other, which is trained by itself.
         """
-        shapes: Shapes = {}
+        shapes = {}
         for name, file in self._files.items():
             is_quantised = f"{module_of(name)}.weight" in self.matrices
             if name.endswith(".bias") or not (is_quantised or is_of_cache(name)):
@@ -329,7 +329,7 @@ class _StackedSource(_Source):
         self, directory: Path, files: dict[str, str], expected: Shapes, progress: Progress
     ) -> None:
         super().__init__(directory, files, expected, progress)
-        matrices: dict[str, Make] = {}
+        matrices = {}
         for name in expected:
             place = self._slice(name)
             if place is not None and place.stack + _BLOCKS in files:

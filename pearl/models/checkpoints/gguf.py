@@ -422,7 +422,7 @@ def _ropes(
             f"its rope turns {turned} of {width} dimensions, "
             f"which {family.gguf.architecture!r} files are not read with"
         )
-    factors: dict[str, Any] = {}
+    factors = {}
     for name, tensor in tensors.items():
         if name.startswith("rope_f"):
             factors[name] = _numbers(file, tensor)
@@ -554,7 +554,7 @@ def _names_in_file(family: Family, config: Config) -> dict[str, str]:
 
 def _unstacked(tensors: Tensors) -> dict[str, Tensor]:
     """Return the tensors with each expert of a stack by itself: NAME.3 out of NAME."""
-    unstacked: dict[str, Tensor] = {}
+    unstacked = {}
     for name, tensor in tensors.items():
         if "_exps." not in name:
             unstacked[name] = tensor

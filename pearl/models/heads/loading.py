@@ -140,7 +140,7 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
 
     Raises `ValueError` where several files could be meant: a trainer's other files may have tensors of the same names.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     files = files_of(directory)
     if files is not None:
         for file in sorted(set(files.values())):
@@ -157,5 +157,6 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         )
     if paths:
         return load_file(paths[0])
-    tensors |= torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    return tensors
+    path = directory / "pytorch_model.bin"
+    loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded
