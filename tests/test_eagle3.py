@@ -326,7 +326,7 @@ NUMBERS = torch.ones(HIDDEN)
             {"d2t": torch.zeros(95, dtype=torch.long)},
             {},
             {},
-            "its d2t has 95 tokens and its lm_head 96",
+            r"its d2t has the shape \[95\], not \[96\]",
         ),
         (
             {"embed_tokens.weight": torch.zeros(99, 32)},

@@ -243,7 +243,9 @@ def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]
     window = 0
     if config.get("use_sliding_window", True):
         window = config.get("sliding_window", forward.default_window) or 0
-    default_type = _FULL if forward.default_window is None else _SLIDING
+    default_type = _SLIDING
+    if forward.default_window is None:
+        default_type = _FULL
     types = config.get("layer_types") or [default_type] * count
     has_rope = config.get("no_rope_layers") or [1] * count
     kinds = []
@@ -251,7 +253,8 @@ def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]
         rope = None
         if rotates:
             rope = "" if has_one_rope else layer_type
-        kinds.append((window if layer_type == _SLIDING else 0, rope))
+        layer_window = window if layer_type == _SLIDING else 0
+        kinds.append((layer_window, rope))
     return kinds
 
 

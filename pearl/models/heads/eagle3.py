@@ -50,7 +50,7 @@ _PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
 _FIRST = "layers.0."
 _MIDLAYER = "midlayer."
-_PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _TOGETHER = (
     _PROJECTIONS,
     ("self_attn.o_proj",),
@@ -296,8 +296,8 @@ def make(
         if name not in _UNREAD and "rotary_emb" not in name:
             dtype = None if name == "d2t" else target.embedding.dtype
             weights[name] = tensors[source].to(target.embedding.device, dtype)
-    _check_vocabulary(weights, target)
     _check_tensors(settings, weights, target, in_file)
+    _check_vocabulary(weights, target)
     return Eagle3Head(settings, weights, target, rounding)
 
 
@@ -310,17 +310,11 @@ def _common(name: str) -> str:
 
 def _check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
     """Raise `ValueError` unless the head's tokens are the target's, or a part of them."""
-    head = tensors.get("lm_head.weight")
-    if head is None:
-        raise ValueError("it has no lm_head.weight")
-    count = len(head)
-    d2t = tensors.get("d2t")
-    if d2t is None and count != target.vocab_size:
+    count = len(tensors["lm_head.weight"])
+    if "d2t" not in tensors and count != target.vocab_size:
         raise ValueError(
             f"it knows {count} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
         )
-    if d2t is not None and len(d2t) != count:
-        raise ValueError(f"its d2t has {len(d2t)} tokens and its lm_head {count}")
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and len(embedding) < target.vocab_size:
         raise ValueError(
@@ -341,11 +335,11 @@ def _check_tensors(
     """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
-    shapes = settings.shapes(target.features, len(tensors["lm_head.weight"]))
+    shapes = settings.shapes(target.features, len(tensors.get("lm_head.weight", ())))
     for name in shapes:
         if name not in tensors:
             raise ValueError(f"it has no {_in_layout_of(in_file, name)}")
-    shapes |= _optional_shapes(shapes, tensors)
+    shapes |= _optional_shapes(shapes, tensors, settings.layer["num_hidden_layers"])
     for name, tensor in tensors.items():
         if name not in shapes:
             raise ValueError(f"nothing reads its tensor {in_file[name]}")
@@ -376,7 +370,7 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
+def _optional_shapes(needed: Shapes, tensors: Tensors, layers: int) -> Shapes:
     """Return the shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
     hidden = needed["fc.weight"][0]
     shapes: Shapes = {}
@@ -387,7 +381,7 @@ def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None:
         shapes["embed_tokens.weight"] = len(embedding), hidden
-    for number in range(sum(name.endswith("self_attn.o_proj.weight") for name in needed)):
+    for number in range(layers):
         for group in _TOGETHER:
             biases = [f"layers.{number}.{name}.bias" for name in group]
             present = [name for name in biases if name in tensors]

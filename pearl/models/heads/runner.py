@@ -32,8 +32,12 @@ class _Text:
 
     def cut(self, length: int) -> _Text:
         """Return the text's first `length` tokens."""
-        ends = (min(length, end) for end in (self.target_end, self.state_end, self.read))
-        return _Text(length, *ends)
+        return _Text(
+            length,
+            min(length, self.target_end),
+            min(length, self.state_end),
+            min(length, self.read),
+        )
 
 
 class HeadRunner(ModelRunner):
