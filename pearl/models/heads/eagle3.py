@@ -193,11 +193,11 @@ class HeadSettings:
 
 def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
     """See `HeadSettings.input_norms`."""
+    count = len(target_layers(config) or range(_DEFAULT_LAYERS))
     norms = []
     if config.get("norm_before_fc"):
         norms.append(("input_norm.weight",))
     if config.get("fc_norm"):
-        count = len(target_layers(config) or range(_DEFAULT_LAYERS))
         norms.append(tuple(f"fc_norm.{number}.weight" for number in range(count)))
     return tuple(norms)
 
