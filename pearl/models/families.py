@@ -26,9 +26,6 @@ MATRICES = {
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
-_ATTENTION = tuple(name for name in MATRICES if name.startswith("self_attn."))
-_MLP = tuple(name for name in MATRICES if name.startswith("mlp."))
-_GROUPS = {"qkv": _ATTENTION[:3], "attention": _ATTENTION, "mlp": _MLP}
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -60,7 +57,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: setting of the configuration -> the group of matrices that have a bias where it is true; "": always.
+        biases: setting of the configuration -> how the names of those matrices begin that have a bias where it is
+            true; "": always.
         head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
         norms: names of a layer's norms: before attention, after it, before the MLP, after it; "": none there.
         norm_shift: None: a norm rounds before its weights are applied, as in Llama.  Else they are applied in float32,
@@ -79,7 +77,7 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
         reads_directly: whether config.json is complete; else transformers completes it, and loads the model.
     """
 
-    biases: Mapping[str, Literal["qkv", "attention", "mlp"]] = {}
+    biases: Mapping[str, tuple[str, ...]] = {}
     head_norms: str = ""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     norm_shift: float | None = None
@@ -300,13 +298,13 @@ def _layer_shapes(forward: Forward, config: Config, size: Mapping[str, int]) -> 
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
     if forward.has_experts:
         shapes |= _expert_shapes(config, forward.clamps_experts)
-    biased = set()
-    for setting, group in forward.biases.items():
+    biased: tuple[str, ...] = ()
+    for setting, names in forward.biases.items():
         if not setting or config.get(setting):
-            biased.update(_GROUPS[group])
+            biased += names
     for name, shape in _matrix_shapes(forward, size).items():
         shapes[f"{name}.weight"] = shape
-        if name in biased:
+        if name.startswith(biased):
             shapes[f"{name}.bias"] = shape[:1]
     for name in filter(None, forward.norms):
         shapes[f"{name}.weight"] = (size["hidden"],)
@@ -327,8 +325,7 @@ def _matrix_shapes(forward: Forward, size: Mapping[str, int]) -> dict[str, tuple
             outputs += rows
         shapes[name] = (outputs, inputs)
     if forward.has_experts:
-        for name in _MLP:
-            shapes.pop(name, None)
+        return {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")}
     return shapes
 
 
