@@ -28,13 +28,12 @@ from pearl.models.checkpoints.direct import Weight
 from pearl.models.checkpoints.rope import parameters_of_rope, rope_of
 from pearl.models.cpu import native
 from pearl.models.families import (
-    FAMILIES,
     HEAD_ACTIVATIONS,
+    OWN_FORWARD,
     Config,
     Forward,
     Shapes,
-    activation_of,
-    forward_of,
+    not_computed,
     weight_shapes,
 )
 from pearl.models.feeds import Feed, lay_out
@@ -57,7 +56,7 @@ _TOGETHER = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-_ARCHITECTURES = {family.model_type: family.architecture for family in FAMILIES}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Settings of config.json that may be true: those that are computed, and those that change no
@@ -153,7 +152,9 @@ class HeadSettings:
         """
         inner = config.get("transformer_layer_config") or config
         for settings in (config, inner, config.get("eagle_config") or {}):
-            _check_flags(settings)
+            for name, value in settings.items():
+                if value is True and name not in _COMPUTED | _NEUTRAL:
+                    raise ValueError(f"its config.json sets {name}, which is not computed")
         is_of_speculators = "speculators_model_type" in config
         forward, layer = _layers_of(inner, set(names), is_of_speculators)
         # In speculators norm_output says what the next step reads, in SpecForge whether there is a
@@ -202,12 +203,6 @@ def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
     return tuple(norms)
 
 
-def _check_flags(settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if value is True and name not in _COMPUTED | _NEUTRAL:
-            raise ValueError(f"its config.json sets {name}, which is not computed")
-
-
 def _layers_of(
     config: Config, names: set[str], is_of_speculators: bool
 ) -> tuple[Forward, dict[str, Any]]:
@@ -220,7 +215,7 @@ def _layers_of(
         kind = "llama"
         if f"{_FIRST}self_attn.q_norm.weight" in names:
             kind = "qwen3"
-    if kind not in ("llama", "qwen3"):
+    if kind not in _ARCHITECTURES:
         raise ValueError(
             f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed"
         )
@@ -232,15 +227,11 @@ def _layers_of(
     layer = _as_a_model(config, count)
     if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
         layer |= {"attention_bias": False, "mlp_bias": False}
-    if activation_of(layer) not in HEAD_ACTIVATIONS:
-        raise ValueError(f"its activation {activation_of(layer)!r} is not computed")
-    forward = forward_of(_ARCHITECTURES[kind], layer, HEAD_ACTIVATIONS)
-    if forward is None:
-        raise ValueError(
-            "its decoder layers are not computed: they are quantised, or have another attention than "
-            "a window or all earlier positions (layer_types, use_sliding_window)"
-        )
-    return forward, layer
+    architecture = _ARCHITECTURES[kind]
+    reason = not_computed(architecture, layer, HEAD_ACTIVATIONS)
+    if reason:
+        raise ValueError(f"its decoder layers are not computed: {reason}")
+    return OWN_FORWARD[architecture].forward, layer
 
 
 def _as_a_model(config: Config, count: int) -> dict[str, Any]:
