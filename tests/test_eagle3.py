@@ -409,6 +409,8 @@ def test_other_drafters_of_specforge_are_refused(architecture: str, tmp_path: Pa
     directory = native_layout(tmp_path / "head", architectures=[architecture])
     with pytest.raises(ModelError, match="such heads are not read yet"):
         loaded(directory)
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert is_head(str(directory)), "its class alone says so"
 
 
 def test_a_refusal_names_tensors_as_the_file_does(tmp_path: Path) -> None:

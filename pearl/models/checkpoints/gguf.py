@@ -547,8 +547,7 @@ def _names_in_file(family: Family, config: Config) -> dict[str, str]:
         source = names.get_name(_EXPERT.sub("", name), (".weight", ".bias"))
         if name.endswith(".sinks"):
             source = f"{source}.weight"
-        expert = _EXPERT.search(name)
-        in_file[name] = f"{source}{expert[0]}" if expert else f"{source}"
+        in_file[name] = f"{source}{''.join(_EXPERT.findall(name))}"
     return in_file
 
 
