@@ -31,7 +31,7 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
     else:
         base = _fill(runner)
     forward_seconds(runner, base, 1)  # a process's first forwards are slower
-    sizes = []
+    sizes: list[int] = []
     if not brief:
         sizes.extend(FED)
         few = SIZES[0]
@@ -59,7 +59,7 @@ def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, fl
     token_seconds = (time.monotonic() - began) / base
     end = time.monotonic() + (0.0 if brief else _DRAFT_SECONDS)
     forward_seconds(runner, base, 1)
-    times = []
+    times: list[float] = []
     while len(times) < _REPEATS or (time.monotonic() < end and len(times) < _MOST_DRAFTS):
         times.append(forward_seconds(runner, base, 1))
     runner.rollback(0)

@@ -97,7 +97,7 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
     Args:
         lengths: number of tokens in each slot.
     """
-    table = []
+    table: list[tuple[int, int, int, int]] = []
     fed = []
     for feed in feeds:
         slot = feed.slot

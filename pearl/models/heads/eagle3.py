@@ -195,7 +195,7 @@ class HeadSettings:
 def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
     """See `HeadSettings.input_norms`."""
     count = len(target_layers(config) or range(_DEFAULT_LAYERS))
-    norms = []
+    norms: list[tuple[str, ...]] = []
     if config.get("norm_before_fc"):
         norms.append(("input_norm.weight",))
     if config.get("fc_norm"):
