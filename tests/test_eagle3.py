@@ -19,6 +19,7 @@ from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.heads import eagle3
 from pearl.models.heads.head import Head
+from pearl.models.heads.kinds import KINDS, kind_of
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
 from tests.eagle3 import (
@@ -326,7 +327,7 @@ NUMBERS = torch.ones(HIDDEN)
             {"d2t": torch.zeros(95, dtype=torch.long)},
             {},
             {},
-            "its d2t has 95 tokens and its lm_head 96",
+            r"its d2t has the shape \[95\], not \[96\]",
         ),
         (
             {"embed_tokens.weight": torch.zeros(99, 32)},
@@ -409,6 +410,16 @@ def test_other_drafters_of_specforge_are_refused(architecture: str, tmp_path: Pa
     directory = native_layout(tmp_path / "head", architectures=[architecture])
     with pytest.raises(ModelError, match="such heads are not read yet"):
         loaded(directory)
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert is_head(str(directory)), "its class alone says so"
+
+
+def test_kinds_that_are_read_have_their_functions() -> None:
+    for name, kind in KINDS.items():
+        if kind.module:
+            read = kind_of({"speculators_model_type": name})
+            assert callable(read.make), name
+            assert callable(read.target_layers), name
 
 
 def test_a_refusal_names_tensors_as_the_file_does(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def load_runner(
         spare: further slots, as far as memory allows, and see `ForwardRunner`.
     """
     plan_no_shapes(device)
-    model, is_ours = _read(config, device, progress, features)
     with _explained(config.spec):
+        model, is_ours = _read(config, device, progress, features)
         if is_ours:
             return _own_runner(config, model, device, progress, features, spare)
         return _general_runner(config, model, features)
@@ -181,11 +181,10 @@ def _read(
     progress(f"loading {spec}")
     dtype = _dtype(path, device, config)
     if reads_directly:
-        with _explained(spec):
-            try:
-                return read_decoder(path, dtype, device, progress, keeps_bits), True
-            except Unsupported as reason:
-                log_unsupported(path, reason)
+        try:
+            return read_decoder(path, dtype, device, progress, keeps_bits), True
+        except Unsupported as reason:
+            log_unsupported(path, reason)
     model = _load(config, path, device, dtype)
     return model, not is_general and has_own_forward(model)
 
@@ -236,7 +235,8 @@ def load_model(
     plan_no_shapes(device)
     path = resolve_checkpoint(config.spec, progress)
     progress(f"loading {config.spec}")
-    return _load(config, path, device, _dtype(path, device, config))
+    with _explained(config.spec):
+        return _load(config, path, device, _dtype(path, device, config))
 
 
 def _dtype(path: Path, device: torch.device, config: ModelConfig) -> torch.dtype | None:
@@ -257,26 +257,24 @@ def _load(
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
-    spec = config.spec
-    with _explained(spec):
-        loader = _loader(config, path, dtype)
-        loaded = loader(
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            dtype=dtype or "auto",
-            device_map="auto" if config.is_spread else {"": device},
-            trust_remote_code=config.trust_remote_code,
-        )
-        model: PreTrainedModel
-        model, loading_info = loaded
-        problem = _unfit_weights(model, loading_info)
-        if problem:
-            raise ValueError(problem)
+    loader = _loader(config, path, dtype)
+    loaded = loader(
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        dtype=dtype or "auto",
+        device_map="auto" if config.is_spread else {"": device},
+        trust_remote_code=config.trust_remote_code,
+    )
+    model: PreTrainedModel
+    model, loading_info = loaded
+    problem = _unfit_weights(model, loading_info)
+    if problem:
+        raise ValueError(problem)
     places = getattr(model, "hf_device_map", {}).values()
     # A model that is partly on the CPU or the disk takes seconds for each token.
     if device.type == "cuda" and not {"cpu", "disk"}.isdisjoint(map(str, places)):
         raise ModelError(
-            f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
+            f"Model {config.spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
     return model
 

@@ -78,10 +78,10 @@ def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 class _Weights(ctypes.Structure):
     _fields_ = (
-        *fields_of(ctypes.c_int64, "outputs inputs bits group kind"),
-        *fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias"),
-        ("offset", ctypes.c_float),
-        ("table", ctypes.c_void_p),
+        fields_of(ctypes.c_int64, "outputs inputs bits group kind")
+        + fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias")
+        + fields_of(ctypes.c_float, "offset")
+        + fields_of(ctypes.c_void_p, "table")
     )
 
 
@@ -381,17 +381,17 @@ class Attention(ctypes.Structure):
     """The arguments of `attend`: see `attention.c`."""
 
     _fields_ = (
-        *fields_of(
+        fields_of(
             ctypes.c_int64,
             "rows heads kv_heads dim window norm_width slot_stride head_stride positions",
-        ),
-        *fields_of(
+        )
+        + fields_of(
             ctypes.c_void_p,
             "table states q_norm k_norm sinks cos sin keys values queries new_keys new_values"
             " scores out",
-        ),
-        *fields_of(ctypes.c_float, "scale cap eps"),
-        *fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads"),
+        )
+        + fields_of(ctypes.c_float, "scale cap eps")
+        + fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads")
     )
 
 
