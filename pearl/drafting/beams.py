@@ -13,7 +13,8 @@ from math import log
 import torch
 
 from pearl.decoding.rules.joint import JointDraft
-from pearl.drafting.step import DraftModel, DraftText, Step
+from pearl.drafting.draft_text import DraftText
+from pearl.drafting.step import Step
 from pearl.errors import NumericalError
 from pearl.models.feeds import paths
 from pearl.models.runner import Feed
@@ -130,7 +131,8 @@ class Search:
 class LevelStep(Step):
     """Continues the search by a level, and proposes the block once it has its depth."""
 
-    def __init__(self, model: DraftModel, text: DraftText, command: Draft) -> None:
+    def __init__(self, text: DraftText, command: Draft) -> None:
+        model = text.model
         self._search = Search.resumed(text.search, text.half, command)
         text.search = self._search
         tokens = model.fit_tokens(command.tokens)
@@ -144,14 +146,14 @@ class LevelStep(Step):
             parents = list(range(-1, self._chain - 1))
             parents += [self._chain + parent for parent in self._parents]
             feed = Feed(tokens, len(self._search.sequences), text.slot, tuple(parents))
-        super().__init__(model, text, command, [feed])
+        super().__init__(text, command, feed)
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
         rows = logits[0]
         if self._nodes and not self._is_tree:
             rows = self._one_by_one()
             self.marks[1].record()
-        rows = self._shaped(torch.stack(self.model.fit_rows(rows)))
+        rows = self._shaped(torch.stack(self.text.model.fit_rows(rows)))
         self._search.grow(rows)
         self._block = self._search.block
         self._vocab_size = rows.shape[-1]
@@ -170,19 +172,19 @@ class LevelStep(Step):
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))
         nodes += [self._chain + node for node in path]
-        self.model.runner.keep(nodes, self.text.slot)
+        self.text.model.runner.keep(nodes, self.text.slot)
         if self.text.shaper is not None:
             self.text.shaper.extend(self._block.tokens[: len(path)])
         return len(path)
 
     def _one_by_one(self) -> torch.Tensor:
         """Return the logits after each sequence, [sequences, vocab], from a runner that takes no such tree."""
-        runner = self.model.runner
+        runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
         rows: list[torch.Tensor] = []
         for tokens in self._search.sequences:
-            rows += runner.forward([Feed(self.model.fit_tokens(tokens), 1, slot)])
+            rows += runner.forward([Feed(self.text.model.fit_tokens(tokens), 1, slot)])
             runner.rollback(length, slot)
         return torch.cat(rows)
 

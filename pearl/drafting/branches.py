@@ -190,9 +190,7 @@ class Branches:
         """Return the probability that the target accepts all drafted tokens that it has not judged."""
         return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
-    def worth(
-        self, most: int, cached: int, until: int, depth: int = 1 << 31
-    ) -> list[tuple[float, Outcome]]:
+    def worth(self, most: int, cached: int, until: int, depth: int) -> list[tuple[float, Outcome]]:
         """Return (chance, outcome) of up to `most` outcomes for which to prepare one more token, best first.
 
         The chance is the probability that the token is used: that the target accepts all drafted tokens before the
