@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pearl.document import damaged
-from pearl.drafting.ngram import MOST_MATCHED
+from pearl.drafting.ngram import MOST_MATCHED, Occurrence
 from pearl.errors import ConfigError, installing
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
@@ -42,8 +42,6 @@ BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
 _MAX_IDS = 2**24 - 2
-
-Occurrence = tuple[int, int]  # position, number of matching tokens before it
 
 # How often a candidate is right, by its share (rows) and by the number of matching tokens before it (columns). Measured
 # with 104 MB of Python source on 36 answers of SmolLM2-135M (4,203 tokens, greedy and at temperature 0.7) to HumanEval,
