@@ -268,16 +268,17 @@ class RequestOptions(Record, frozen=True):
 
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with fields that are each in their range."""
-        for name in ("temperature", "top_p", "min_p"):
+        # Though each is in its range, every probability would be NaN.
+        for name, low, high, problem in _UNSAMPLED:
             value = getattr(self, name)
-            if value is None:
-                continue
-            problem = sampling_problem(**{name: value})
-            if problem:
+            if value and not low <= value <= high:
                 yield f"{name}: {problem} (got {value!r})"
-        problem = stop_problem(self.stop)
-        if problem:
-            yield f"stop: {problem}"
+        if "" in self.stop:
+            yield "stop: a stop string must not be empty"
+        if any(len(stop) > LONGEST_STOP for stop in self.stop):
+            yield f"stop: {_TAKES_MANY['stop']}"
+        if not all(map(is_unicode, self.stop)):
+            yield "stop: a stop string holds half a surrogate pair, which is no character"
         if self.seed is not None and self.seed >= 1 << 64:
             yield f"seed: has at most 64 bits (got {self.seed})"
         if len(dict(self.logit_bias)) < len(self.logit_bias):
@@ -289,11 +290,11 @@ class RequestOptions(Record, frozen=True):
                 yield f"{name} ends a text where it is whole, which ignore_eos forbids"
         if self.window not in WINDOWS:
             yield f"window: unknown window {self.window!r}; choose one of {', '.join(WINDOWS)}"
-        problem = decoding_problem(
+        misfit = decoding_problem(
             self.method, self.rule_in_use, self.parameters, self.draft_stop, self.stop_parameters
         )
-        if problem is not None:
-            yield problem
+        if misfit is not None:
+            yield misfit
 
     def guess_problem(self) -> str | None:
         """Return why a bound of guesses does not fit the method; None: all fit.
@@ -580,30 +581,28 @@ _CONVERTERS = {
 }
 
 
-def stop_problem(stops: Sequence[str]) -> str | None:
-    """Return why these stop strings are refused; None: they are not."""
-    if "" in stops:
-        return "a stop string must not be empty"
-    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
-    if not all(map(is_unicode, stops)):
-        return "a stop string holds half a surrogate pair, which is no character"
-    return None
-
-
-def sampling_problem(
-    temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0
-) -> str | None:
-    """Return why nothing can be sampled with these, though each is in its range: every probability would be NaN."""
-    if 0 < temperature < LEAST_TEMPERATURE:
-        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
-    if temperature > MOST_TEMPERATURE:
-        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
-    if top_p < LEAST_SHARE:
-        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
-    if 0 < min_p < LEAST_SHARE:
-        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
-    return None
+# What nothing can be sampled with: (field, least value but 0, greatest, message).
+_UNSAMPLED = (
+    (
+        "temperature",
+        LEAST_TEMPERATURE,
+        LARGEST,
+        f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}",
+    ),
+    (
+        "temperature",
+        0.0,
+        MOST_TEMPERATURE,
+        f"the greatest temperature is {MOST_TEMPERATURE:g}",
+    ),
+    (
+        "top_p",
+        LEAST_SHARE,
+        1.0,
+        f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone",
+    ),
+    ("min_p", LEAST_SHARE, 1.0, f"0 is off; the least min_p above it is {LEAST_SHARE:g}"),
+)
 
 
 def wide_window(gamma: int | None) -> str:
