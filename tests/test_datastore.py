@@ -258,9 +258,10 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     index.cut(20)
     index.extend(text[20:])
     plain.extend(text)
-    assert [index.candidates(i) for i in range(1, 31)] == [
-        plain.candidates(i) for i in range(1, 31)
-    ]
+    for position in range(1, 31):
+        pairs = zip(index.candidates(position), plain.candidates(position), strict=True)
+        for candidate, expected in pairs:
+            assert candidate._replace(origin=expected.origin) == expected
 
 
 # ---- texts ----

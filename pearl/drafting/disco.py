@@ -84,6 +84,13 @@ class Classifier(BaseModel):
         logit = self.out_bias + sum(map(mul, self.out, units))
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
+    def stop(self, features: Features) -> bool:
+        """Return whether a window ends after this token: the confidence is at most the threshold, or at the cap."""
+        return features.index + 1 >= self.cap or self.confidence(features) <= self.threshold
+
+    def end_window(self, accepted: int) -> None:
+        """There is nothing to learn: the classifier was trained before."""
+
     def write(self, path: Path) -> None:
         """Write the file whole or not at all. Raises `ConfigError`."""
         building = path.with_name(f".{path.name}.{os.getpid()}")

@@ -416,14 +416,16 @@ def guess_tree(
     widest = index.ranks if branches else 1
     ids = count()
     waiting: list[_Waiting] = []
+
+    def wait(candidates: Iterable[Candidate], parent: int, position: int, reached: float) -> None:
+        for candidate in candidates:
+            negative = -(reached * candidate.chance)
+            heapq.heappush(waiting, _Waiting(negative, next(ids), parent, position, candidate))
+
     for anchor in anchors:
-        if anchor.end >= limit:
-            continue
-        candidates = index.candidates(anchor.end)[:widest] if most else []
-        for candidate in anchor.merged(candidates):
-            negative = -(anchor.chance * candidate.chance)
-            node = _Waiting(negative, next(ids), anchor.end - 1, anchor.end, candidate)
-            heapq.heappush(waiting, node)
+        if anchor.end < limit:
+            candidates = index.candidates(anchor.end)[:widest] if most else []
+            wait(anchor.merged(candidates), anchor.end - 1, anchor.end, anchor.chance)
     tree = GuessTree([], [], [], [])
     while waiting and len(tree.tokens) < nodes and -waiting[0].negative >= _LEAST_CHANCE:
         negative, _, parent, position, candidate = heapq.heappop(waiting)
@@ -437,10 +439,7 @@ def guess_tree(
         tree.chances.append(-negative)
         tree.sources.append(candidate.source)
         if position + 1 < limit and (most or candidate.prepared):
-            for child in _following(index, candidate)[:widest]:
-                chance = negative * child.chance
-                node = _Waiting(chance, next(ids), node_id, position + 1, child)
-                heapq.heappush(waiting, node)
+            wait(_following(index, candidate)[:widest], node_id, position + 1, -negative)
     return tree
 
 
