@@ -43,19 +43,6 @@ _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
 _MAX_IDS = 2**24 - 2
 
-# How often a candidate is right, by its share (rows) and by the number of matching tokens before it (columns). Measured
-# with 104 MB of Python source on 36 answers of SmolLM2-135M (4,203 tokens, greedy and at temperature 0.7) to HumanEval,
-# GSM8K and MT-bench. Each text then learns its own rates.
-RATES: tuple[tuple[float, ...], ...] = (
-    (0.03, 0.03, 0.05, 0.03, 0.07, 0.02, 0.03, 0.06, 0.11, 0.02, 0.04, 0.02),
-    (0.07, 0.10, 0.12, 0.11, 0.10, 0.10, 0.25, 0.07, 0.09, 0.13, 0.12, 0.06),
-    (0.10, 0.19, 0.28, 0.24, 0.33, 0.29, 0.12, 0.24, 0.21, 0.28, 0.21, 0.20),
-    (0.05, 0.27, 0.49, 0.41, 0.35, 0.27, 0.34, 0.33, 0.39, 0.24, 0.44, 0.61),
-    (0.20, 0.43, 0.63, 0.52, 0.61, 0.60, 0.66, 0.55, 0.48, 0.60, 0.44, 0.72),
-    (0.25, 0.28, 0.83, 0.58, 0.77, 0.70, 0.74, 0.64, 0.76, 0.79, 0.64, 0.89),
-    (0.80, 0.80, 0.72, 0.81, 0.57, 0.80, 0.85, 0.84, 0.82, 0.82, 0.82, 0.96),
-)
-
 
 class DatastoreHeader(BaseModel):
     """The contents of `datastore.json`. Unknown keys, such as those of earlier versions, are ignored.

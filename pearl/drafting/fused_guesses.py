@@ -12,7 +12,7 @@ from functools import cache
 from heapq import nlargest
 from importlib import import_module
 
-from pearl.drafting.datastore import BINS, CONTINUATIONS, DAMPING, RATES, Datastore
+from pearl.drafting.datastore import BINS, CONTINUATIONS, DAMPING, Datastore
 from pearl.drafting.heads import HeadGuesses
 from pearl.drafting.ngram import (
     MOST_MATCHED,
@@ -65,7 +65,7 @@ class StoreGuesses(SuffixLookup):
     most = CONTINUATIONS
 
     def __init__(self, store: Datastore, text: list[int], learn_from: int) -> None:
-        super().__init__(text, RATES, learn_from)
+        super().__init__(text, "datastore", learn_from)
         self._store = store
 
     def _matching(self, position: int) -> list[Occurrence]:

@@ -9,10 +9,12 @@ text as it grows.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
@@ -28,13 +30,8 @@ _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
 # Weight of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
 _WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
-# Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
-# Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
-_PRIOR = (
-    (0.21, 0.52, 0.64, 0.72, 0.75, 0.75, 0.78, 0.85, 0.85, 0.87, 0.87, 0.94),
-    (0.12, 0.27, 0.32, 0.45, 0.45, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4),
-    (0.12, 0.18, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15),
-)
+# How often candidates of each source are right at first; each text adapts its own copy.
+PRIORS: dict[str, Any] = json.loads(Path(__file__).with_name("priors.json").read_text())
 
 Occurrence = tuple[int, int]  # position, number of matching tokens before it
 
@@ -66,6 +63,11 @@ class Candidate(
     prepared: tuple[tuple[int, float], ...] = ()
     rate: tuple[int, int] = (0, 0)
     origin: GuessSource | None = None
+
+
+def prior_rates(source: str) -> list[list[float]]:
+    """Return a copy of a source's first rates, to learn in."""
+    return [list(rates) for rates in PRIORS[source]["rates"]]
 
 
 def learn_rate(rates: list[float], place: int, hit: bool) -> None:
@@ -116,18 +118,16 @@ class SuffixLookup:
 
     Args:
         tokens: the text; only read.
-        prior: rates to begin with.
+        source: names the rates to begin with, see priors.json.
         learn_from: the first position to learn from.
     """
 
     stride = 1
     is_conditional = True
 
-    def __init__(
-        self, tokens: list[int], prior: Sequence[Sequence[float]], learn_from: int
-    ) -> None:
+    def __init__(self, tokens: list[int], source: str, learn_from: int) -> None:
         self.tokens = tokens
-        self._rates = [list(rates) for rates in prior]
+        self._rates = prior_rates(source)
         #: By position: kept for the time when it is learned from.
         self._matches: dict[int, list[Occurrence]] = {}
         self._learned = learn_from
@@ -211,7 +211,7 @@ class NgramIndex(SuffixLookup):
     reads_discarded = False
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        super().__init__([], _PRIOR, max(0, len(tokens) - _LEARN))
+        super().__init__([], "ngram", max(0, len(tokens) - _LEARN))
         self.has_head = True
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self.extend(tokens)

@@ -1,8 +1,8 @@
 """An n-gram table over a target's earlier outputs, as a source of guesses for later ones.
 
 The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions, in the
-answers that `_PRIOR` was measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks such
-tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
+answers that its rates were measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks
+such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
 """
 
 from __future__ import annotations
@@ -10,20 +10,12 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
-from pearl.drafting.ngram import RANKS, Candidate, GuessSource, learn_hit
+from pearl.drafting.ngram import RANKS, Candidate, GuessSource, learn_hit, prior_rates
 
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
 _FOLLOWERS = 16  # tokens counted per context; a new one replaces the least frequent
 _BINS = (0.15, 0.3, 0.5, 0.8)  # boundaries between the bins of a candidate's share
-
-# Initial probability that a candidate is right, by context length (row) and by bin of its share of the context's counts
-# (column). Measured on 48 answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; `learn` updates a copy.
-_PRIOR = (
-    (0.03, 0.08, 0.17, 0.25, 0.56),
-    (0.03, 0.12, 0.19, 0.46, 0.58),
-    (0.09, 0.19, 0.35, 0.78, 0.98),
-)
 
 
 class Habits:
@@ -32,7 +24,7 @@ class Habits:
     def __init__(self, contexts: int = _CONTEXTS) -> None:
         self._most = contexts
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # most recently seen last
-        self._rates = [list(rates) for rates in _PRIOR]
+        self._rates = prior_rates("output_ngrams")
 
     def __len__(self) -> int:
         """Number of contexts."""
