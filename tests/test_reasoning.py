@@ -17,12 +17,12 @@ from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.conversation import Conversation
-from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
+from pearl.text.reasoning import TAGS, Splitter, Tags, split, splitter_of, tags_of
 from tests.served import Served, message
 from tests.tokenizers import Characters
 
-THINK = Tags("<think>", "</think>")
-HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary")
+THINK = TAGS["think"]
+HARMONY = TAGS["harmony"]
 
 
 @pytest.mark.parametrize(
