@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from itertools import cycle, pairwise, product
-from typing import Literal
 
 import click
 import pytest
@@ -15,7 +14,7 @@ from pearl.config.options import options_of
 from pearl.decoding.rules import make_half, ratio
 from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
-from pearl.errors import ConfigError, RequestError
+from pearl.errors import ConfigError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.studies.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
@@ -134,7 +133,7 @@ def test_every_rule_goes_through_the_runtime(
 def test_branches_draw_together_what_they_would_draw_one_by_one(
     rule: str, vocab: int, sampling: RequestOptions
 ) -> None:
-    together, alone = (make_half("draft", rule, sampling) for _ in range(2))
+    together, alone = (make_half("draft", sampling.changed(rule=rule)) for _ in range(2))
     rows = list(3 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)))
     positions, tops = [5, 9, 5, 6, 7, 9], read_shortlist(*map(shortlist, rows))
     drafted = together.draft(rows, positions)
@@ -225,14 +224,14 @@ def test_that_would_notice_a_correction_from_the_target(
 @pytest.mark.parametrize("name", NAMES)
 def test_halves_and_needs_are_as_declared(name: str) -> None:
     target, logits = (
-        make_half("target", name, WARM),
+        make_half("target", WARM.changed(rule=name)),
         8 * torch.log(table(8, 0)[:1]),
     )  # sure enough for any rule
     if find(name).judges_blocks:
-        row = make_half("draft", name, WARM).score(logits[0])
+        row = make_half("draft", WARM.changed(rule=name)).score(logits[0])
         token = int(row.argmax())
     else:
-        ((draw, row),) = make_half("draft", name, WARM).draft(logits, [1])  # type: ignore[assignment]
+        ((draw, row),) = make_half("draft", WARM.changed(rule=name)).draft(logits, [1])  # type: ignore[assignment]
         token = read_draw(draw)
     assert (row is None) == (find(name).needs is Needs.NOTHING)
     assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, (
@@ -338,17 +337,3 @@ def test_a_parameter_that_cannot_be_a_flag_is_refused(lenient: RuleSpec) -> None
         with pytest.raises(ValueError, match=r"lower-case identifier|not allowed"):
             replace(one, **changes)  # type: ignore[arg-type]
     assert list(RULES) == NAMES
-
-
-@pytest.mark.parametrize("side", ["draft", "target"])
-def test_halves_are_not_made_of_what_is_unknown(side: Literal["draft", "target"]) -> None:
-    for name, parameters in [
-        ("any", ()),
-        ("ratio", (("epsilon", 0.1),)),
-        ("lenient", (("epsilon", 2.0),)),
-    ]:
-        for sampling in (WARM, drawn_by()):
-            with pytest.raises(
-                RequestError, match=r"choose one of|takes no parameters|it takes epsilon"
-            ):
-                make_half(side, name, sampling, parameters)

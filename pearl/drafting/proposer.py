@@ -73,7 +73,7 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
         options = command.options
-        half = make_half("draft", options.rule, options, options.parameters)
+        half = make_half("draft", options)
         window = self._window(command)
         slot = self._slots.get(command.slot, command.slot)
         for request, text in list(self._texts.items()):

@@ -85,11 +85,9 @@ class Heuristic(StopPolicy):
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
     """Make a request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
-    try:
-        values = check_stop(command.options.draft_stop).values(command.options.stop_parameters)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    match command.options.draft_stop:
+    options = command.options
+    values = check_stop(options.draft_stop).values(options.stop_parameters)
+    match options.draft_stop:
         case "threshold":
             return Threshold(**values)
         case "heuristic":

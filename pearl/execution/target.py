@@ -250,7 +250,7 @@ class TargetExecutor:
             text = self._text_stream(command.prompt, options.stop)
         self._requests[command.request] = _Request(
             command.slot,
-            make_half("target", options.rule, options, options.parameters),
+            make_half("target", options),
             DirectDraw(options),
             options.rule_in_force,
             text,

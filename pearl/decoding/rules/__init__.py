@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.sampling import Shortlist
-from pearl.errors import RequestError
 from pearl.protocol.events import Judged
-from pearl.spec.rules import Parameters, find
+from pearl.spec.rules import find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
@@ -88,24 +87,13 @@ class TargetHalf(Protocol):
         ...
 
 
-def make_half(
-    side: Literal["target", "draft"],
-    name: str,
-    options: RequestOptions,
-    parameters: Parameters = (),
-) -> Any:
-    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes.
-
-    Raises `RequestError` for an unknown rule or a parameter that it does not take.
-    """
-    try:
-        rule = find(name)
-        spec = rule.at(options.temperature)
-        values = rule.values(parameters)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    module, _, factory = getattr(spec, side).partition(":")
+def make_half(side: Literal["target", "draft"], options: RequestOptions) -> Any:
+    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes."""
+    module, _, factory = getattr(options.rule_in_force, side).partition(":")
     half = getattr(import_module(module), factory)
     accepted_names = signature(half).parameters
-    arguments = {key: value for key, value in values.items() if key in accepted_names}
+    arguments = {}
+    for name, value in find(options.rule).values(options.parameters).items():
+        if name in accepted_names:
+            arguments[name] = value
     return half(options, **arguments)
