@@ -357,12 +357,19 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     if not samples:
         values["temperature"] = 0.0
     eos = _eos(directory, config)
-    for token in _listed(eos):
-        if not _is_whole(token):
-            ignored.append(f"eos_token_id {token!r}")
     if eos is None:
         eos = tokenizer_eos
-    return GenerationDefaults(**values, eos=_ids(eos), ignored=tuple(ignored))
+    if not isinstance(eos, list):
+        eos = [eos]
+    ends: dict[int, None] = {}  # each once
+    for token in eos:
+        # A 2.0 is 2, as in `generate`; no token has an id such as -1.
+        is_whole = isinstance(token, int) or (isinstance(token, float) and token.is_integer())
+        if is_whole and 0 <= token < 2**31:
+            ends[int(token)] = None
+        elif not is_whole and token is not None:
+            ignored.append(f"eos_token_id {token!r}")
+    return GenerationDefaults(**values, eos=tuple(ends), ignored=tuple(ignored))
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
@@ -388,27 +395,6 @@ def _is_valid(name: str, value: Any) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _ids(eos: Any) -> tuple[int, ...]:
-    """Return the ids that end a text, each once, without those that no token has (such as -1).
-
-    A 2.0 is 2, as in `generate`.
-    """
-    ids = []
-    for token in _listed(eos):
-        if _is_whole(token) and 0 <= token < 2**31:
-            ids.append(int(token))
-    return tuple(dict.fromkeys(ids))
-
-
-def _listed(eos: Any) -> list[Any]:
-    tokens = eos if isinstance(eos, list) else [eos]
-    return [token for token in tokens if token is not None]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def unsupported_options(config: Mapping[str, Any], samples: bool) -> tuple[str, ...]:
