@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -101,60 +101,59 @@ def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return torch.cat((top, entropy[None], probs[token_id]))
 
 
+@dataclass(eq=False)
 class Step:
     """One request's share of a forward: tokens of its text with guesses after them, and branches that it continues.
 
     Draws the next token, and position after position while each draw is what was guessed.  A chained forward without
     guesses and branches is not waited for: `collect` reads its draw.
 
-    Args:
-        feed: the text's; None where only branches are continued.
-        guesses: the last tokens of `feed`: a chain that the model may draw after the others.
-        continued: branches to continue in the same forward.
-
     Attributes:
         command: the command that it carries out.
+        feed: of the text; None where only branches are continued.
+        guesses: the last tokens of `feed`: a chain that the model may draw after the others.
+        continued: branches to continue in the same forward.
         feeds: for the runner.
-        tokens: number of tokens in all feeds.
         marks: times before the forward, between it and the draws, and after all, recorded by whoever runs the step.
         fed: tokens that the forward was fed, those of other requests too.
         following: the last token drawn, [1] on the device, which the next forward can be fed before the host knows it;
             None where the host knows it.
         failure: why nothing could be drawn, for `collect` to raise.
+        is_paused: whether drafting ends with this step.
     """
 
-    marks: Sequence[Any]
-    fed: int
+    text: DraftText
+    command: Draft
+    feed: Feed | None
+    guesses: Sequence[int] = ()
+    continued: Sequence[Branch] = ()
+    feeds: list[Feed] = field(default_factory=list)
+    marks: Sequence[Any] = ()
+    fed: int = 0
+    following: torch.Tensor | None = None
+    failure: NumericalError | None = None
+    is_paused: bool = False
+    _drafted: list[DrawnRow] = field(default_factory=list)
+    _seen: list[Seen] = field(default_factory=list)
+    _proposals: tuple[Proposal, ...] = ()
 
-    def __init__(
-        self,
-        text: DraftText,
-        command: Draft,
-        feed: Feed | None,
-        guesses: Sequence[int] = (),
-        continued: Sequence[Branch] = (),
-    ) -> None:
-        self.text = text
-        self.command = command
-        self.feeds: list[Feed] = []
-        if feed is not None:
-            self.feeds.append(feed)
-        for branch in continued:
-            self.feeds.append(Feed(text.model.fit_tokens([branch.unfed]), 1, branch.slot))
-        self.tokens = sum(len(feed.tokens) for feed in self.feeds)
-        self.following: torch.Tensor | None = None
-        self.failure: NumericalError | None = None
-        self._has_text = feed is not None
-        is_drawn_on_device = feed is not None and isinstance(feed.tokens, torch.Tensor)
-        last = (self.end - 1, command.tokens[-1:])
-        self._is_root = not is_drawn_on_device and text.last_drawn != last
-        self._is_ranked = text.branches is not None or text.ranks
-        self._guesses = guesses
-        self._continued = continued
-        self._drafted: list[DrawnRow] = []
-        self._seen: list[Seen] = []
-        self._is_paused = not self.feeds
-        self._proposals: tuple[Proposal, ...] = ()
+    def __post_init__(self) -> None:
+        is_drawn_on_device = False
+        if self.feed is not None:
+            self.feeds.append(self.feed)
+            is_drawn_on_device = isinstance(self.feed.tokens, torch.Tensor)
+        for branch in self.continued:
+            fed = self.text.model.fit_tokens([branch.unfed])
+            self.feeds.append(Feed(fed, 1, branch.slot))
+        self.is_paused = not self.feeds
+        last = (self.end - 1, self.command.tokens[-1:])
+        self._is_root = not is_drawn_on_device and self.text.last_drawn != last
+        self._is_ranked = self.text.branches is not None or self.text.ranks
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all feeds."""
+        return sum(len(feed.tokens) for feed in self.feeds)
 
     @property
     def end(self) -> int:
@@ -169,17 +168,17 @@ class Step:
         """Draw from the logits of each feed. Raises `NumericalError` where they are read and not finite."""
         text = self.text
         rows = list(logits)
-        text_rows = self._shaped(rows.pop(0)) if self._has_text else []
+        text_rows = [] if self.feed is None else self._shaped(rows.pop(0))
         if self.command.hedge:
             if text_rows and text.branches is not None:
                 text.branches.see_bonus(self.end, text.half, text_rows[0])
             text_rows = []
-        elif text.model.chains and len(text_rows) == 1 and not self._continued:
+        elif text.model.chains and len(text_rows) == 1 and not self.continued:
             self._launch(text_rows[0])
             return
         branch_rows = text.model.fit_rows(row for (row,) in rows)
         self._take(self._drawn_rows(text_rows, branch_rows))
-        if self._guesses:
+        if self.guesses:
             text.model.runner.rollback(self.end + len(self._drafted) - 1, text.slot)
         if text.branches is not None:
             self._proposals = text.branches.proposals
@@ -211,7 +210,7 @@ class Step:
         """Draw for branches and extend them, then yield the text's rows with their draws."""
         at_once = len(text_rows) if self.text.model.at_once else 1
         text_positions = range(self.end, self.end + len(text_rows))
-        positions = [branch.end for branch in self._continued]
+        positions = [branch.end for branch in self.continued]
         positions += text_positions[:at_once]
         rows = [*branch_rows, *text_rows[:at_once]]
         drawn = draw_rows(self.text, rows, positions, self._is_ranked)
@@ -223,7 +222,7 @@ class Step:
     def _extend_branches(self, rows: Sequence[DrawnRow]) -> None:
         """Add each branch's next token, from its row. A row without a draw ends its branch, and fails no request."""
         text = self.text
-        for branch, row in zip(self._continued, rows, strict=True):
+        for branch, row in zip(self.continued, rows, strict=True):
             assert text.branches is not None
             try:
                 token = read_draw(row.draw)
@@ -242,7 +241,7 @@ class Step:
         for i, row in enumerate(rows):
             token = read_draw(row.draw)
             if text.window is not None and row.shape is not None:
-                self._is_paused = text.window.stops(row.position, token, row.shape.tolist())
+                self.is_paused = text.window.stops(row.position, token, row.shape.tolist())
             self._drafted.append(row)
             if row.top is not None:
                 is_root = self._is_root and i == 0
@@ -250,7 +249,7 @@ class Step:
             if text.branches is not None:
                 text.branches.add_drafted(row.position, token, self._seen[-1])
             text.last_drawn = row.position, (token,)
-            if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
+            if self.is_paused or (i < len(self.guesses) and token != self.guesses[i]):
                 break
 
     def collect(self) -> Drafted:
@@ -259,13 +258,13 @@ class Step:
         if self.following is not None:
             self._collect_launched()
         proposed = self._drafted
-        if self._is_paused and text.options.withholds:
+        if self.is_paused and text.options.withholds:
             proposed = proposed[:-1]
         return Drafted(
             tuple(read_draw(row.draw) for row in proposed),
             rows=tuple(row.probs for row in proposed if row.probs is not None),
             cached=max(0, len(self._drafted) - 1),
-            paused=self._is_paused,
+            paused=self.is_paused,
             branches=self._proposals,
             seen=tuple(self._seen) if text.ranks else (),
         )

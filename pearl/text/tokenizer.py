@@ -131,7 +131,7 @@ class FileTokenizer(Tokenizer):
         self.chat_template = templates.get("default", "")
         self.tool_template = templates.get("tool_use", "")
         if encodes:
-            self.read_merges()
+            self.encode("")  # loads the merges
         self._vocabulary = self._read_vocabulary()
         self.vocab_size = len(self._vocabulary.entries)
         self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
@@ -166,10 +166,6 @@ class FileTokenizer(Tokenizer):
             if entry is None or not entry.special:
                 tokenizer.add_special_tokens([_as_special(token)])
         return tokenizer
-
-    def read_merges(self) -> None:
-        """Load what encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
-        self.encode("")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
