@@ -147,31 +147,27 @@ class TargetStates:
     """
 
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
-        slots = range(runner.capabilities.slots)
         self._runner: Any = runner
         self.texts: list[HeadText] = []
-        self._draft_logs: list[StateLog] = []
-        for slot in slots:
+        #: By slot; the draft's is the last one.
+        self._logs: list[list[StateLog]] = []
+        for slot in range(runner.capabilities.slots):
+            logs: list[StateLog] = []
             if head is not None:
-                self.texts.append(HeadText(head, slot))
+                text = HeadText(head, slot)
+                self.texts.append(text)
+                logs.append(text.log)
             if gives:
-                self._draft_logs.append(StateLog())
-
-    def logs(self, slot: int) -> list[StateLog]:
-        logs: list[StateLog] = []
-        if self.texts:
-            logs.append(self.texts[slot].log)
-        if self._draft_logs:
-            logs.append(self._draft_logs[slot])
-        return logs
+                logs.append(StateLog())
+            self._logs.append(logs)
 
     def rollback(self, length: int, slot: int) -> None:
-        for log in self.logs(slot):
+        for log in self._logs[slot]:
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
         """Log the states of the slot's last forward, whose tokens start at `start`; of a tree those of `path`."""
-        logs = self.logs(slot)
+        logs = self._logs[slot]
         if not logs:
             return
         states = self._runner.features(slot)
@@ -182,7 +178,7 @@ class TargetStates:
 
     def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
         """Yield the states of the text up to position `end` that the draft was not sent."""
-        log = self._draft_logs[slot]
+        log = self._logs[slot][-1]
         start = log.start
         count = min(end, log.end) - start
         if count <= 0:

@@ -118,7 +118,7 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     piece = tokenizer.token(id)
     if piece is None:
         return b""
-    if _BYTE_PIECE.fullmatch(piece):
+    if is_byte_piece(piece):
         return bytes([int(piece[3:5], 16)])
     text = tokenizer.decode([id])
     if not text or _SPACE in piece:
