@@ -685,3 +685,15 @@ def description_of(name: str) -> str:
     for owner, parameter in owners.items():
         sentences.append(f"Of {owner_kind} {owner}: {parameter}: {parameter.description}.")
     return " ".join(sentences)
+
+
+def _numbers() -> tuple[str, ...]:
+    names = []
+    for name in OPTION_NAMES[_FIRST_OF_DRAWING:]:
+        is_number = name in OPTIONS and type_of(OPTIONS[name].type) in (int, float, bool)
+        if is_number and name not in ("sample", "logprobs"):  # HTTP has these otherwise
+            names.append(name)
+    return tuple(names)
+
+
+NUMBERS = _numbers()  # the options that HTTP requests have by the same names

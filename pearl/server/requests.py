@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pearl.config import RequestOptions, Settings
+from pearl.config.options import NUMBERS
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
 from pearl.server.errors import ApiError, invalid, no_model
 from pearl.server.http import Parts
 from pearl.server.schemas import (
     MOST_TEXTS,
-    SAMPLING,
     ChatCompletionRequest,
     CompletionRequest,
     Function,
@@ -160,7 +160,7 @@ def _prompts(request: CompletionRequest) -> tuple[Prompt, ...]:
 def _params(request: TextBody, setup: Setup) -> RequestOptions:
     defaults = setup.settings.options
     values: dict[str, Any] = {}
-    for name in SAMPLING:
+    for name in NUMBERS:
         if name in request.model_fields_set:
             values[name] = getattr(request, name)
     if isinstance(request, CompletionRequest):
