@@ -98,7 +98,7 @@ class Search:
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Return the nodes of the last `tree` along `tokens`, as far as it has them."""
-        nodes: list[int] = []
+        nodes = []
         for length in range(1, len(tokens) + 1):
             node = self._nodes.get(tuple(tokens[:length]))
             if node is not None:
@@ -114,7 +114,7 @@ class Search:
         Raises `NumericalError` where they are not finite.
         """
         width = self._half.width
-        grown: list[Beam] = []
+        grown = []
         for beam, row in zip(self._beams, logits, strict=True):
             probs, ids = self._half.score(row).topk(min(width, row.shape[-1]))
             for prob, token in zip(probs.tolist(), ids.tolist(), strict=True):

@@ -237,7 +237,7 @@ class Branches:
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
         """Return the continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
-        branches: list[Branch] = []
+        branches = []
         for outcome in outcomes:
             if outcome not in self._live and self._free:
                 self._live[outcome] = self._fork(outcome, slot)

@@ -146,7 +146,7 @@ class Datastore:
             end = occurrence[0] * width
             # Empty at the end of the last document.
             by_bytes.setdefault(tokens[end - width : end], []).append(occurrence)
-        by_token: dict[int, list[Occurrence]] = {}
+        by_token = {}
         for packed, places in by_bytes.items():
             token = int.from_bytes(packed, "big") - 1
             if 0 <= token < self._num_ids:
@@ -202,7 +202,7 @@ class Datastore:
     def _key(self, tokens: Sequence[int]) -> bytes:
         """Return the tokens in reverse, as the file has them, up to the first one that it cannot hold."""
         width = self.width
-        key: list[bytes] = []
+        key = []
         for token in reversed(tokens):
             if not 0 <= token < self.header.vocab_size:
                 break

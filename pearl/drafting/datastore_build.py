@@ -37,7 +37,7 @@ class File(NamedTuple):
 
 def listed(names: Sequence[str]) -> list[File]:
     """List the named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
-    files: list[File] = []
+    files = []
     for name in names:
         path = Path(name)
         if not path.exists():

@@ -75,10 +75,10 @@ class Classifier(BaseModel):
 
     def confidence(self, features: Features) -> float:
         """Return the probability that the target accepts the token: sigmoid(out * relu(hidden * x + bias) + bias)."""
-        scaled: list[float] = []
+        scaled = []
         for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True):
             scaled.append((x - mean) / scale)
-        units: list[float] = []
+        units = []
         for row, bias in zip(self.hidden, self.hidden_bias, strict=True):
             units.append(max(0.0, bias + sum(map(mul, row, scaled))))
         logit = self.out_bias + sum(map(mul, self.out, units))

@@ -77,7 +77,7 @@ class StoreGuesses(SuffixLookup):
             return []
         _, longest = occurrences[0]
         by_token = self._store.followed(occurrences)
-        weights: dict[int, float] = {}
+        weights = {}
         for token, places in by_token.items():
             weights[token] = sum([_POWERS[matched] for _, matched in places])
         total = sum([_POWERS[matched] for _, matched in occurrences])

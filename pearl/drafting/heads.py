@@ -152,7 +152,7 @@ class TargetStates:
         #: By slot; the draft's is the last one.
         self._logs: list[list[StateLog]] = []
         for slot in range(runner.capabilities.slots):
-            logs: list[StateLog] = []
+            logs = []
             if head is not None:
                 text = HeadText(head, slot)
                 self.texts.append(text)

@@ -294,7 +294,7 @@ class NgramIndex(SuffixLookup):
                 by_token.setdefault(text[end], []).append(occurrence)
         best = list(by_token)
         if len(best) > 1:  # ties go to the more recent
-            weights: dict[int, float] = {}
+            weights = {}
             for token, places in by_token.items():
                 weights[token] = sum([_WEIGHTS[matched] for _, matched in places])
             best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]

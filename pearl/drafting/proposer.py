@@ -179,7 +179,7 @@ class ModelProposer:
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Step]:
         """Launch commands in one forward; each may use an equal share of the rows that are left."""
-        steps: list[Step] = []
+        steps = []
         planned = 0
         pending = sum(len(command.tokens) for command in commands)
         for i, command in enumerate(commands):

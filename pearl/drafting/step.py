@@ -82,7 +82,7 @@ def draw_rows(
     tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
     drafted = text.half.draft(rows, positions, tops)
     draws = on_host([draw for draw, _ in drafted])
-    drawn_rows: list[DrawnRow] = []
+    drawn_rows = []
     for i, (device_draw, probs) in enumerate(drafted):
         top = tops[i] if is_ranked else None
         shape = None
@@ -168,7 +168,7 @@ class Step:
         """Draw from the logits of each feed. Raises `NumericalError` where they are read and not finite."""
         text = self.text
         rows = list(logits)
-        text_rows = [] if self.feed is None else self._shaped(rows.pop(0))
+        text_rows = [] if self.feed is None else self._text_rows(rows.pop(0))
         if self.command.hedge:
             if text_rows and text.branches is not None:
                 text.branches.see_bonus(self.end, text.half, text_rows[0])
@@ -183,7 +183,7 @@ class Step:
         if text.branches is not None:
             self._proposals = text.branches.proposals
 
-    def _shaped(self, logits: torch.Tensor) -> list[torch.Tensor]:
+    def _text_rows(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows [vocab] of the text's feed: one if it is shaped, because such texts have no guesses."""
         rows = self.text.model.fit_rows(logits)
         shaper = self.text.shaper

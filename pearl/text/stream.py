@@ -148,7 +148,7 @@ class Detokenizer:
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt's last `CONTEXT` tokens with text, from the first on that begins a character."""
-        context: list[int] = []
+        context = []
         for token in reversed(prompt):
             if not self.is_special(token):
                 context.append(token)

@@ -115,8 +115,8 @@ class RatioTarget:
     ) -> Judged:
         # The host computes nothing after a rejection; another device computes all at once and is waited for once.
         step = 1 if logits.is_cpu else len(tokens)
-        masses: list[float] = []
-        biases: list[float] = []
+        masses = []
+        biases = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
             target = self._target(logits, launched, part)

@@ -54,7 +54,7 @@ class SeveralDraft(SampledDraft):
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
         ids, logits = top
-        tokens: list[int] = []
+        tokens = []
         for number in range(1, self._candidates):
             tokens.append(candidate(probs, self.options, position, number))
         tokens += ids.tolist()
@@ -101,7 +101,7 @@ class BatchTarget(RatioTarget):
         start: int,
         launched: Tensor | None = None,
     ) -> Judged:
-        masses: list[float] = []
+        masses = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             position = start + i
             target = self._target(logits, launched, i)
