@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from pearl.config import RequestOptions
-from pearl.decoding.rules import make_half
+from pearl.decoding.rules import Proposed, make_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
 from pearl.lab.studies import mjgd
@@ -81,7 +81,7 @@ def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> 
     logits[:, 2] = 1.0
     tokens = [2] * 7 + [3]
     rows = [torch.zeros(4).index_fill_(0, torch.tensor([token]), 1e-45) for token in tokens]
-    judged = half.judge(logits, tokens, rows, 1)
+    judged = half.judge(Proposed(logits, tokens, rows, 1))
     assert (judged.accepted, judged.token) == (7, 2)
 
 

@@ -1,7 +1,6 @@
 """The registry of acceptance rules: what a rule declares is true, is read everywhere, and is all a new rule needs."""
 
 import random
-from collections.abc import Sequence
 from itertools import cycle, pairwise, product
 
 import click
@@ -11,7 +10,7 @@ import torch
 from pearl.cli.options import field_options, of_option
 from pearl.config import RequestOptions
 from pearl.config.options import options_of
-from pearl.decoding.rules import make_half, ratio
+from pearl.decoding.rules import Proposed, make_half, ratio
 from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.errors import ConfigError
@@ -61,15 +60,8 @@ class LenientTarget(RatioTarget):
         super().__init__(sampling)
         self._share = 1 - epsilon
 
-    def judge(
-        self,
-        logits: torch.Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[torch.Tensor],
-        start: int,
-        launched: torch.Tensor | None = None,
-    ) -> Judged:
-        return super().judge(logits, tokens, [self._share * row for row in rows], start, launched)
+    def judge(self, proposed: Proposed) -> Judged:
+        return super().judge(proposed._replace(rows=[self._share * row for row in proposed.rows]))
 
 
 @pytest.fixture(autouse=True)
@@ -234,9 +226,8 @@ def test_halves_and_needs_are_as_declared(name: str) -> None:
         ((draw, row),) = make_half("draft", WARM.changed(rule=name)).draft(logits, [1])  # type: ignore[assignment]
         token = read_draw(draw)
     assert (row is None) == (find(name).needs is Needs.NOTHING)
-    assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, (
-        "the models agree"
-    )
+    rows = [] if row is None else [row]
+    assert target.judge(Proposed(logits, [token], rows, 1)).accepted == 1, "the models agree"
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
     assert not executor.needs_rows(-1), "nothing is open"
     executor.execute(Open((0,), resolved(rule=name, sampling=WARM)))

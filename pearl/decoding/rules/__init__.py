@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,24 @@ from pearl.spec.rules import find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
+
+
+class Proposed(NamedTuple):
+    """Draft tokens to judge.
+
+    Attributes:
+        logits: [len(tokens), vocab], the target's for their positions.
+        rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device; empty
+            for a rule that needs none.
+        start: the position of the first.
+        launched: the result of `TargetHalf.launch` for these logits; None: it was not called.
+    """
+
+    logits: Tensor
+    tokens: Sequence[int]
+    rows: Sequence[Tensor]
+    start: int
+    launched: Tensor | None = None
 
 
 class DraftHalf(Protocol):
@@ -67,23 +85,8 @@ class TargetHalf(Protocol):
         """
         ...
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
-        """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
-
-        Args:
-            rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device;
-                empty for a rule that needs none.
-            launched: the result of `launch` for these logits; None: it was not called.
-
-        Raises `NumericalError` where logits that are looked at are not finite.
-        """
+    def judge(self, proposed: Proposed) -> Judged:
+        """Judge tokens. Raises `NumericalError` where logits that are looked at are not finite."""
         ...
 
 
