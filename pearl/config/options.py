@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
@@ -392,7 +393,9 @@ class RequestOptions(Record, frozen=True):
         """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
         if self.rule is not None:
             return self.rule
-        return "coupled" if self.method == "auto" else next(iter(RULES))
+        if self.method == "auto":
+            return "coupled"
+        return next(iter(RULES))
 
     @property
     def guesses(self) -> dict[str, int]:
@@ -469,7 +472,9 @@ NEUTRAL = {
 OF_RULES = named_parameters(RULES.values())
 OF_STOPS = named_parameters(STOPS.values())
 assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
-OPTION_NAMES = tuple(name for name in (*OPTIONS, *OF_RULES, *OF_STOPS) if name not in _WITHOUT_FLAG)
+OPTION_NAMES = tuple(
+    name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
+)
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
 # The other options say how tokens are drawn.
 DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
@@ -554,8 +559,10 @@ def _schema_text(value: Any) -> Any:
     """Return a JSON schema as text. Raises `ConfigError`."""
     if value is None:
         return None
+    schema = value
     try:
-        schema = parse_json(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            schema = parse_json(value)
     except ValueError as error:
         raise ConfigError(f"json_schema: is not JSON: {error} (got {shown(value)})") from None
     if not isinstance(schema, Mapping):
@@ -629,7 +636,9 @@ def _in_words(message: str) -> str:
     for kind, noun in _NOUNS.items():
         words = words.replace(f"`{kind}`", noun).replace(f"`{kind} | null`", noun)
     words = words.replace("Expected", "takes")
-    return f"an item {words}" if place else words
+    if place:
+        return f"an item {words}"
+    return words
 
 
 _TAKES_MANY = {
@@ -679,8 +688,11 @@ def description_of(name: str) -> str:
         for bound in bounds_of(OPTIONS[name].type):
             description = bound.description or description
         return description
-    owner_kind = "rule" if name in OF_RULES else "draft_stop"
-    owners = OF_RULES.get(name) or OF_STOPS[name]
+    owner_kind = "rule"
+    owners = OF_RULES.get(name)
+    if owners is None:
+        owner_kind = "draft_stop"
+        owners = OF_STOPS[name]
     sentences = []
     for owner, parameter in owners.items():
         sentences.append(f"Of {owner_kind} {owner}: {parameter}: {parameter.description}.")

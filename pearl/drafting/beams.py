@@ -49,19 +49,6 @@ class Search:
         #: path of tokens -> its node in the last `tree`
         self._nodes: dict[tuple[int, ...], int] = {}
 
-    @classmethod
-    def resumed(cls, search: Search | None, half: JointDraft, command: Draft) -> Search:
-        """Return `search` if it is an unfinished one for what follows this text; otherwise a new one."""
-        end = command.start + len(command.tokens)
-        token = command.tokens[-1]
-        if (
-            search is not None
-            and (search.end, search.last_token) == (end, token)
-            and not search.is_done
-        ):
-            return search
-        return cls(half, end, token, min(half.depth, command.budget))
-
     @property
     def _level(self) -> int:
         return len(self._beams[0].tokens)
@@ -133,8 +120,13 @@ class LevelStep(Step):
 
     def __init__(self, text: DraftText, command: Draft) -> None:
         model = text.model
-        self._search = Search.resumed(text.search, text.half, command)
-        text.search = self._search
+        end = command.start + len(command.tokens)
+        last_token = command.tokens[-1]
+        search = text.search
+        if search is None or (search.end, search.last_token) != (end, last_token) or search.is_done:
+            search = Search(text.half, end, last_token, min(text.half.depth, command.budget))
+        self._search = search
+        text.search = search
         tokens = model.fit_tokens(command.tokens)
         self._chain = len(tokens)
         self._nodes, self._parents = self._search.tree()

@@ -79,7 +79,9 @@ def draw_rows(
     """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
     if not rows:
         return []
-    tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
+    tops = []
+    if is_ranked:
+        tops = read_shortlist(*map(shortlist, rows))
     drafted = text.half.draft(rows, positions, tops)
     draws = on_host([draw for draw, _ in drafted])
     drawn_rows = []
@@ -187,7 +189,9 @@ class Step:
         """Return the rows [vocab] of the text's feed: one if it is shaped, because such texts have no guesses."""
         rows = self.text.model.fit_rows(logits)
         shaper = self.text.shaper
-        return rows if shaper is None else list(map(shaper.shape, rows))
+        if shaper is None:
+            return rows
+        return [shaper.shape(row) for row in rows]
 
     def _launch(self, row: torch.Tensor) -> None:
         """Launch the draw from a row [vocab], and its copies to the host."""
@@ -212,7 +216,7 @@ class Step:
         text_positions = range(self.end, self.end + len(text_rows))
         positions = [branch.end for branch in self.continued]
         positions += text_positions[:at_once]
-        rows = [*branch_rows, *text_rows[:at_once]]
+        rows = list(branch_rows) + list(text_rows[:at_once])
         drawn = draw_rows(self.text, rows, positions, self._is_ranked)
         self._extend_branches(drawn[: len(branch_rows)])
         yield from drawn[len(branch_rows) :]
@@ -303,7 +307,7 @@ def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 
         rows = 1 + len(guesses)
     feed = None
     if tokens:
-        fed = [*text.model.fit_tokens(tokens), *guesses]
+        fed = text.model.fit_tokens(tokens) + guesses
         feed = Feed(fed, rows, text.slot, prompt=command.prompt)
     continued: list[Branch] = []
     if text.branches is not None:

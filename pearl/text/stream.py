@@ -266,7 +266,10 @@ class StopMatcher:
 
     def _find(self, text: str) -> _Stop | None:
         """Return the stop that starts first; None if there is none."""
-        stops = [_Stop(text.index(stop), stop) for stop in self._stops if stop in text]
+        stops = []
+        for stop in self._stops:
+            if stop in text:
+                stops.append(_Stop(text.index(stop), stop))
         return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:

@@ -216,14 +216,20 @@ def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[A
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
-    candidates = {name: token for name, token in settings.items() if name.endswith("_token")}
+    candidates = {}
+    for name, token in settings.items():
+        if name.endswith("_token"):
+            candidates[name] = token
     listed = extra
     if not isinstance(extra, list):
         listed = additional
     if isinstance(extra, dict):
         candidates |= extra
     candidates |= settings.get("model_specific_special_tokens") or {}
-    named = {name: token for name, token in candidates.items() if _content(token)}
+    named = {}
+    for name, token in candidates.items():
+        if _content(token):
+            named[name] = token
     return named, list(filter(_content, listed))
 
 
@@ -241,7 +247,10 @@ def _as_special(token: Any) -> Any:
     if isinstance(token, str):
         return token
     names = ("single_word", "lstrip", "rstrip", "normalized")
-    flags = {name: token[name] for name in names if name in token}
+    flags = {}
+    for name in names:
+        if name in token:
+            flags[name] = token[name]
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 

@@ -101,7 +101,10 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
 def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
     if isinstance(vocab, dict):
         return dict(vocab)
-    return {piece: id for id, (piece, _) in enumerate(vocab)}
+    ids = {}
+    for id, (piece, _) in enumerate(vocab):
+        ids[piece] = id
+    return ids
 
 
 def _by_id(ids: Mapping[str, int]) -> list[str | None]:
