@@ -588,7 +588,7 @@ _CONVERTERS = {
 }
 
 
-# What nothing can be sampled with: (field, least value but 0, greatest, message).
+# Values with which nothing can be sampled: (field, least value but 0, greatest value, message).
 _UNSAMPLED = (
     (
         "temperature",

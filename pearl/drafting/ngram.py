@@ -1,9 +1,9 @@
 """Prompt lookup: guess the tokens that followed where the text's last few tokens occurred before.
 
 `NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
-into one tree.  Other sources of guesses are subclasses of `NgramIndex`.  Source: SSSD (Marzollo et al. 2024), which
-discounts counts by match length and depth; here, the discounts (rates by rank and match length) are learned from the
-text as it grows.
+into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the text's own n-grams.  Source: SSSD (Marzollo et
+al. 2024), which discounts counts by match length and depth; here, the discounts (rates by rank and match length) are
+learned from the text as it grows.
 """
 
 from __future__ import annotations
