@@ -40,10 +40,10 @@ class Shaper:
         self._guide: Any = None  # of its grammar, if it has one
         #: Why the grammar has no guide: only this request is to fail.
         self._broken: GrammarError | None = None
-        if options.grammar and guides is None:
-            self._broken = GrammarError("texts are held to no grammar here")
-        elif guides is not None and options.grammar:
+        if options.grammar:
             try:
+                if guides is None:
+                    raise GrammarError("texts are held to no grammar here")
                 self._guide = guides(options.grammar, options.grammar_ends)
             except GrammarError as error:
                 self._broken = error
