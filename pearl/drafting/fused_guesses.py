@@ -83,12 +83,12 @@ class StoreGuesses(SuffixLookup):
         total = sum([_POWERS[matched] for _, matched in occurrences])
         candidates = []
         for token in nlargest(RANKS, weights, weights.__getitem__):
-            places = tuple(by_token[token])
-            _, matched = places[0]
+            matches = tuple(by_token[token])
+            _, matched = matches[0]
             share = bisect(BINS, weights[token] / (total + _POWERS[longest]))
             rate = (share, matched - 1)
             chance = self._rates[share][matched - 1]
-            candidate = Candidate(token, chance, places, Source.DATASTORE, rate=rate, origin=self)
+            candidate = Candidate(token, chance, matches, Source.DATASTORE, rate=rate, origin=self)
             candidates.append(candidate)
         return candidates
 
