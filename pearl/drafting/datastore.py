@@ -134,6 +134,9 @@ class Datastore:
         self.tokens = _mapped(tokens)
         self.order = memoryview(_mapped(order)).cast("I")
 
+    def __len__(self) -> int:
+        return self.header.tokens
+
     def followed(self, occurrences: Sequence[Occurrence]) -> dict[int, list[Occurrence]]:
         """Return the occurrences by the token at each, without ends of documents and ids from `vocab_size` on."""
         tokens = self.tokens
