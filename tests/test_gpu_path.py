@@ -67,9 +67,9 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half(
-        "target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ()
-    )
+    options = drawn_by(1.0, seed=3)
+    parameters = {"epsilon": epsilon} if epsilon else {}
+    half = make_half("target", options.changed(rule=rule, parameters=parameters))
     assert isinstance(half, RatioTarget)
     target, draft, tokens = (
         torch.softmax(LOGITS, -1),

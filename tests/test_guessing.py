@@ -112,7 +112,7 @@ def test_what_followed_the_longest_known_context_is_named() -> None:
     assert [c.token for c in habits.candidates([9, 9, 2])] == [0, 3, 4], "of 2 all that followed it"
     assert habits.candidates([2, 9]) == habits.candidates([]) == []
     three = habits.candidates([7, 1, 2])[0]
-    assert (three.context, three.matched) == ((1, 2, 3), 2)
+    assert (three.context, three.rate[0]) == ((1, 2, 3), 1)
     assert sum(c.chance for c in habits.candidates([2])) <= 1
 
 
@@ -123,10 +123,10 @@ def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
         habits.learn((7,), 8)
     assert len(habits) == 30
     assert habits.candidates((7,))[0].token == 8
-    assert habits.candidates((25, 1))[0].matched == 1, (
+    assert habits.candidates((25, 1))[0].rate[0] == 0, (
         "25 1 is forgotten, and 1 has been seen all the time"
     )
-    assert habits.candidates((3, 1))[0].matched == 2
+    assert habits.candidates((3, 1))[0].rate[0] == 1
     assert max(map(len, habits._followers.values())) <= 16
 
 

@@ -24,7 +24,6 @@ from pearl.drafting.disco import (
     read_classifier,
 )
 from pearl.drafting.stops import (
-    Doubtful,
     Features,
     Heuristic,
     StopWindow,
@@ -108,7 +107,7 @@ def test_heuristic_grows_by_2_and_shrinks_by_1_as_transformers_does() -> None:
 
 
 def test_disco_goes_by_confidence_and_cap() -> None:
-    policy = Doubtful(classifier())
+    policy = classifier()
     sure, unsure = features(top=(0.6, 0.4)), features(top=(0.2, 0.2))
     assert classifier().confidence(sure) > 0.9 > 0.5 > classifier().confidence(unsure)
     assert [

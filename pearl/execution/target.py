@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from pearl.config.options import LEAST_LOGPROB
-from pearl.decoding.rules import TargetHalf, make_half
+from pearl.decoding.rules import Proposed, TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
@@ -250,7 +250,7 @@ class TargetExecutor:
             text = self._text_stream(command.prompt, options.stop)
         self._requests[command.request] = _Request(
             command.slot,
-            make_half("target", options.rule, options, options.parameters),
+            make_half("target", options),
             DirectDraw(options),
             options.rule_in_force,
             text,
@@ -416,11 +416,11 @@ class TargetExecutor:
         at: slice | list[int] = slice(first, first + count)  # no copy
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
             at = [request.row(node) for node in command.nodes]
-        launched = {} if request.launched is None else {"launched": request.launched[at]}
+        proposed = Proposed(request.logits[at], command.tokens, rows, command.start)
+        if request.launched is not None:
+            proposed = proposed._replace(launched=request.launched[at])
         with request.blamed():
-            verdict = request.rule.judge(
-                request.logits[at], command.tokens, rows, command.start, **launched
-            )
+            verdict = request.rule.judge(proposed)
             index = request.index
             is_cut_short = verdict.accepted + 1 < len(command.tokens)
             if index is not None and index.reads_discarded and is_cut_short:

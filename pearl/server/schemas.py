@@ -33,6 +33,7 @@ from pearl.config.options import (
     MAX_BIASES,
     MAX_LOGPROBS,
     MOST_STOPS,
+    NUMBERS,
     OPTIONS,
     bounds_of,
     description_of,
@@ -293,19 +294,6 @@ class StreamOptions(Body):
 
 # ---- requests ----
 
-# Options with the type, bounds and description that they have in `RequestOptions`.
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = (
@@ -327,7 +315,7 @@ def _field_of(name: str) -> Any:
     return type_of(option.type) | None, field
 
 
-_FIELDS: dict[str, Any] = {name: _field_of(name) for name in _SAMPLING}
+_FIELDS: dict[str, Any] = {name: _field_of(name) for name in NUMBERS}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]

@@ -60,8 +60,7 @@ class _StoreOnly(Guesser):
     """Guesses from the datastore only, not from the text's own n-grams."""
 
     def candidates(self, position: int) -> list[Candidate]:
-        assert self._store is not None
-        return self._store.candidates(position)
+        return self.of_sources(position)
 
 
 def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> NgramIndex:

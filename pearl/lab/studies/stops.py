@@ -20,7 +20,7 @@ import torch
 
 from pearl.config.options import RequestOptions
 from pearl.drafting.disco import INPUTS, Classifier, inputs
-from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy, Threshold
+from pearl.drafting.stops import TOP, Features, Heuristic, StopPolicy, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
@@ -148,7 +148,7 @@ def _with_policies(
         thresholds.append(Tried(name, decoding, partial(_threshold, least)))
     rows = [thresholds, [Tried(f"{method}, heuristic", decoding, lambda text: Heuristic())]]
     if classifier is not None:
-        rows.append([Tried(f"{method}, disco", decoding, lambda text: Doubtful(classifier))])
+        rows.append([Tried(f"{method}, disco", decoding, lambda text: classifier)])
     rows.append([Tried(f"{method}, oracle", decoding, lambda text: Oracle(text.right))])
     return rows
 
@@ -257,7 +257,7 @@ def train(
     hits = sum(map(eq, predictions, right))
 
     def tried(**settings: float) -> Stopped:
-        policy = Doubtful(classifier.model_copy(update=settings))
+        policy = classifier.model_copy(update=settings)
         return stopped(held_out, timing, Tried("", _sd(CAP), lambda text: policy))
 
     tell("which threshold and which cap are fastest")
