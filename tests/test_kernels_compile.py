@@ -15,11 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pearl.models.gpu import attention_kernels, expert_kernels, prefill_kernels, product_kernels, tile_kernels
 
-TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
+TYPES = {"table": "*i64", "ids": "*i64"}
 TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
 TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
 TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
-SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40, "S": 4}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40, "S": 4}
 SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
 SIZES |= {"NORMS": 2, "CAP": 30.0}
 

@@ -1,7 +1,7 @@
 """The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
 
-Query, key and value are one matrix, gate and up another, packed for the CPU. Must not know feeds and
-slots: the caller provides positions and the attention (see `slot_attention`).
+Query, key and value are one matrix, gate and up another, packed for the device. Must not know feeds and
+slots: the caller provides the attention (see `slot_attention`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,85 @@ from pearl.models.forward.linear_layers import (
     normalise,
 )
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
-from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
+from pearl.models.forward.slot_attention import NativeAttention, Rope, SlotAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.cpu.native_layers import NativeLayers
     from pearl.models.forward.decoder import Decoder
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
-SlotAttention = FixedAttention | NativeAttention | PromptAttention
+
+@dataclass(frozen=True)
+class Scales:
+    """Holds a model's multipliers, and the caps of attention scores and of logits; a cap of 0 is none.
+
+    `residual` multiplies what a block adds to the hidden state.
+    """
+
+    embedding: float
+    attention: float
+    residual: float
+    logits: float
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
+
+    @staticmethod
+    def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
+        attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
+        if forward.has_multipliers:
+            return Scales(
+                embedding=config.get("embedding_multiplier", 1.0),
+                attention=config.get("attention_multiplier", 1.0),
+                residual=config.get("residual_multiplier", 1.0),
+                logits=1 / config.get("logits_scaling", 1.0),
+            )
+        embedding = 1.0
+        if forward.scales_embedding:
+            embedding = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
+        attention_cap, logits_cap = (float(config.get(name) or 0.0) for name in CAPS)
+        return Scales(embedding, attention, 1.0, 1.0, attention_cap, logits_cap)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Says how a model's layers are computed, by its family and its configuration.
+
+    Attributes:
+        rotated: how many of a head's numbers are rotated.
+        gate: the activation of the gate, one of `linear_layers.gated`.
+        windows, ropes: of each layer, see `layer_kinds`; a window as long as the context is none.
+    """
+
+    forward: Forward
+    settings: Mapping[str, Any]
+    vocab_size: int
+    heads: Heads
+    rotated: int
+    eps: float
+    scales: Scales
+    gate: str
+    windows: tuple[int, ...]
+    ropes: tuple[str | None, ...]
+
+    @staticmethod
+    def of(
+        forward: Forward, settings: Mapping[str, Any], dtype: torch.dtype, context: int
+    ) -> LayerSpec:
+        heads = int(settings["num_attention_heads"])
+        width = int(settings.get("head_dim") or settings["hidden_size"] // heads)
+        kinds = layer_kinds(forward, settings)
+        return LayerSpec(
+            forward=forward,
+            settings=settings,
+            vocab_size=int(settings["vocab_size"]),
+            heads=Heads(heads, int(settings["num_key_value_heads"]), width),
+            rotated=rotated(forward, settings, width),
+            eps=float(settings["rms_norm_eps"]),
+            scales=Scales.of(forward, settings, width, dtype),
+            gate=HEAD_ACTIVATIONS[activation_of(settings) or ""],
+            windows=tuple(0 if window >= context else window for window, _ in kinds),
+            ropes=tuple(rope for _, rope in kinds),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,32 +143,30 @@ class Layer:
     def of(
         layer: Any,
         rope: str | None,
-        forward: Forward,
-        config: Mapping[str, Any],
+        spec: LayerSpec,
         lay_out: Callable[..., Matrix],
-        kernels: bool,
+        is_native: bool,
         dtype: torch.dtype,
     ) -> Layer:
         """Build a layer from a module of transformers, or one that looks like it.
 
         Args:
             lay_out: see `linear_layers.matrix`.
-            kernels: see `Experts`.
             dtype: the dtype of rows.
         """
         attention = layer.self_attn
         mlp = layer.mlp
         experts: Experts | None = None
         if hasattr(mlp, "experts"):
-            experts = Experts(mlp, config, lay_out, kernels)
+            experts = Experts(mlp, spec.settings, lay_out, kernels=not is_native)
 
         def norm(module: Any, name: str) -> torch.Tensor | None:
             if not name or not hasattr(module, name):
                 return None
-            return norm_weights(getattr(module, name), forward, dtype)
+            return norm_weights(getattr(module, name), spec.forward, dtype)
 
         attention_norm, after_attention, mlp_norm, after_mlp = (
-            norm(layer, name) for name in forward.norms
+            norm(layer, name) for name in spec.forward.norms
         )
         qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
         out = lay_out(attention.o_proj)
@@ -138,37 +205,6 @@ def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tenso
     return weight.float() + forward.norm_shift
 
 
-@dataclass(frozen=True)
-class Scales:
-    """Holds a model's multipliers, and the caps of attention scores and of logits; a cap of 0 is none.
-
-    `residual` multiplies what a block adds to the hidden state.
-    """
-
-    embedding: float
-    attention: float
-    residual: float
-    logits: float
-    attention_cap: float = 0.0
-    logits_cap: float = 0.0
-
-    @staticmethod
-    def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
-        attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
-        if forward.has_multipliers:
-            return Scales(
-                embedding=config.get("embedding_multiplier", 1.0),
-                attention=config.get("attention_multiplier", 1.0),
-                residual=config.get("residual_multiplier", 1.0),
-                logits=1 / config.get("logits_scaling", 1.0),
-            )
-        embedding = 1.0
-        if forward.scales_embedding:
-            embedding = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
-        attention_cap, logits_cap = (float(config.get(name) or 0.0) for name in CAPS)
-        return Scales(embedding, attention, 1.0, 1.0, attention_cap, logits_cap)
-
-
 class DecoderLayers:
     """Takes the weights of `model` away from it, and computes with them.
 
@@ -180,14 +216,14 @@ class DecoderLayers:
         features: those of the last forward [n, len(taps) * hidden].
         scoring: how positions are scored, with a window for each layer.
         residual_dtype: the dtype of the states between layers.
-        in_one_call: computes the layers for a `NativeAttention`; None: they are computed one by one.
-        scales, gate: multipliers and caps, and the activation of the gate.
+        in_one_call: computes the layers for a `NativeAttention`: (attention, states before the first of
+            these layers, which become those after the last, first layer, end). None: they are computed
+            one by one.
 
     Args:
         context: a window at least as long is none.
-        is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then rotated in the
-            dtype of rows.
-        plain: for the kernels of `token_forward`: see `linear_layers.matrix`.
+        is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
+            and so queries, are rotated in the dtype of rows.
         family: the forward and the configuration, of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """
@@ -197,65 +233,73 @@ class DecoderLayers:
         model: PreTrainedModel | Decoder,
         context: int,
         rounding: Rounding,
-        is_fixed: bool,
-        plain: bool = False,
+        is_native: bool,
         taps: Sequence[int] = (),
         family: tuple[Forward, dict[str, Any]] | None = None,
         progress: Progress = silent,
     ) -> None:
-        config = model.config
         inner = model.model
         forward, settings = family or described(model)
-        heads = int(config.num_attention_heads)
-        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self.heads = Heads(heads, int(config.num_key_value_heads), width)
-        self.vocab_size = int(config.vocab_size)
+        spec = LayerSpec.of(forward, settings, model.dtype, context)
+        self.heads = spec.heads
+        self.vocab_size = spec.vocab_size
+        self.eps = spec.eps
+        self.scales = spec.scales
+        self.gate = spec.gate
+        self._rotated = spec.rotated
         self.embedding = inner.embed_tokens.weight
-        self.dtype = model.dtype if plain else dtype_of_rows(model.dtype, self.embedding.device)
-        self.eps = float(config.rms_norm_eps)
-        self._cache_dtype = self.dtype if is_fixed else torch.float32
-        self._rotated = rotated(forward, settings, width)
-        self.scales = Scales.of(forward, settings, width, model.dtype)
-        self.gate = HEAD_ACTIVATIONS[activation_of(settings) or ""]
-        lay_out = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
+        self.dtype = model.dtype
+        self._cache_dtype = model.dtype
+        if is_native:
+            self.dtype = dtype_of_rows(model.dtype)
+            self._cache_dtype = torch.float32
+        lay_out = partial(matrix, dtype=self.dtype, is_native=is_native, rounding=rounding)
         split_fused(model, forward)
-        pair_up(model, forward, self._rotated, width)
-        kinds = layer_kinds(forward, settings)
-        windows = tuple(0 if window >= context else window for window, _ in kinds)
-        sinks: list[torch.Tensor] = []
-        if forward.has_sinks:
-            for layer in inner.layers:
-                sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
+        pair_up(model, spec)
+        self.weights, self.residual_dtype = self._precision(model, rounding)
         self.scoring = Scoring(
-            windows, self.scales.attention, self.scales.attention_cap, tuple(sinks)
+            spec.windows, spec.scales.attention, spec.scales.attention_cap, self._sinks(model, spec)
         )
         self.layers: list[Layer] = []
-        bits: set[int] = set()
-        if rounding:
-            bits.add(int(rounding[-1]))
-        kernels = plain or self.embedding.is_cuda
         count = Count(progress, "layer", len(inner.layers))
-        for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
-            if not rounding:
-                bits |= bits_of(layer)
-            self.layers.append(
-                Layer.of(layer, rope, forward, settings, lay_out, kernels, self.dtype)
-            )
+        for layer, rope in zip(inner.layers, spec.ropes, strict=True):
+            self.layers.append(Layer.of(layer, rope, spec, lay_out, is_native, self.dtype))
             native.give_back()
             count.advance()
-        self.weights = str(model.dtype).removeprefix("torch.")
-        self.residual_dtype = self.dtype
-        if bits:
-            self.weights = f"{' and '.join(map(str, sorted(bits)))} bits"
-            # Rounded matrices round each result once more: sums over the layers in float32 make up
-            # for half of that.
-            self.residual_dtype = torch.float32
         self.norm = norm_weights(inner.norm, forward, self.dtype)
         self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
-        self.in_one_call: NativeLayers | None = None
+        self.in_one_call: Callable[[NativeAttention, torch.Tensor, int, int], None] | None = None
         self.head = lay_out(model.lm_head, wide=True)
         native.give_back()
+
+    def _precision(
+        self, model: PreTrainedModel | Decoder, rounding: Rounding
+    ) -> tuple[str, torch.dtype]:
+        """Return the dtype or bits of the weights, and the dtype of the states between layers."""
+        bits: set[int] = set()
+        if rounding:
+            bits.add(int(rounding[-1]))
+        else:
+            for layer in model.model.layers:
+                bits |= bits_of(layer)
+        if not bits:
+            return str(model.dtype).removeprefix("torch."), self.dtype
+        # Rounded matrices round each result once more: sums over the layers in float32 make up for half
+        # of that.
+        return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
+
+    def _sinks(self, model: PreTrainedModel | Decoder, spec: LayerSpec) -> tuple[torch.Tensor, ...]:
+        if not spec.forward.has_sinks:
+            return ()
+        sinks = []
+        for layer in model.model.layers:
+            sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
+        return tuple(sinks)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -286,31 +330,29 @@ class DecoderLayers:
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
-        is_fed: torch.Tensor | None = None,
+        attends: SlotAttention,
     ) -> torch.Tensor:
         """Return the last layer's states [n, hidden] of `ids` [n].
 
         Args:
-            ropes: those of the rows, or of all positions: see the class of `slots`.
-            is_fed: see `Experts`.
+            ropes: tables of all positions, by name.
         """
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
             hidden = hidden * self.scales.embedding
         hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
-        if isinstance(slots, NativeAttention) and self.in_one_call is not None:
+        if isinstance(attends, NativeAttention) and self.in_one_call is not None:
             for start, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
                 if start in self.taps:
                     tapped[start] = hidden.to(self.dtype, copy=True)
-                self.in_one_call(slots, hidden, start, end)
+                self.in_one_call(attends, hidden, start, end)
             return self._finished(hidden, tapped)
         for number, layer in enumerate(self.layers):
             if number in self.taps:
                 tapped[number] = hidden.to(self.dtype, copy=True)
             x = self.normalise(hidden, layer.attention_norm)
-            hidden = self.layer_states(number, hidden, x, ropes, slots, is_fed)
+            hidden = self.layer_states(number, hidden, x, ropes, attends)
         return self._finished(hidden, tapped)
 
     def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -327,8 +369,7 @@ class DecoderLayers:
         hidden: torch.Tensor,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
-        is_fed: torch.Tensor | None = None,
+        attends: SlotAttention,
     ) -> torch.Tensor:
         """Return the states [n, hidden] after one layer.
 
@@ -337,17 +378,17 @@ class DecoderLayers:
             x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
-        mixed = self._attend(layer, number, x, ropes, slots)
+        mixed = self._attend(layer, number, x, ropes, attends)
         hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
         fed = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
-            return hidden + layer.experts(fed, is_fed)
-        act = gated(layer.gate_up(fed, None), self.gate)
+            return hidden + layer.experts(fed)
+        act = gated(layer.gate_up(fed), self.gate)
         return self._add(hidden, layer.down, act, layer.after_mlp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits: [n, hidden] -> [n, vocab]."""
-        logits = self.head(self.normalise(hidden, self.norm), None)
+        logits = self.head(self.normalise(hidden, self.norm))
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
@@ -368,7 +409,7 @@ class DecoderLayers:
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:
             return product(x, hidden)
-        part = product(x, None)
+        part = product(x)
         if norm is not None:
             part = self.normalise(part, norm)
         if multiplier != 1:
@@ -381,31 +422,22 @@ class DecoderLayers:
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
+        attends: SlotAttention,
     ) -> torch.Tensor:
         """Return the attention output of each row, [n, heads * head_dim]."""
         heads = self.heads
         facing_heads = heads.query + heads.kv
-        states = layer.qkv(x, None).view(x.shape[0], -1, heads.dim)
+        states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
         rope = None if layer.rope is None else ropes[layer.rope]
-        if isinstance(slots, NativeAttention):
-            return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
+        if isinstance(attends, NativeAttention):
+            return attends.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
         facing = states[:, :facing_heads]  # queries and keys
         values = states[:, facing_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             queries = self._head_norm(facing[:, : heads.query], layer.q_norm)
             keys = self._head_norm(facing[:, heads.query :], layer.k_norm)
             facing = torch.cat([queries, keys], 1)
-        facing = facing.to(self._cache_dtype)
-        if isinstance(slots, PromptAttention):
-            return slots.attend_unturned(number, facing, values, rope)
-        if rope is not None:
-            cos, sin = rope
-            # Two products and a sum, each rounded by itself: a fused multiply-add would be used only
-            # where it is vectorised.
-            facing = (facing * cos).add_(facing.roll(heads.dim // 2, -1).mul_(sin))
-        mixed = slots.attend(number, facing[:, : heads.query], facing[:, heads.query :], values)
-        return mixed.to(self.dtype)
+        return attends.attend(number, facing, values, rope)
 
     def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
@@ -480,18 +512,17 @@ def set_weight(module: torch.nn.Module, weight: Weights) -> None:
         module.weight = Parameter(weight, requires_grad=False)
 
 
-def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, width: int) -> None:
+def pair_up(model: PreTrainedModel | Decoder, spec: LayerSpec) -> None:
     """Reorder the rows of queries and keys, so that a rotation pairs row i with row i + width / 2.
 
     Scores are the same in any order. If all 4 numbers of a head are rotated in neighbouring pairs
     (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
-
-    Args:
-        count: how many of a head's `width` numbers are rotated.
     """
+    count = spec.rotated
+    width = spec.heads.dim
     stride = 1
     partner = count // 2
-    if forward.rotates == "pairs":
+    if spec.forward.rotates == "pairs":
         stride = 2
         partner = 1
     lower = [stride * number for number in range(count // 2)]

@@ -11,12 +11,17 @@ leaves alone give the same bits.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr
+
+from pearl.models.forward.attention import Scoring
+from pearl.models.forward.slot_attention import Rope
+from pearl.models.forward.slots import Slots
 
 _LOW = constexpr(-1.0e30)  # finite: minus infinity less itself is NaN
 _LOG2_E = constexpr(1.4426950408889634)
@@ -31,10 +36,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    def options(self, device: torch.device) -> dict[str, int]:
-        """Return the options of the launch; Triton's interpreter has none."""
-        return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
-
 
 def tile_of(dim: int) -> Tile:
     """Return the tile for heads of this size.
@@ -44,7 +45,11 @@ def tile_of(dim: int) -> Tile:
     """
     if dim <= 64:
         return Tile(128, 64, 4, 3)
-    return Tile(128, 128, 8, 2) if dim == 128 else Tile(64, 64 if dim == 256 else 32, 8, 2)
+    if dim == 128:
+        return Tile(128, 128, 8, 2)
+    if dim == 256:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 32, 8, 2)
 
 
 @triton.jit
@@ -170,7 +175,7 @@ def attend(
     Args:
         given: slot, start, count. Tiles that begin at row `count` or later are zeros.
         facing: queries, then keys, of each row, not rotated yet; rows are `facing_stride` apart.
-        inner: the multiplier of a query's product with a key. outer: see `slot_attention.PromptAttention`.
+        inner: the multiplier of a query's product with a key. outer: see `PromptAttention`.
         WINDOW: see `attention.Scoring`; 0: none.
         SINKS: `sinks` [HQ] are scores without a value.
     """
@@ -254,3 +259,74 @@ def attend(
         D,
     )
     tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty))
+
+
+class PromptAttention:
+    """Attends for the rows of a prompt's piece by our kernels, which rotate them, too.
+
+    Args:
+        inputs: slot, position of the first row, and number of tokens, on the device.
+    """
+
+    def __init__(self, inputs: torch.Tensor, slots: Slots, scoring: Scoring) -> None:
+        self._inputs = inputs
+        self._slots = slots
+        self._scoring = scoring
+
+    def attend(
+        self, layer: int, facing: torch.Tensor, values: torch.Tensor, rope: Rope | None
+    ) -> torch.Tensor:
+        """See `TorchAttention.attend`."""
+        n, kv_heads, dim = values.shape
+        heads = facing.shape[1] - kv_heads
+        scoring = self._scoring
+        keys = self._slots.keys[:, layer]
+        all_values = self._slots.values[:, layer]
+        sinks = scoring.sinks_of(layer)
+        out = facing.new_empty(n, heads * dim)
+        cos, sin = rope or (facing, facing)
+        strides = (keys.stride(0), keys.stride(1), facing.stride(0))
+        sizes = {"HQ": heads, "D": dim, "TURNS": rope is not None}
+        written_rows = min(32, n)
+        write[(n // written_rows, kv_heads)](
+            self._inputs,
+            facing,
+            values,
+            cos,
+            sin,
+            keys,
+            all_values,
+            *strides,
+            values.stride(0),
+            BM=written_rows,
+            **sizes,
+        )
+        tile = tile_of(dim)
+        rows = min(tile.rows, n)
+        log2e = 1 / math.log(2)
+        inner = scoring.scale * log2e
+        if scoring.cap:
+            inner = 2 * inner / scoring.cap
+        attend[(heads, n // rows)](
+            self._inputs,
+            facing,
+            keys,
+            all_values,
+            cos,
+            sin,
+            facing if sinks is None else sinks,
+            out,
+            *strides,
+            inner,
+            scoring.cap * log2e,
+            HK=kv_heads,
+            BM=rows,
+            BN=tile.positions,
+            WINDOW=scoring.windows[layer],
+            CAPS=scoring.cap != 0,
+            SINKS=sinks is not None,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **sizes,
+        )
+        return out

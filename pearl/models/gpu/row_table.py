@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from pearl.models.feeds import Feed, paths
-from pearl.models.gpu.recordings import FED, visible
+from pearl.models.gpu.recordings import FED
 
 SIZES = (FED, 64)  # rows of a table
 MOST_PARTS = 16  # of the positions that a row sees
 TILE_ROWS = 16  # most rows of a tile
 _LEAST_SPAN = 64  # positions of a part
+_LEAST_VISIBLE = 512  # positions
 ROW_NUMBERS = 3  # of a row in a table: id, position, parts
 TILE_NUMBERS = 10
 PATH_BYTES = SIZES[-1]  # of a row: the nodes of its path
@@ -68,6 +69,14 @@ class TablePiece(NamedTuple):
     def stop(self) -> int:
         """The row after the last one."""
         return self.row + self.end - self.begin
+
+
+def visible(position: int) -> int:
+    """Return how many positions the parts of the row of `position` reach to.
+
+    That is the next power of two, and at least `_LEAST_VISIBLE`: 1024 at position 600.
+    """
+    return max(_LEAST_VISIBLE, 1 << position.bit_length())
 
 
 def numbers_of(size: int) -> int:

@@ -169,8 +169,6 @@ def multiply_tile(
     w,
     scales,
     first,
-    begin,
-    end,
     K: constexpr,
     N: constexpr,
     BN: constexpr,
@@ -183,14 +181,13 @@ def multiply_tile(
     EXTRA: constexpr,
     OFFSET: constexpr,
     APART: constexpr,
-    WHOLE: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Multiply BN columns of w [N, K] from `first` on by x [ROWS, K], over inputs from `begin` to `end`: [BN, ROWS].
+    """Multiply BN columns of w [N, K] from `first` on by x [ROWS, K]: [BN, ROWS]. K is a multiple of BK.
 
     Each of S warps multiplies one of S successive runs of BK inputs, and their sums are added in the end.
-    APART: multiply by the columns so much further on too; 0: by no others. WHOLE: the number of inputs is a
-    multiple of S * BK. fed: [ROWS], 0 for rows that nobody needs; None: all rows are needed.
+    APART: multiply by the columns so much further on too; 0: by no others. fed: [ROWS], 0 for rows that
+    nobody needs; None: all rows are needed.
     """
     if BITS == 4:
         found, other = _multiply_packed(
@@ -200,8 +197,6 @@ def multiply_tile(
             w,
             scales,
             first,
-            begin,
-            end,
             K,
             N,
             BN,
@@ -222,8 +217,6 @@ def multiply_tile(
             w,
             scales,
             first,
-            begin,
-            end,
             K,
             N,
             BN,
@@ -235,7 +228,6 @@ def multiply_tile(
             GROUP,
             EXTRA,
             APART,
-            WHOLE,
             OVERLAPS,
         )
     return _add_warps(found), _add_warps(other) if APART else 0
@@ -248,8 +240,6 @@ def _multiply_plain(
     w,
     scales,
     first,
-    begin,
-    end,
     K: constexpr,
     N: constexpr,
     BN: constexpr,
@@ -261,34 +251,34 @@ def _multiply_plain(
     GROUP: constexpr,
     EXTRA: constexpr,
     APART: constexpr,
-    WHOLE: constexpr,
     OVERLAPS: constexpr,
 ):
     """Do `multiply_tile` with weights of 8 or 16 bits; return a sum of each warp: [S, BN, ROWS]."""
     kind: constexpr = x.dtype.element_ty
     SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
     TOTAL: constexpr = N + APART
+    WHOLE: constexpr = K % (S * BK) == 0
     columns = tl.minimum(first + tl.arange(0, BN), N - 1)
     lanes, warps = tl.arange(0, BK), tl.arange(0, S) * BK
     rows = x + tl.arange(0, ROWS)[None, None, :] * K
     weights = w + columns[None, :, None].to(tl.int64) * K + lanes[None, None, :]
     if OVERLAPS:
-        _await(w + columns.to(tl.int64) * K + begin, BN)
+        _await(w + columns.to(tl.int64) * K, BN)
     found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
     scale, scale_apart = 0, 0
     if SCALES:  # a block ahead, so that nothing waits for them
-        starts = tl.minimum(begin + warps, end - BK)
+        starts = tl.minimum(warps, K - BK)
         scale, scale_apart = _load_both(scales, starts, columns, TOTAL, BK, GROUP, EXTRA, APART)
-    for i in range(begin, end, S * BK):
+    for i in range(0, K, S * BK):
         starts = i + warps
         if not WHOLE:
-            starts = tl.minimum(starts, end - BK)
+            starts = tl.minimum(starts, K - BK)
         at = weights + starts[:, None, None]
         loaded = tl.load(at)
         apart = tl.load(at + APART * K) if APART else loaded
         now, now_apart = scale, scale_apart
         if SCALES:
-            following = tl.minimum(i + S * BK + warps, end - BK)
+            following = tl.minimum(i + S * BK + warps, K - BK)
             scale, scale_apart = _load_both(
                 scales, following, columns, TOTAL, BK, GROUP, EXTRA, APART
             )
@@ -296,7 +286,7 @@ def _multiply_plain(
         if WHOLE:
             some = tl.load(rows + inputs)
         else:
-            some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
+            some = tl.load(rows + inputs, mask=(i + warps < K)[:, None, None], other=0.0)
         if NORMS:
             some = weighted(some, tl.load(norm + inputs))
         found = tl.dot(_tile(loaded, now, EXTRA, SCALES, kind), some, found, input_precision="ieee")
@@ -508,8 +498,6 @@ def _multiply_packed(
     w,
     scales,
     first,
-    begin,
-    end,
     K: constexpr,
     N: constexpr,
     BN: constexpr,
@@ -548,19 +536,19 @@ def _multiply_packed(
     row, behind, inputs = _places(ROWS, H, S, BK)
 
     found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
-    starts = tl.minimum(begin + warps, end - BK)
+    starts = tl.minimum(warps, K - BK)
     loaded, scale, apart, scale_apart = _load_packed(
         weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
     )
     if OVERLAPS:
         gdc_wait()
-    for i in range(begin, end, S * BK):
+    for i in range(0, K, S * BK):
         now, now_scale, now_apart, now_scale_apart = loaded, scale, apart, scale_apart
-        starts = tl.minimum(i + S * BK + warps, end - BK)
+        starts = tl.minimum(i + S * BK + warps, K - BK)
         loaded, scale, apart, scale_apart = _load_packed(
             weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
         )
-        is_needed, begins = _needed(fed, row, i + behind < end), tl.minimum(i + behind, end - BK)
+        is_needed, begins = _needed(fed, row, i + behind < K), tl.minimum(i + behind, K - BK)
         for upper in tl.static_range(2):
             at = (begins + upper * J)[:, None] + inputs
             right = _load_rows(x, norm, row, at, is_needed, K, S, H, KEPT, NORMS)
