@@ -41,7 +41,7 @@ for bits, words, group, extra, beside, rows in (  # products of each kind of wei
     sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0, "ROWS": rows}
     for kernel in (product_kernels.multiply, *beside):
         compile(kernel, sizes, words)
-TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
+TYPES = {"inputs": "*i64", "inner": "fp32", "outer": "fp32"}
 for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
     tile = prefill_kernels.tile_of(dim)
     sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}

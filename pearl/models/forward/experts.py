@@ -33,7 +33,11 @@ class Experts:
     """
 
     def __init__(
-        self, block: Any, config: Mapping[str, Any], lay_out: Callable[..., Matrix], kernels: bool
+        self,
+        block: Any,
+        config: Mapping[str, Any],
+        lay_out: Callable[..., Matrix],
+        kernels: bool,
     ) -> None:
         self._top = int(config["num_experts_per_tok"])
         # Those of Mixtral and gpt-oss always do.
@@ -62,7 +66,11 @@ class Experts:
             self._products = products
             self.each = list(products.each)
 
-    def __call__(self, x: torch.Tensor, is_fed: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        is_fed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the sum of each row's experts, weighted by their probabilities.
 
         [n, hidden] -> [n, hidden]
@@ -93,7 +101,11 @@ class Experts:
             mixed += outputs[:, place] * weights[:, place : place + 1]
         return mixed
 
-    def _through(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def _through(
+        self,
+        expert: int,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
         count = len(x)
         gate_up, down = self.each[expert]
         if count < self._piece:
@@ -134,7 +146,11 @@ def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
         yield parts, _linear(down.contiguous(), down_bias)
 
 
-def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
+def _clamped(
+    alpha: float,
+    limit: float,
+    gate_up: torch.Tensor,
+) -> torch.Tensor:
     """Return gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument.
 
     (clamp(up) + 1) * gate * sigmoid(alpha * gate), where gate is at most `limit`, and up within it.

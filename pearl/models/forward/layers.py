@@ -64,7 +64,12 @@ class Scales:
     logits_cap: float = 0.0
 
     @staticmethod
-    def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
+    def of(
+        forward: Forward,
+        config: Mapping[str, Any],
+        dim: int,
+        dtype: torch.dtype,
+    ) -> Scales:
         attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
         if forward.has_multipliers:
             return Scales(
@@ -77,7 +82,14 @@ class Scales:
         if forward.scales_embedding:
             embedding = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
         attention_cap, logits_cap = (float(config.get(name) or 0.0) for name in CAPS)
-        return Scales(embedding, attention, 1.0, 1.0, attention_cap, logits_cap)
+        return Scales(
+            embedding=embedding,
+            attention=attention,
+            residual=1.0,
+            logits=1.0,
+            attention_cap=attention_cap,
+            logits_cap=logits_cap,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,11 +115,18 @@ class LayerSpec:
 
     @staticmethod
     def of(
-        forward: Forward, settings: Mapping[str, Any], dtype: torch.dtype, context: int
+        forward: Forward,
+        settings: Mapping[str, Any],
+        dtype: torch.dtype,
+        context: int,
     ) -> LayerSpec:
         heads = int(settings["num_attention_heads"])
         width = int(settings.get("head_dim") or settings["hidden_size"] // heads)
-        kinds = layer_kinds(forward, settings)
+        windows = []
+        ropes = []
+        for window, rope in layer_kinds(forward, settings):
+            windows.append(window if window < context else 0)
+            ropes.append(rope)
         return LayerSpec(
             forward=forward,
             settings=settings,
@@ -117,86 +136,72 @@ class LayerSpec:
             eps=float(settings["rms_norm_eps"]),
             scales=Scales.of(forward, settings, width, dtype),
             gate=HEAD_ACTIVATIONS[activation_of(settings) or ""],
-            windows=tuple(0 if window >= context else window for window, _ in kinds),
-            ropes=tuple(rope for _, rope in kinds),
+            windows=tuple(windows),
+            ropes=tuple(ropes),
         )
 
 
-@dataclass(frozen=True)
 class Layer:
-    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks."""
+    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks.
 
-    rope: str | None  # see `layer_kinds`
-    attention_norm: torch.Tensor | None
-    qkv: Matrix
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: Matrix
-    after_attention: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    gate_up: Matrix
-    down: Matrix
-    after_mlp: torch.Tensor | None
-    experts: Experts | None = None  # in place of `gate_up` and `down`
+    Args:
+        module: a layer of transformers, or one that looks like it.
+        rope: see `layer_kinds`.
+        lay_out: see `linear_layers.matrix`.
+        dtype: the dtype of rows.
 
-    @staticmethod
-    def of(
-        layer: Any,
+    Attributes:
+        experts: in place of `gate_up` and `down`, which are then those of one of them.
+    """
+
+    def __init__(
+        self,
+        module: Any,
         rope: str | None,
         spec: LayerSpec,
         lay_out: Callable[..., Matrix],
         is_native: bool,
         dtype: torch.dtype,
-    ) -> Layer:
-        """Build a layer from a module of transformers, or one that looks like it.
+    ) -> None:
+        attention = module.self_attn
+        mlp = module.mlp
 
-        Args:
-            lay_out: see `linear_layers.matrix`.
-            dtype: the dtype of rows.
-        """
-        attention = layer.self_attn
-        mlp = layer.mlp
-        experts: Experts | None = None
-        if hasattr(mlp, "experts"):
-            experts = Experts(mlp, spec.settings, lay_out, kernels=not is_native)
-
-        def norm(module: Any, name: str) -> torch.Tensor | None:
-            if not name or not hasattr(module, name):
+        def norm(parent: Any, name: str) -> torch.Tensor | None:
+            if not name or not hasattr(parent, name):
                 return None
-            return norm_weights(getattr(module, name), spec.forward, dtype)
+            return norm_weights(getattr(parent, name), spec.forward, dtype)
 
-        attention_norm, after_attention, mlp_norm, after_mlp = (
-            norm(layer, name) for name in spec.forward.norms
-        )
-        qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
-        out = lay_out(attention.o_proj)
-        if experts is None:
-            gate_up = lay_out(mlp.gate_proj, mlp.up_proj)
-            down = lay_out(mlp.down_proj)
+        self.rope = rope
+        self.experts: Experts | None = None
+        if hasattr(mlp, "experts"):
+            self.experts = Experts(mlp, spec.settings, lay_out, kernels=not is_native)
+        before_attention, after_attention, before_mlp, after_mlp = spec.forward.norms
+        self.attention_norm = norm(module, before_attention)
+        self.qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.q_norm = norm(attention, "q_norm")
+        self.k_norm = norm(attention, "k_norm")
+        self.out = lay_out(attention.o_proj)
+        self.after_attention = norm(module, after_attention)
+        self.mlp_norm = norm(module, before_mlp)
+        if self.experts is None:
+            self.gate_up = lay_out(mlp.gate_proj, mlp.up_proj)
+            self.down = lay_out(mlp.down_proj)
         else:
-            gate_up, down = experts.each[0]
-        return Layer(
-            rope=rope,
-            attention_norm=attention_norm,
-            qkv=qkv,
-            q_norm=norm(attention, "q_norm"),
-            k_norm=norm(attention, "k_norm"),
-            out=out,
-            after_attention=after_attention,
-            mlp_norm=mlp_norm,
-            gate_up=gate_up,
-            down=down,
-            after_mlp=after_mlp,
-            experts=experts,
-        )
+            self.gate_up, self.down = self.experts.each[0]
+        self.after_mlp = norm(module, after_mlp)
 
 
 def tapped(layers: int) -> tuple[int, ...]:
     """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
-    return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
+    numbers = (2, layers // 2, layers - 3)
+    return tuple(min(max(number, 0), layers - 1) for number in numbers)
 
 
-def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tensor:
+def norm_weights(
+    norm: Any,
+    forward: Forward,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
@@ -258,12 +263,15 @@ class DecoderLayers:
         pair_up(model, spec)
         self.weights, self.residual_dtype = self._precision(model, rounding)
         self.scoring = Scoring(
-            spec.windows, spec.scales.attention, spec.scales.attention_cap, self._sinks(model, spec)
+            windows=spec.windows,
+            scale=spec.scales.attention,
+            cap=spec.scales.attention_cap,
+            sinks=self._sinks(model, spec),
         )
         self.layers: list[Layer] = []
         count = Count(progress, "layer", len(inner.layers))
         for layer, rope in zip(inner.layers, spec.ropes, strict=True):
-            self.layers.append(Layer.of(layer, rope, spec, lay_out, is_native, self.dtype))
+            self.layers.append(Layer(layer, rope, spec, lay_out, is_native, self.dtype))
             native.give_back()
             count.advance()
         self.norm = norm_weights(inner.norm, forward, self.dtype)
@@ -274,7 +282,9 @@ class DecoderLayers:
         native.give_back()
 
     def _precision(
-        self, model: PreTrainedModel | Decoder, rounding: Rounding
+        self,
+        model: PreTrainedModel | Decoder,
+        rounding: Rounding,
     ) -> tuple[str, torch.dtype]:
         """Return the dtype or bits of the weights, and the dtype of the states between layers."""
         bits: set[int] = set()
@@ -289,7 +299,11 @@ class DecoderLayers:
         # of that.
         return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
 
-    def _sinks(self, model: PreTrainedModel | Decoder, spec: LayerSpec) -> tuple[torch.Tensor, ...]:
+    def _sinks(
+        self,
+        model: PreTrainedModel | Decoder,
+        spec: LayerSpec,
+    ) -> tuple[torch.Tensor, ...]:
         if not spec.forward.has_sinks:
             return ()
         sinks = []
@@ -304,7 +318,11 @@ class DecoderLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
+    def angles(
+        self,
+        rotary: Any,
+        positions: torch.Tensor,
+    ) -> dict[str, Rope]:
         """Return cosines and sines of `positions` [n] for each of the layers' ropes; see `layer_kinds`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one of
@@ -314,16 +332,19 @@ class DecoderLayers:
         unrotated = self.heads.dim // 2 - half
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
         ropes: dict[str, Rope] = {}
-        for name in sorted({layer.rope for layer in self.layers if layer.rope is not None}):
-            if name:
-                tables = rotary(like, positions[None], name)
-            else:
-                tables = rotary(like, positions[None])
+        for layer in self.layers:
+            name = layer.rope
+            if name is None or name in ropes:
+                continue
+            arguments = [name] if name else []
+            tables = torch.cat(rotary(like, positions[None], *arguments))
             # gpt-oss's tables have each angle once, others' twice.
-            cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
+            cos, sin = tables[:, :, None, :half].to(self._cache_dtype)
             cos = pad(cos, (0, unrotated), value=1.0)
             sin = pad(sin, (0, unrotated))
-            ropes[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            both_cos = torch.cat((cos, cos), -1)
+            both_sin = torch.cat((-sin, sin), -1)
+            ropes[name] = (both_cos, both_sin)
         return ropes
 
     def hidden_states(
@@ -343,7 +364,9 @@ class DecoderLayers:
         hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
         if isinstance(attends, NativeAttention) and self.in_one_call is not None:
-            for start, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
+            limits = {0, len(self.layers)}
+            limits.update(self.taps)
+            for start, end in itertools.pairwise(sorted(limits)):
                 if start in self.taps:
                     tapped[start] = hidden.to(self.dtype, copy=True)
                 self.in_one_call(attends, hidden, start, end)
@@ -355,7 +378,11 @@ class DecoderLayers:
             hidden = self.layer_states(number, hidden, x, ropes, attends)
         return self._finished(hidden, tapped)
 
-    def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _finished(
+        self,
+        hidden: torch.Tensor,
+        tapped: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
         if len(self.layers) in self.taps:
             tapped[len(self.layers)] = hidden.to(self.dtype, copy=True)
         self.features = None
@@ -396,14 +423,22 @@ class DecoderLayers:
                 cap_scores(row, self.scales.logits_cap)
         return logits
 
-    def normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def normalise(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
         if norm is None:
             return x.to(self.dtype)
         return normalise(x, norm, self.eps, self.dtype)
 
     def _add(
-        self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        product: Matrix,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return `hidden` plus the product of x, after its norm and multiplier."""
         multiplier = self.scales.residual
@@ -439,7 +474,11 @@ class DecoderLayers:
             facing = torch.cat([queries, keys], 1)
         return attends.attend(number, facing, values, rope)
 
-    def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def _head_norm(
+        self,
+        states: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> torch.Tensor:
         """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)

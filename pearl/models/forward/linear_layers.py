@@ -34,7 +34,11 @@ _LARGE = 100_000_000
 class Matrix(Protocol):
     """A linear layer's weights in the layout of a device."""
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return x times the matrix, plus y if any."""
         ...
 
@@ -65,7 +69,11 @@ class KernelMatrix:
     offset: float = 0.0
 
     @staticmethod
-    def of(weights: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype) -> KernelMatrix:
+    def of(
+        weights: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> KernelMatrix:
         """Lay quantised weights out: as whole weights of `dtype` if the kernels have no layout for them."""
         outputs, inputs = weights.shape
         if weights.table is not None and weights.fits_bytes:
@@ -109,11 +117,19 @@ class KernelMatrix:
     def options(self) -> dict[str, Any]:
         """Return the constants of the kernels that say what the weights are."""
         group = self.group or self.shape[1]
-        return {"BITS": self.bits, "GROUP": group, "EXTRA": self.extra, "OFFSET": self.offset}
+        return {
+            "BITS": self.bits,
+            "GROUP": group,
+            "EXTRA": self.extra,
+            "OFFSET": self.offset,
+        }
 
     def constants(self) -> dict[str, Any]:
         """Return the constants of a product's kernel that depend on the matrix; N depends on the kernel."""
-        return {**self.options(), "K": self.shape[1], "BIAS": self.bias is not None}
+        return self.options() | {
+            "K": self.shape[1],
+            "BIAS": self.bias is not None,
+        }
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weights, scales and bias; the weights stand for those that there are not."""
@@ -122,7 +138,11 @@ class KernelMatrix:
         bias = weight if self.bias is None else self.bias
         return weight, scales, bias
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         product = linear(x, self.dequantised(), self.bias)
         if y is None:
             return product
@@ -245,7 +265,9 @@ def _joined_bias(biases: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _for_kernels(
-    weights: Sequence[Weights], bias: torch.Tensor | None, dtype: torch.dtype
+    weights: Sequence[Weights],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> KernelMatrix:
     """Lay out weights side by side: those of several kinds as bytes, or else dequantised."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
@@ -264,7 +286,11 @@ def _for_kernels(
     return KernelMatrix.of(stacked(quantised), bias, dtype)
 
 
-def _native(weight: Weights, bias: torch.Tensor | None, wide: bool) -> native.Native:
+def _native(
+    weight: Weights,
+    bias: torch.Tensor | None,
+    wide: bool,
+) -> native.Native:
     """Lay weights out for our C: dequantised if it does not multiply by these."""
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
@@ -279,7 +305,11 @@ class SideBySide:
 
     parts: Sequence[native.Native]
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         product = torch.cat([part(x) for part in self.parts], -1)
         if y is None:
             return product
@@ -304,7 +334,14 @@ def rounding_for(model: Any) -> Rounding:
     if native.library() is None or not hasattr(mlp, "gate_proj"):  # experts
         return ""
     size = 0
-    for part in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+    matrices = [
+        attention.q_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
+    for part in matrices:
         if isinstance(part.weight, QuantisedMatrix) or part.weight.shape[1] % GROUP:
             return ""
         size += part.weight.numel()
@@ -355,7 +392,10 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def normalise(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 

@@ -96,13 +96,27 @@ class ForwardRunner(ModelRunner):
         """Return the logits of each feed [rows, vocab], perhaps in buffers; keep features and trees."""
         raise NotImplementedError
 
-    def rollback(self, length: int, slot: int = 0) -> None:
+    def rollback(
+        self,
+        length: int,
+        slot: int = 0,
+    ) -> None:
         self._slots.rollback(length, slot)
 
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+    def keep(
+        self,
+        path: Sequence[int],
+        slot: int = 0,
+    ) -> None:
         self._slots.keep(path, slot)
 
-    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
+    def fork(
+        self,
+        slot: int,
+        into: int,
+        length: int | None = None,
+        shared: int = 0,
+    ) -> None:
         if length is None:
             length = self.length(slot)
         self._slots.fork(slot, into, length, shared)

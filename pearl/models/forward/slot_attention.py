@@ -18,7 +18,11 @@ class SlotAttention(Protocol):
     """Attention of rows to the slots that they belong to, whose keys and values it writes."""
 
     def attend(
-        self, layer: int, facing: torch.Tensor, values: torch.Tensor, rope: Rope | None
+        self,
+        layer: int,
+        facing: torch.Tensor,
+        values: torch.Tensor,
+        rope: Rope | None,
     ) -> torch.Tensor:
         """See `TorchAttention.attend`."""
         ...
@@ -129,7 +133,13 @@ class TorchAttention:
         start: the position of the first row; each row sees the positions up to its own.
     """
 
-    def __init__(self, slots: Slots, slot: int, start: int, scoring: attention.Scoring) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        slot: int,
+        start: int,
+        scoring: attention.Scoring,
+    ) -> None:
         self._slots = slots
         self._slot = slot
         self._start = start
@@ -160,14 +170,20 @@ class TorchAttention:
         all_values = self._slots.values[self._slot, layer, :, :end]
         keys[:, rows] = facing[:, heads:].transpose(0, 1)
         all_values[:, rows] = values.transpose(0, 1)
-        queries = facing[:, :heads].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        scores = torch.bmm(queries.flatten(1, 2), keys.mT) * self._scoring.scale
-        scores = attention.cap_scores(scores, self._scoring.cap).unflatten(1, (-1, n))
+        queries = facing[:, :heads].unflatten(1, (kv_heads, -1))
+        queries = queries.permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.bmm(queries, keys.mT) * self._scoring.scale
+        scores = attention.cap_scores(scores, self._scoring.cap)
+        scores = scores.unflatten(1, (-1, n))
         shares = self._shares(layer, scores).flatten(1, 2)
         mixed = torch.bmm(shares, all_values).unflatten(1, (-1, n))
         return mixed.permute(2, 0, 1, 3).reshape(n, -1)
 
-    def _shares(self, layer: int, scores: torch.Tensor) -> torch.Tensor:
+    def _shares(
+        self,
+        layer: int,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the softmax of scores [kv_heads, group, n, end] over the positions that each row sees."""
         kv_heads, group, n, end = scores.shape
         window = self._scoring.windows[layer]

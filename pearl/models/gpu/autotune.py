@@ -168,7 +168,11 @@ class Cuts:
         about = f"{product.name} {outputs}x{inputs}, {weights}, {product.rows} rows"
         return f"{torch.cuda.get_device_name(self._device)}, torch {torch.__version__}, {about}"
 
-    def fitting(self, product: Product, fewer: Cut | None) -> list[Cut]:
+    def fitting(
+        self,
+        product: Product,
+        fewer: Cut | None,
+    ) -> list[Cut]:
         """Return the cuts to choose from; a single one if it was chosen earlier.
 
         Raises:
@@ -190,7 +194,10 @@ class Cuts:
         return cuts
 
     def fastest(
-        self, product: Product, fitting: Sequence[Cut], launch: Callable[[Cut], object]
+        self,
+        product: Product,
+        fitting: Sequence[Cut],
+        launch: Callable[[Cut], object],
     ) -> Cut:
         """Time the cuts, keep the fastest in the file, and return it."""
         if len(fitting) == 1:

@@ -25,7 +25,10 @@ def sample_ids(count: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def torch_states(
-    layers: DecoderLayers, slots: Slots, ropes: Mapping[str, Rope], ids: Sequence[int]
+    layers: DecoderLayers,
+    slots: Slots,
+    ropes: Mapping[str, Rope],
+    ids: Sequence[int],
 ) -> torch.Tensor:
     """Return the last layer's states [n, hidden] of a text by torch's operations, and write it to slot 0.
 

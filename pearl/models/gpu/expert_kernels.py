@@ -21,7 +21,7 @@ from triton.language import constexpr
 
 from pearl.models.forward.linear_layers import KernelMatrix, packed_together
 from pearl.models.gpu.recordings import FED
-from pearl.models.gpu.tile_kernels import multiply_tile
+from pearl.models.gpu.tile_kernels import TileShape, multiply_tile
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
@@ -33,8 +33,8 @@ _TENSORS = ("weight", "scales", "bias")  # of a `KernelMatrix`
 def _is_first(ids, pair, PAIRS: constexpr):
     """Whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
-    same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
-    return tl.sum(same.to(tl.int32), 0) == 0
+    is_alike = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
+    return tl.sum(is_alike.to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -70,41 +70,27 @@ def expert_gate_up(
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
-        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
-        known = tl.minimum(columns, N - 1)
+        rows = tl.arange(0, ROWS)
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        gate, up = multiply_tile(
-            None,
-            x,
-            x,
-            w,
-            scales,
-            tl.program_id(1) * BN,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            False,
-            BITS,
-            GROUP,
-            EXTRA,
-            OFFSET,
-            N,
-            False,
+        shape: constexpr = TileShape(
+            K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N, False
         )
+        gate, up = multiply_tile(None, x, x, w, scales, tl.program_id(1) * BN, shape)
         if BIAS:
-            its = bias + expert * 2 * N + known
-            gate += tl.load(its).to(tl.float32)[:, None]
-            up += tl.load(its + N).to(tl.float32)[:, None]
-        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+            biases = bias + expert * 2 * N + inside
+            gate += tl.load(biases).to(tl.float32)[:, None]
+            up += tl.load(biases + N).to(tl.float32)[:, None]
+        gate = gate.to(kind).to(tl.float32)
+        up = up.to(kind).to(tl.float32)
         if CLAMPS:
-            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
-        found = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        gated = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
         to = act + (pair * ROWS + rows)[None, :] * N + columns[:, None]
-        tl.store(to, found.to(kind), mask=(columns < N)[:, None])
+        tl.store(to, gated.to(kind), mask=(columns < N)[:, None])
 
 
 @triton.jit
@@ -136,42 +122,23 @@ def expert_down(
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
-        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
-        known = tl.minimum(columns, N - 1)
+        rows = tl.arange(0, ROWS)
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
         rows_of_pair = act + pair * ROWS * K
-        found, _ = multiply_tile(
-            None,
-            rows_of_pair,
-            act,
-            w,
-            scales,
-            tl.program_id(1) * BN,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            False,
-            BITS,
-            GROUP,
-            EXTRA,
-            OFFSET,
-            0,
-            False,
+        shape: constexpr = TileShape(
+            K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, 0, False
         )
+        product, _ = multiply_tile(None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, shape)
         if BIAS:
-            found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
+            product += tl.load(bias + expert * N + inside).to(tl.float32)[:, None]
         for choice in tl.static_range(TOP):
             place = rows * TOP + choice
-            mine = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
-            tl.store(
-                out + place[None, :] * N + columns[:, None],
-                found.to(out.dtype.element_ty),
-                mask=mine,
-            )
+            chooses = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
+            to = out + place[None, :] * N + columns[:, None]
+            tl.store(to, product.to(out.dtype.element_ty), mask=chooses)
 
 
 class ExpertProducts:
@@ -197,7 +164,11 @@ class ExpertProducts:
         self._down = _stacked(downs)
         self.each = list(zip(_parts(self._gate_up), _parts(self._down), strict=True))
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the output of each row's experts: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
         rows, top = chosen.shape
         hidden, inner = self._down.shape

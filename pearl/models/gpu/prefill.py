@@ -31,7 +31,11 @@ class Prompts:
     """
 
     def __init__(
-        self, layers: DecoderLayers, slots: Slots, ropes: Mapping[str, Rope], record: Record
+        self,
+        layers: DecoderLayers,
+        slots: Slots,
+        ropes: Mapping[str, Rope],
+        record: Record,
     ) -> None:
         self._layers = layers
         self._slots = slots
@@ -48,7 +52,12 @@ class Prompts:
         hidden = self._layers.hidden_states(self._inputs[3:], self._ropes, attends)
         return hidden, self._layers.features
 
-    def _hidden_states(self, tokens: Tokens, slot: int, start: int) -> Rows:
+    def _hidden_states(
+        self,
+        tokens: Tokens,
+        slot: int,
+        start: int,
+    ) -> Rows:
         """Return the hidden states of a piece's tokens and of the padding, and their features.
 
         They are in buffers that the next piece overwrites.
@@ -83,7 +92,11 @@ class Prompts:
             begin = stop
         return joined(logits, features)
 
-    def _piece(self, piece: Feed, start: int) -> Rows:
+    def _piece(
+        self,
+        piece: Feed,
+        start: int,
+    ) -> Rows:
         """Return the logits that a piece asks for, and the features of all rows.
 
         The head multiplies `FED` rows at a time, chosen by their place in the piece, so that one

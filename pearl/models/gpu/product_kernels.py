@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pearl.models.gpu.tile_kernels import multiply_tile, sum_in_pairs, weighted
+from pearl.models.gpu.tile_kernels import TileShape, multiply_tile, sum_in_pairs, weighted
 
 SQUARED = constexpr(16)  # columns whose sum of squares is kept
 
@@ -155,27 +155,10 @@ def multiply(
     tile = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
-    product, _ = multiply_tile(
-        table + 1 + 2 * ROWS,
-        x,
-        norm,
-        w,
-        scales,
-        tile * BN,
-        K,
-        N,
-        BN,
-        BK,
-        S,
-        ROWS,
-        NORMS,
-        BITS,
-        GROUP,
-        EXTRA,
-        OFFSET,
-        0,
-        OVERLAPS,
+    shape: constexpr = TileShape(
+        K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, 0, OVERLAPS
     )
+    product, _ = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -238,27 +221,10 @@ def gate_up(
     rows = tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     inside = tl.minimum(columns, N - 1)
-    gate, up = multiply_tile(
-        table + 1 + 2 * ROWS,
-        x,
-        norm,
-        w,
-        scales,
-        tile * BN,
-        K,
-        N,
-        BN,
-        BK,
-        S,
-        ROWS,
-        NORMS,
-        BITS,
-        GROUP,
-        EXTRA,
-        OFFSET,
-        N,
-        OVERLAPS,
+    shape: constexpr = TileShape(
+        K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, N, OVERLAPS
     )
+    gate, up = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:

@@ -84,7 +84,11 @@ def numbers_of(size: int) -> int:
     return 1 + (ROW_NUMBERS + 2 * TILE_NUMBERS + PATH_BYTES // 8) * size
 
 
-def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int], most: int) -> list[list[TablePiece]]:
+def lay_tables(
+    feeds: Sequence[Feed],
+    lengths: Sequence[int],
+    most: int,
+) -> list[list[TablePiece]]:
     """Distribute the feeds, in their order, over as few tables of `most` rows as possible.
 
     A chain may be cut anywhere; a tree is in one table. Three tables of 16 rows, for example, hold a
@@ -116,7 +120,11 @@ def rows_of(pieces: Sequence[TablePiece]) -> int:
     return max((piece.stop for piece in pieces), default=0)
 
 
-def numbers(feeds: Sequence[Feed], pieces: Sequence[TablePiece], size: int) -> list[int]:
+def numbers(
+    feeds: Sequence[Feed],
+    pieces: Sequence[TablePiece],
+    size: int,
+) -> list[int]:
     """Encode a table of `size` rows as the kernels read it.
 
     It has, in this order: the number of tiles; of each row the id, then of each the position, then of
@@ -155,7 +163,10 @@ def numbers(feeds: Sequence[Feed], pieces: Sequence[TablePiece], size: int) -> l
 
 
 def _tiles(
-    piece: TablePiece, slot: int, positions: Sequence[int], is_chain: bool
+    piece: TablePiece,
+    slot: int,
+    positions: Sequence[int],
+    is_chain: bool,
 ) -> list[TableTile]:
     """Return the tiles of a piece whose rows have these positions."""
     count = len(positions)

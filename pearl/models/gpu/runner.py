@@ -70,7 +70,6 @@ class KernelRunner(ForwardRunner):
     @torch.inference_mode()
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
         """Make and check the kernels of tables, and those of prompts where they fit the heads."""
-        given = (self._layers, self._slots, self._ropes, record)
         dim = self._layers.heads.dim
         prompts: Prompts | None = None
         try:
@@ -79,10 +78,10 @@ class KernelRunner(ForwardRunner):
             from pearl.models.gpu.token_forward import Decode
 
             with one_at_a_time():
-                decode = Decode(*given)
+                decode = Decode(self._layers, self._slots, self._ropes, record)
             problem = decode.problem()
             if dim >= _LEAST_DIM and dim & (dim - 1) == 0:
-                prompts = Prompts(*given)
+                prompts = Prompts(self._layers, self._slots, self._ropes, record)
                 problem = problem or prompts.problem()
         except Exception as error:  # of Triton: its compilers' errors have no common base
             if is_of_memory(error):

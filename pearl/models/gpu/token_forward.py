@@ -98,7 +98,11 @@ class Decode:
                 log.info("tables have %d rows at most here: %s", self.most, error)
                 break
 
-    def _record(self, record: Record, size: int) -> None:
+    def _record(
+        self,
+        record: Record,
+        size: int,
+    ) -> None:
         """Record the forward of tables of `size` rows, which adds sums in the order of smaller tables."""
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
@@ -149,14 +153,22 @@ class Decode:
         return "our kernels give wrong rows here"
 
     def _logits_at(
-        self, start: int, tokens: Sequence[int], parents: tuple[int, ...] | None = None
+        self,
+        start: int,
+        tokens: Sequence[int],
+        parents: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """Compute the logits of tokens that slot 0 is fed at position `start`."""
         self._slots.lengths[0] = start
         logits, _ = self.forward([Feed(tokens, len(tokens), 0, parents)])[0]
         return logits
 
-    def _drop_other_bits(self, start: int, tokens: Sequence[int], expected: torch.Tensor) -> None:
+    def _drop_other_bits(
+        self,
+        start: int,
+        tokens: Sequence[int],
+        expected: torch.Tensor,
+    ) -> None:
         """Drop the larger tables in whose last rows the tokens have other logits than `expected`."""
         count = len(tokens)
         feed = Feed(tokens, count)
@@ -229,7 +241,12 @@ class Decode:
         """Return the number of the smallest recording that has this many rows."""
         return [recording.size >= rows for recording in self._recordings].index(True)
 
-    def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[TablePiece]) -> Rows:
+    def _run(
+        self,
+        which: int,
+        feeds: Sequence[Feed],
+        pieces: Sequence[TablePiece],
+    ) -> Rows:
         """Compute one table by the recording of this number."""
         recording = self._recordings[which]
         table = recording.forward.table
@@ -338,7 +355,11 @@ class _TableForward:
             launch = partial(self._launch_all, product)
             self.cuts[product] = cuts.fastest(product, product_cuts, launch)
 
-    def _launch_all(self, product: Product, cut: Cut) -> None:
+    def _launch_all(
+        self,
+        product: Product,
+        cut: Cut,
+    ) -> None:
         """Launch a product of every layer that has it, for timing."""
         for launch in self._products[product]:
             launch(cut)
@@ -381,7 +402,13 @@ class _TableForward:
         self._add_product("head", layers.head, self._x, layers.norm, self._logits, squares=None)
         self._steps.append(self._finish_logits)
 
-    def _add(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def _add(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        **constants: Any,
+    ) -> None:
         """Add the launch of a kernel."""
         self._steps.append(partial(self._start, kernel, grid, arguments, constants))
 
@@ -392,7 +419,11 @@ class _TableForward:
                 columns = self._features[:, place * self._hidden : (place + 1) * self._hidden]
                 self._steps.append(partial(columns.copy_, self._x))
 
-    def _add_attention(self, number: int, layer: Layer) -> None:
+    def _add_attention(
+        self,
+        number: int,
+        layer: Layer,
+    ) -> None:
         squares = None
         if self._norms(layer) == 2:
             squares = self._part_squares
@@ -549,7 +580,11 @@ class _TableForward:
             return 1
         return 2
 
-    def _attend(self, number: int, layer: Layer) -> None:
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+    ) -> None:
         """Add attention to each part of the positions, and the sum of the parts."""
         heads = self._layers.heads
         scoring = self._layers.scoring
