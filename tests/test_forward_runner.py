@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,8 @@ from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import rounding_for
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.check import KernelsUnfit
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.own_forward import has_own_forward
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner
@@ -236,3 +239,24 @@ def test_what_only_our_forward_has_is_refused_elsewhere(
 ) -> None:
     with pytest.raises(ModelError, match=said):
         on_cpu(tiny_model(kind), forwards=forwards, **asked)
+
+
+def test_a_model_that_our_kernels_do_not_fit_runs_through_transformers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose refusals name what our own forward alone has."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise KernelsUnfit("our kernels give wrong rows here")
+
+    monkeypatch.setattr("pearl.models.own_forward.own_runner", refuse)
+    assert isinstance(on_cpu(tiny_model(), max_context=64), HFRunner)
+    assert "runs through transformers, slower: our kernels give wrong rows here" in caplog.text
+    with pytest.raises(ModelError, match="leave slots at 1"):
+        on_cpu(tiny_model(), max_context=64, slots=2)
+
+
+def test_kernels_of_a_gpu_take_bfloat16_alone() -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    with pytest.raises(KernelsUnfit, match="take bfloat16, and this is float16"):
+        KernelRunner(model, 64)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.cache import Progress, silent
 from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.families import forward_of
-from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.runner import KernelRunner
 
@@ -51,27 +48,14 @@ def own_runner(
     model: PreTrainedModel | Decoder,
     context: int,
     *,
-    slots: int = 1,
     records: bool = True,
-    rounding: Rounding = "",
-    taps: Sequence[int] = (),
-    progress: Progress = silent,
+    **options: Any,
 ) -> ForwardRunner:
     """Return the runner of our own forward on the model's device. Raises `KernelsUnfit` on a GPU.
 
     Args:
-        records: see `KernelRunner`. For the others see `ForwardRunner`.
+        records: see `KernelRunner`. For the options see `ForwardRunner`.
     """
     if model.device.type == "cpu":
-        return CpuRunner(
-            model, context, slots=slots, rounding=rounding, taps=taps, progress=progress
-        )
-    return KernelRunner(
-        model,
-        context,
-        slots=slots,
-        records=records,
-        rounding=rounding,
-        taps=taps,
-        progress=progress,
-    )
+        return CpuRunner(model, context, **options)
+    return KernelRunner(model, context, records=records, **options)

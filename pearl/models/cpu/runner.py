@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.cache import Progress, silent
 from pearl.models.cpu import native
 from pearl.models.cpu.native_layers import NativeLayers
 from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward.attention import whole_blocks
-from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Tree
-from pearl.models.runner import Capabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,27 +25,18 @@ _TREE_NODES = 256  # most nodes of a tree
 
 
 class CpuRunner(ForwardRunner):
-    """Runs a model by our C; for its arguments see `ForwardRunner`."""
+    """Runs a model by our C; for its options see `ForwardRunner`."""
 
     def __init__(
         self,
         model: PreTrainedModel | Decoder,
         context: int,
-        *,
-        slots: int = 1,
-        rounding: Rounding = "",
-        taps: Sequence[int] = (),
-        progress: Progress = silent,
+        **options: Any,
     ) -> None:
         room = whole_blocks(context)
-        super().__init__(model, context, slots, room, True, rounding, taps, progress)
+        super().__init__(model, context, room, is_native=True, **options)
         self._layers.in_one_call = NativeLayers.of(self._layers, self._ropes)
-        self.capabilities = Capabilities(
-            slots=slots,
-            tree_nodes=_TREE_NODES,
-            row_invariant=True,
-            features=self._num_features,
-        )
+        self.capabilities = replace(self.capabilities, tree_nodes=_TREE_NODES)
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         layers = self._layers

@@ -20,7 +20,7 @@ from pearl.models.feeds import Feed
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.slots import Slots
-from pearl.models.runner import ModelRunner, check_feeds
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,9 +34,9 @@ class ForwardRunner(ModelRunner):
     It takes the weights away from the model.
 
     Args:
-        slots: how many sequences the cache holds.
         room: positions of a slot.
         is_native: see `DecoderLayers`.
+        slots: how many sequences the cache holds.
         rounding: how matrices are rounded: see `quantised.rounded`.
         taps: layers whose inputs are kept for a head; see `DecoderLayers`.
         progress: see `DecoderLayers`.
@@ -46,9 +46,9 @@ class ForwardRunner(ModelRunner):
         self,
         model: PreTrainedModel | Decoder,
         context: int,
-        slots: int,
         room: int,
         is_native: bool,
+        slots: int = 1,
         rounding: Rounding = "",
         taps: Sequence[int] = (),
         progress: Progress = silent,
@@ -70,10 +70,11 @@ class ForwardRunner(ModelRunner):
         self.dtype = layers.dtype
         self.weights = rounding or layers.weights
         self.embedding = layers.embedding
-
-    @property
-    def _num_features(self) -> int:
-        return len(self._layers.taps) * self.embedding.shape[1]
+        self.capabilities = Capabilities(
+            slots=slots,
+            row_invariant=True,
+            features=len(taps) * self.embedding.shape[1],
+        )
 
     def length(self, slot: int = 0) -> int:
         return self._slots.lengths[slot]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.cache import Progress, silent
 from pearl.models.feeds import Feed
 from pearl.models.forward.attention import whole_blocks
-from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Tree
 from pearl.models.gpu.check import KernelsUnfit
 from pearl.models.gpu.recordings import PREFILL, Record, Rows, not_recorded, record_on_gpu
 from pearl.models.out_of_memory import is_of_memory
-from pearl.models.runner import Capabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +27,7 @@ _LEAST_DIM = 16  # of a head: what tensor cores multiply at once
 
 
 class KernelRunner(ForwardRunner):
-    """Runs a model by our kernels; for other arguments see `ForwardRunner`.
+    """Runs a model by our kernels; for other options see `ForwardRunner`.
 
     Raises:
         KernelsUnfit: our kernels do not fit the model, do not run here, or give wrong rows.
@@ -44,26 +42,21 @@ class KernelRunner(ForwardRunner):
         model: PreTrainedModel | Decoder,
         context: int,
         *,
-        slots: int = 1,
         records: bool = True,
         record: Record | None = None,
-        rounding: Rounding = "",
-        taps: Sequence[int] = (),
-        progress: Progress = silent,
+        **options: Any,
     ) -> None:
         _check_dtype(model)
         # Pieces of a prompt write padding after the text.
         room = whole_blocks(context) + PREFILL
-        super().__init__(model, context, slots, room, False, rounding, taps, progress)
+        super().__init__(model, context, room, is_native=False, **options)
         if record is None:
             record = record_on_gpu(self.device) if records else not_recorded
         self._decode, self._prompts = self._make_kernels(record)
-        self.capabilities = Capabilities(
-            slots=slots,
+        self.capabilities = replace(
+            self.capabilities,
             tree_nodes=self._decode.most,
             launches=records,
-            row_invariant=True,
-            features=self._num_features,
             prompt_piece=1 if self._prompts is None else PREFILL,
         )
 
