@@ -202,7 +202,7 @@ class ExpertProducts:
 
 def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
     """Return the matrices of all experts as one, with a further dimension in front of all tensors."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     for name in _TENSORS:
         if getattr(matrices[0], name) is not None:
             tensors[name] = torch.stack([getattr(matrix, name) for matrix in matrices])
@@ -213,7 +213,7 @@ def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
     """Return the matrix of each expert as a view of the stacked ones."""
     parts = []
     for number in range(len(stack.weight)):
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Any] = {}
         for name in _TENSORS:
             tensor = getattr(stack, name)
             if tensor is not None:
