@@ -39,7 +39,6 @@ from pearl.models.gpu.row_table import (
 log = logging.getLogger(__name__)
 
 _SQUARED = 16  # see `product_kernels.SQUARED`; also columns of a tile of the embedding
-PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 # Tokens before the rows that are checked at load: three parts, whose sum has an order.
 _CHECKED = 150
