@@ -351,7 +351,7 @@ class DecoderLayers:
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        attends: SlotAttention,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the last layer's states [n, hidden] of `ids` [n].
 
@@ -396,7 +396,7 @@ class DecoderLayers:
         hidden: torch.Tensor,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        attends: SlotAttention,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the states [n, hidden] after one layer.
 
@@ -457,7 +457,7 @@ class DecoderLayers:
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        attends: SlotAttention,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the attention output of each row, [n, heads * head_dim]."""
         heads = self.heads
