@@ -8,7 +8,7 @@ from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
 from pearl.models import feeds
-from pearl.models.forward import runner as forward_runner
+from pearl.models.cpu import runner as cpu_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.events import Judged
@@ -136,7 +136,7 @@ BUGS = {
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
     "a tree's node that sees a sibling, not its parent": wrapped(feeds, "parent_rows", parent_rows),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
-    "positions too far on behind a fork of a tree": wrapped(forward_runner, "lay_out", lay_out),
+    "positions too far on behind a fork of a tree": wrapped(cpu_runner, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
     "an end of text inside of a window passed over": wrapped(Request, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),

@@ -15,8 +15,11 @@ from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.cpu import native
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads import eagle3
 from pearl.models.heads.head import Head
 from pearl.models.heads.kinds import KINDS, kind_of
@@ -448,7 +451,7 @@ def target() -> Path:
     return tiny_model("llama-tied", layers=LAYERS, chat=True)
 
 
-@pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
+@pytest.mark.parametrize("how", ["in C", "kernels"])
 def test_a_target_keeps_the_states_that_a_head_names(
     how: str, request: pytest.FixtureRequest
 ) -> None:
@@ -461,19 +464,17 @@ def test_a_target_keeps_the_states_that_a_head_names(
     with torch.inference_mode():
         theirs = model.model(ids[None], output_hidden_states=True).hidden_states
     wanted = torch.cat((before_norm[0], theirs[0][0], theirs[3][0]), -1)
-    more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
+    own: ForwardRunner
     if how == "kernels":
         request.getfixturevalue("small_tables")
-        more["kernels"] = True
-    own = ForwardRunner(model, 256, taps=(LAYERS, 0, 3), **more)
+        own = KernelRunner(model, 256, taps=(LAYERS, 0, 3), record=not_recorded)
+    else:
+        own = CpuRunner(model, 256, taps=(LAYERS, 0, 3))
     feed_chain(own, ids[:6].tolist(), 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
-    if own.capabilities.tree_nodes:
-        own.forward([Feed((200, int(ids[6]), int(ids[7])), 1, parents=(-1, -1, 1))])
-        torch.testing.assert_close(own.features()[1:], wanted[6:8], rtol=1e-4, atol=1e-4)
-        own.keep((1, 2))
-    else:
-        feed_chain(own, ids[6:8].tolist(), 1)
+    own.forward([Feed((200, int(ids[6]), int(ids[7])), 1, parents=(-1, -1, 1))])
+    torch.testing.assert_close(own.features()[1:], wanted[6:8], rtol=1e-4, atol=1e-4)
+    own.keep((1, 2))
     feed_chain(own, ids[8:].tolist(), 1)
     torch.testing.assert_close(own.features(), wanted[8:], rtol=1e-4, atol=1e-4)
 

@@ -22,9 +22,12 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads.loading import load_draft_head, load_head
 from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import feed_chain
@@ -106,30 +109,22 @@ def tapped_states(model: Any) -> torch.Tensor:
     return torch.cat([states[layer][0] for layer in tapped(4)], -1)
 
 
-@pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
+@pytest.mark.parametrize("how", ["in C", "kernels"])
 def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.FixtureRequest) -> None:
-    """Of chains in any cut and of trees, in each of the ways that our own forward computes.
-
-    Without our kernels it takes no trees in fixed sizes.
-    """
+    """Of chains in any cut and of trees, in each of the ways that our own forward computes."""
     model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
     wanted = tapped_states(model)
-    more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
+    own: ForwardRunner
     if how == "kernels":
         request.getfixturevalue("small_tables")
-        more["kernels"] = True
-    own = ForwardRunner(model, 256, taps=tapped(4), **more)
-    assert (own._decode is not None) == (how == "kernels")
+        own = KernelRunner(model, 256, taps=tapped(4), record=not_recorded)
+    else:
+        own = CpuRunner(model, 256, taps=tapped(4))
     feed_chain(own, TEXT[:6], 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
-    takes_trees = own.capabilities.tree_nodes > 0
-    assert takes_trees == (how != "fixed sizes")
-    if takes_trees:
-        own.forward([Feed((200, TEXT[6], TEXT[7], 9), 4, parents=(-1, -1, 1, 0))])
-        torch.testing.assert_close(own.features()[[1, 2]], wanted[6:8], rtol=1e-4, atol=1e-4)
-        own.keep((1, 2))
-    else:
-        feed_chain(own, TEXT[6:8], 1)
+    own.forward([Feed((200, TEXT[6], TEXT[7], 9), 4, parents=(-1, -1, 1, 0))])
+    torch.testing.assert_close(own.features()[[1, 2]], wanted[6:8], rtol=1e-4, atol=1e-4)
+    own.keep((1, 2))
     feed_chain(own, TEXT[8:], 1)
     torch.testing.assert_close(own.features(), wanted[8:], rtol=1e-4, atol=1e-4)
 

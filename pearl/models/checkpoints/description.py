@@ -20,8 +20,7 @@ from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
 from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, QUANTISED, not_computed, weight_shapes
-from pearl.models.forward.experts import computes_experts
-from pearl.models.forward.runner import has_own_forward
+from pearl.models.own_forward import has_own_forward
 from pearl.text.reasoning import tags_of
 from pearl.text.tokenizer import load
 from pearl.text.tools import FORMATS, format_of, knows_tools
@@ -75,9 +74,7 @@ def _of_gguf(path: Path) -> dict[str, Any]:
     settings = SimpleNamespace(**config)
     settings.get_text_config = lambda decoder=True: settings
     here = _here()
-    lacks_experts = forward.has_experts and not computes_experts(here)
-    is_ours = native.takes_model(here, config) and not lacks_experts
-    is_ours = is_ours and not not_computed(architecture, config)
+    is_ours = native.takes_model(here, config) and not not_computed(architecture, config)
     return _facts(
         architecture,
         parameters=sum(math.prod(shape) for shape in weight_shapes(forward, config).values()),

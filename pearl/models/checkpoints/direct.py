@@ -32,7 +32,6 @@ from pearl.models.checkpoints.rope import RotaryEmbedding, parameters_of_rope, r
 from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, Config, Forward, Shapes, not_computed, weight_shapes
 from pearl.models.forward.decoder import Decoder
-from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
@@ -156,8 +155,6 @@ def _forward(config: Config, device: torch.device) -> tuple[Forward, RotaryEmbed
     if rope is None:
         raise Unsupported(f"its rope is not computed: {config['rope_parameters']}")
     forward = OWN_FORWARD[architecture].forward
-    if forward.has_experts and not computes_experts(device):
-        raise Unsupported(f"experts are not computed on {device}")
     if not native.takes_model(device, config):
         raise Unsupported(f"its sizes are not computed on {device}")
     return forward, rope

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ class Native:
             return ctypes.addressof(self._given)
         return None
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         assert x.dtype in _DTYPES, x.dtype
         if self._order is not None:
             x = x[:, self._order]
@@ -328,10 +329,11 @@ def computes(*tensors: torch.Tensor) -> bool:
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
     """Whether a model can be computed on `device`.
 
-    On a CPU our C must be built, and have room for the model's heads and sizes.
+    On a CPU our C must be built, and have room for the model's heads and sizes; on a GPU our kernels need
+    Triton.
     """
     if device.type != "cpu":
-        return True
+        return find_spec("triton") is not None
     heads = config["num_attention_heads"]
     width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
     sizes = [width, config["hidden_size"]]

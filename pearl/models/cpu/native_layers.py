@@ -16,9 +16,9 @@ from pearl.models.cpu.native import Native
 from pearl.models.forward.linear_layers import SideBySide
 
 if TYPE_CHECKING:
-    from pearl.models.forward.layers import DecoderLayers, Layer, Rope
+    from pearl.models.forward.layers import DecoderLayers, Layer
     from pearl.models.forward.linear_layers import Matrix
-    from pearl.models.forward.slot_attention import NativeAttention
+    from pearl.models.forward.slot_attention import NativeAttention, Rope
 
 _SIDES = 3  # matrices of one product, side by side
 _Parts = Sequence[Native]  # of one product, side by side

@@ -37,11 +37,11 @@ from pearl.models.families import (
     weight_shapes,
 )
 from pearl.models.feeds import Feed, lay_out
-from pearl.models.forward.attention import Scoring, causal_mask, whole_blocks
+from pearl.models.forward.attention import Scoring, whole_blocks
 from pearl.models.forward.decoder import Decoder
-from pearl.models.forward.layers import DecoderLayers, Rope
+from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, matrix
-from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
+from pearl.models.forward.slot_attention import NativeAttention, TorchAttention
 from pearl.models.forward.slots import Slots
 from pearl.models.heads.head import HeadTarget, Tensors
 
@@ -409,7 +409,7 @@ class Eagle3Head:
             decoder,
             self.context,
             rounding,
-            not self._is_native,
+            self._is_native,
             family=(settings.forward, settings.layer),
         )
         self._layers = layers
@@ -417,7 +417,7 @@ class Eagle3Head:
         self.hidden = layers.embedding.shape[1]
         self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
         fuse = Weight(tensors["fc.weight"], tensors.get("fc.bias"))
-        self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
+        self._fuse = matrix(fuse, dtype=self.dtype, is_native=self._is_native, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
         self._input_norms: list[list[torch.Tensor]] = []
         for names in settings.input_norms:
@@ -430,8 +430,8 @@ class Eagle3Head:
         shape = (target.slots, len(layers), heads.kv, room, heads.dim)
         self._slots = Slots(shape, self.dtype, self.device)
         self.lengths = self._slots.lengths
-        self._positions = torch.arange(room, device=self.device)
-        self._ropes = layers.angles(rope_of(settings.layer), self._positions)
+        positions = torch.arange(room, device=self.device)
+        self._ropes = layers.angles(rope_of(settings.layer), positions)
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         """See `Head.fused`."""
@@ -439,7 +439,7 @@ class Eagle3Head:
         for norms in self._input_norms:
             parts = map(self._layers.normalise, x.chunk(len(norms), -1), norms)
             x = torch.cat(list(parts), -1)
-        return self._fuse(x, None)
+        return self._fuse(x)
 
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
@@ -456,7 +456,7 @@ class Eagle3Head:
         settings = self._settings
         is_normed = settings.feeds_normed or not settings.norms_logits
         states = layers.normalise(outputs, None if is_normed else layers.norm)
-        return layers.head(states, None).float()
+        return layers.head(states).float()
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
         """See `DraftHead.copy`."""
@@ -470,7 +470,7 @@ class Eagle3Head:
         """Return the last layer's states [n, hidden], normalised where the next step reads them so."""
         layers = self._layers
         settings = self._settings
-        attends, ropes = self._attention(tokens, slot, guessed)
+        attends = self._attention(tokens, slot, guessed)
         normed = layers.normalise(states, self._hidden_norm)
         embedded = layers.embedding[tokens].to(self.dtype)
         embedded = layers.normalise(embedded, layers.layers[0].attention_norm)
@@ -479,7 +479,7 @@ class Eagle3Head:
         for number, layer in enumerate(layers.layers):
             if number:
                 x = layers.normalise(hidden, layer.attention_norm)
-            hidden = layers.layer_states(number, hidden, x, ropes, attends)
+            hidden = layers.layer_states(number, hidden, x, self._ropes, attends)
         self.lengths[slot] += len(tokens)
         if settings.feeds_normed:
             return layers.normalise(hidden, layers.norm)
@@ -487,24 +487,14 @@ class Eagle3Head:
 
     def _attention(
         self, tokens: torch.Tensor, slot: int, guessed: int
-    ) -> tuple[NativeAttention | FixedAttention, Mapping[str, Rope]]:
-        """Return the attention of tokens that continue a slot, and the ropes of their positions, or of all."""
+    ) -> NativeAttention | TorchAttention:
+        """Return the attention of tokens that continue a slot."""
         layers = self._layers
         scoring = _widened(layers.scoring, guessed)
         if self._is_native:
             table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            attention = NativeAttention(
-                table, False, self._slots, scoring, layers.heads, layers.eps
-            )
-            return attention, self._ropes
-        start = self.lengths[slot]
-        end = start + len(tokens)
-        positions = self._positions[start:end]
-        masks = {}
-        for window in set(scoring.windows):
-            masks[window] = causal_mask(self._positions[:end], positions, window, self.dtype)
-        ropes = {name: (cos[start:end], sin[start:end]) for name, (cos, sin) in self._ropes.items()}
-        return FixedAttention(self._slots, slot, positions, end, masks, scoring), ropes
+            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
+        return TorchAttention(self._slots, slot, self.lengths[slot], scoring)
 
 
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
