@@ -16,12 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.functional import linear, log_softmax, rms_norm, silu
+from torch.nn.functional import (
+    linear,
+    log_softmax,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
+)
 
 from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.learning import Batch, Learner, batch_of
-from pearl.lab.distill.pair import Teacher, embeddings, replacing
+from pearl.lab.distill.learning import Batch, Learner
+from pearl.lab.distill.pair import Teacher, embeddings
 from pearl.models.forward.layers import tapped
 
 _DEPTHS = 4  # steps that are learned
@@ -106,14 +112,10 @@ class HeadModel:
         """Run the layer on states [batch, n, hidden]; add its keys and values to `cache`, which has earlier steps'."""
         embedded = self._norm(self._table[tokens], f"{_LAYER}input_layernorm")
         read = torch.cat((embedded, self._norm(states, f"{_LAYER}hidden_norm")), -1)
-        groups = self.heads // self.kv_heads
         queries = _rotated(self._project(read, "q", self.heads), rope)
         keys = _rotated(self._project(read, "k", self.kv_heads), rope)
-        values = self._project(read, "v", self.kv_heads)
-        cache.append(
-            _KeysValues(keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
-        )
-        states = states + self._linear(self._attend(queries, cache), "self_attn.o_proj")
+        cache.append(_KeysValues(keys, self._project(read, "v", self.kv_heads)))
+        states = states + self._linear(_attend(queries, cache), "self_attn.o_proj")
         fed = self._norm(states, f"{_LAYER}post_attention_layernorm")
         gated = silu(self._linear(fed, "mlp.gate_proj")) * self._linear(fed, "mlp.up_proj")
         return states + self._linear(gated, "mlp.down_proj")
@@ -127,24 +129,21 @@ class HeadModel:
         projected = self._linear(x, f"self_attn.{name}_proj")
         return projected.view(batch, n, heads, self.dim).transpose(1, 2)
 
-    def _attend(self, queries: torch.Tensor, cache: Sequence[_KeysValues]) -> torch.Tensor:
-        """Attend to all earlier positions of the first step, and to the same place of each later one."""
-        n = queries.shape[2]
-        first = cache[0]
-        later = cache[1:]
-        future = torch.ones(n, n, dtype=torch.bool).triu(1).to(queries.device)
-        scores = [(queries @ first.keys[:, :, :n].mT).masked_fill(future, -1e30)]
-        for step in later:
-            scores.append((queries * step.keys[:, :, :n]).sum(-1, keepdim=True))
-        shares = (torch.cat(scores, -1).float() / self.dim**0.5).softmax(-1)
-        shares = shares.to(first.values.dtype)
-        mixed = shares[..., :n] @ first.values[:, :, :n]
-        for number, step in enumerate(later):
-            mixed = mixed + shares[..., n + number, None] * step.values[:, :, :n]
-        return mixed.transpose(1, 2).flatten(2)
-
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         return linear(self._norm(outputs, "norm"), self.weights["lm_head"]).float()
+
+
+def _attend(queries: torch.Tensor, cache: Sequence[_KeysValues]) -> torch.Tensor:
+    """Attend to all earlier positions of the first step, and to the same place of each later one."""
+    count = queries.shape[2]
+    keys = torch.cat([step.keys[:, :, :count] for step in cache], 2)
+    values = torch.cat([step.values[:, :, :count] for step in cache], 2)
+    is_seen = torch.eye(count, dtype=torch.bool, device=queries.device).repeat(1, len(cache))
+    is_seen[:, :count] = torch.ones_like(is_seen[:, :count]).tril()
+    mixed = scaled_dot_product_attention(
+        queries.to(values.dtype), keys.to(values.dtype), values, is_seen, enable_gqa=True
+    )
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def _rotated(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -185,12 +184,9 @@ class HeadLearner(Learner):
         self._place = torch.full((vocab,), -1, device=table.device)
         self._place[ids] = torch.arange(len(ids), device=table.device)
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
-        super().__init__(config, self.head.weights, {"lm_head"})
+        super().__init__(config, self.head.weights, {"lm_head"}, table.device)
 
-    def step(
-        self, answers: Sequence[RecordedAnswer], progress: float, step: int
-    ) -> tuple[float, int]:
-        batch = batch_of(answers, self.head.ids.device)
+    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
         losses = []
         weight = 1.0
         for logits, ids, probs in self._judged(batch):
@@ -198,21 +194,26 @@ class HeadLearner(Learner):
             cross_entropy = -(probs * (ids >= 0) * log_probs).sum() / len(batch.rows)
             losses.append(cross_entropy * weight)
             weight *= _LATER
-        self._descend(torch.stack(losses).sum(), progress, step)
-        return losses[0].item(), len(batch.rows)
+        return losses
+
+    def _agreed(self, batch: Batch) -> torch.Tensor:
+        """Compare the head's first step with the target."""
+        first = next(self._judged(batch))
+        return first.logits.argmax(-1) == first.ids[:, 0]
 
     def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]
+        texts = batch.rows // length
+        # The batch's rows stand before the positions that are predicted.
+        columns = batch.rows % length - 1
         features, rope = self._read(batch.ids)
-        with self._autocast(features.device):
-            for depth, outputs in enumerate(self.head.steps(features.float(), batch.ids, rope)):
-                # The batch's rows stand before the positions that are predicted.
-                columns = batch.rows % length - 1 - depth
+        with self._autocast():
+            for outputs in self.head.steps(features.float(), batch.ids, rope):
                 exists = columns >= 0
-                texts = batch.rows // length
                 rows = outputs[texts[exists], columns[exists]]
                 ids = self._place[batch.top_ids[exists]]
                 yield _Judged(self.head.logits(rows), ids, batch.top_probs[exists])
+                columns = columns - 1
 
     @torch.no_grad()
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,24 +222,18 @@ class HeadLearner(Learner):
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         layers = tapped(self._target.config.num_hidden_layers)
         features = torch.cat([states[layer] for layer in layers], -1)
-        like = features.new_zeros(1, dtype=torch.float32)
         positions = torch.arange(ids.shape[1], device=features.device)
-        cos, sin = model.rotary_emb(like, positions[None])
-        return features, torch.stack([cos[0], sin[0]])
+        return features, torch.cat(model.rotary_emb(features.float(), positions[None]))
 
-    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
-        """Compare the head's first step with the target."""
-        first = next(self._judged(batch_of(answers, self.head.ids.device)))
-        return first.logits.argmax(-1) == first.ids[:, 0]
-
-    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write an EAGLE-3 checkpoint in bfloat16."""
+    def _write(self, target: str, directory: Path) -> None:
+        """Write an EAGLE-3 checkpoint."""
         config = self._target.config
         head = self.head
         offsets = head.ids - torch.arange(len(head.ids), device=head.ids.device)
         tensors = {"d2t": offsets, "t2d": self._place >= 0}
         for name, weight in head.weights.items():
             tensors[f"{name}.weight"] = weight.detach().to(torch.bfloat16).contiguous()
+        save_file(tensors, directory / "model.safetensors")
         settings = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "hidden_size": config.hidden_size,
@@ -253,7 +248,4 @@ class HeadLearner(Learner):
             "draft_vocab_size": len(head.ids),
             "torch_dtype": "bfloat16",
         }
-        with replacing(directory) as building:
-            save_file(tensors, building / "model.safetensors")
-            (building / "config.json").write_text(json.dumps(settings, indent=1))
-            (building / "distillation.json").write_text(json.dumps(about, indent=1))
+        (directory / "config.json").write_text(json.dumps(settings, indent=1))
