@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
@@ -29,15 +30,47 @@ class TaskSample(Sums):
 
     Attributes:
         task: number within the set, from 1.
+        results: its turns.
     """
 
     row: str
     set: str
     task: int
+    results: Sequence[Result] = ()
 
     @property
     def tokens(self) -> int:
         return int(self.total("num_generated_tokens"))
+
+    @property
+    def first_seconds(self) -> float:
+        """Seconds to the first token of the first turn, without those in the queue."""
+        turn = self.texts[0]
+        return turn.seconds_to_first_token - turn.queue_seconds
+
+    @property
+    def itl_p50(self) -> float | None:
+        """The median over the turns."""
+        return median_of(turn.itl_p50 for turn in self.texts)
+
+    @property
+    def itl_p99(self) -> float | None:
+        """The largest value of a turn."""
+        latencies = [turn.itl_p99 for turn in self.texts if turn.itl_p99 is not None]
+        return max(latencies, default=None)
+
+    @property
+    def bias(self) -> float:
+        """The sum over the turns."""
+        return sum(turn.bias or 0.0 for turn in self.texts)
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None; None if all are."""
+    measured = [value for value in values if value is not None]
+    if not measured:
+        return None
+    return median(measured)
 
 
 @dataclass(frozen=True)
@@ -68,16 +101,18 @@ class Measured:
     """The results of a benchmark.
 
     Attributes:
-        texts: each turn's, with the name of its row.
         gammas: gammas tried for sd -> tokens per second. gamma: the fastest of them.
         skipped: turns left out because they do not fit the context.
     """
 
     samples: list[TaskSample] = field(default_factory=list)
-    texts: list[tuple[str, Result]] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
+
+    def of(self, row: str) -> list[TaskSample]:
+        """Return the samples of a row."""
+        return [sample for sample in self.samples if sample.row == row]
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
@@ -183,10 +218,8 @@ class _Run:
         turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
         if not turns:
             return None
-        self._measured.texts += [(row.name, turn) for turn in turns]
-        return TaskSample(
-            row.name, task.set, task.number, texts=[turn.statistics for turn in turns]
-        )
+        texts = [turn.statistics for turn in turns]
+        return TaskSample(row.name, task.set, task.number, turns, texts=texts)
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""

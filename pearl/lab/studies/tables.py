@@ -91,9 +91,11 @@ def run_study(
         return figures(plan, measured)
     surprise = Surprise(config)
     rows = figures(plan, measured, surprise)
-    prompts = list(dict.fromkeys(tuple(text.prompt_tokens) for _, text in measured.texts))
+    prompts: dict[tuple[int, ...], None] = {}
+    for sample in measured.samples:
+        prompts |= {tuple(text.prompt_tokens): None for text in sample.results}
     _, defaults = load_tokenizer(config.target)
-    rows += _joint_rows(surprise.runner, prompts, study.joint, tokens, defaults.eos, watcher)
+    rows += _joint_rows(surprise.runner, list(prompts), study.joint, tokens, defaults.eos, watcher)
     return rows
 
 
