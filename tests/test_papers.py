@@ -20,14 +20,16 @@ from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies import chains as theory
 from pearl.lab.studies import emulate, energy, lengths
-from pearl.lab.studies.batches import free_in_theory, roofline_seconds, roofline_speedups
 from pearl.lab.studies.chains import Chains
 from pearl.lab.studies.estimate import Estimate, bootstrap
 from pearl.lab.studies.pearl import OTHERS, TABLES, Pair, cells_of, pairs
 from pearl.lab.studies.simulate import Timing
+from pearl.lab.studies.sssd import roofline_speedups
 from pearl.lab.studies.tables import COLUMNS, STUDIES, in_words, run_study
 from pearl.lab.studies.theory import (
     acceptance_of,
+    free_in_theory,
+    roofline_seconds,
     sd_improvement,
     sd_tokens_per_step,
 )

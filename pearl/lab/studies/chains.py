@@ -16,7 +16,7 @@ import torch
 
 from pearl.cache import Watcher
 from pearl.config.options import RequestOptions
-from pearl.lab.studies.figures import Plot, Table
+from pearl.lab.studies.figures import Plot, Report, Table
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
@@ -138,7 +138,7 @@ def uniform_improvement(share: float, candidates: int) -> float:
     return (1 - share) - (1 - share) ** candidates
 
 
-def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Plot]]:
+def measure(texts: int, watcher: Watcher, seed: int = 0) -> Report:
     """Return theorem and simulation side by side, and figures 2 to 4."""
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
@@ -159,8 +159,13 @@ def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Pl
     ]
     title = f"Rejections in {HORIZON} tokens, {STATES} states, {texts} simulated texts"
     table = Table(title, ("candidates", "theorems 1 and 3", "simulated"), rows, notes)
-    plots = [_running(chains, rejections), _saturating(chains, bound), _improvements()]
-    return table, [*plots, _front(chains)]
+    plots = [
+        _running(chains, rejections),
+        _saturating(chains, bound),
+        _improvements(),
+        _front(chains),
+    ]
+    return Report([table], plots)
 
 
 def _saturating(chains: Chains, bound: float) -> Plot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
@@ -46,6 +47,14 @@ class Plot:
     log: str = ""
 
 
+@dataclass
+class Report:
+    """What a study has found."""
+
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+
+
 def check_drawing() -> None:
     """Raises `ConfigError` without matplotlib."""
     try:
@@ -64,15 +73,18 @@ def _draw(figure: Plot, path: Path) -> Path:
 
     canvas = Canvas(figsize=(7, 4.2), layout="constrained")
     axes = canvas.add_subplot()
-    for label, points in figure.bars.items():
-        x, y = zip(*points, strict=True)
-        axes.bar(x, y, width=0.9, label=label, alpha=0.5)
-    for label, points in figure.lines.items():
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, label=label)
-    for label, points in figure.dots.items():
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, "o", markersize=4, label=label)
+    dots = partial(axes.plot, marker="o", linestyle="", markersize=4)
+    bars = partial(axes.bar, width=0.9, alpha=0.5)
+    count = 0
+    for draw_series, series in (
+        (bars, figure.bars),
+        (axes.plot, figure.lines),
+        (dots, figure.dots),
+    ):
+        for label, points in series.items():
+            x, y = zip(*points, strict=True)
+            draw_series(x, y, label=label)
+            count += 1
     if "x" in figure.log:
         axes.set_xscale("log", base=2)
     if "y" in figure.log:
@@ -84,7 +96,7 @@ def _draw(figure: Plot, path: Path) -> Path:
     axes.set_xlabel(figure.x)
     axes.set_ylabel(figure.y)
     axes.grid(alpha=0.3)
-    if not figure.y or len(figure.bars) + len(figure.lines) + len(figure.dots) > 1:
+    if not figure.y or count > 1:
         axes.legend(fontsize=8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.studies.estimate import speedup
-from pearl.lab.studies.figures import Plot, Table
+from pearl.lab.studies.figures import Plot, Report, Table
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.stops import (
@@ -90,9 +90,7 @@ def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
     return hits / (hits + counts[True, False] + counts[False, True]) if hits else 0.0
 
 
-def measure(
-    recorded: RecordedTexts, timing: Timing, sets: Sequence[str]
-) -> tuple[list[Table], list[Plot]]:
+def measure(recorded: RecordedTexts, timing: Timing, sets: Sequence[str]) -> Report:
     """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
     lengths: dict[str, list[list[int]]] = {}
     for text, name in zip(recorded.texts, sets, strict=True):
@@ -111,7 +109,7 @@ def measure(
         trained = train(recorded, timing)
         tables.append(_policies(recorded, timing, trained.classifier))
         tables.append(_scores(recorded, trained))
-    return tables, plots
+    return Report(tables, plots)
 
 
 def _oracle_table(by_set: dict[str, list[int]]) -> Table:
