@@ -244,9 +244,7 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), tmp_path / "it.disco"
-    monkeypatch.setattr(
-        "pearl.lab.studies.recorded_texts.record_pair", lambda *_, **__: (known, [])
-    )
+    monkeypatch.setattr("pearl.lab.studies.recorded_texts.record_pair", lambda *_, **__: known)
     (tmp_path / "some.txt").write_text("a")
     trained = ran("disco", "train", tmp_path / "some.txt", "--out", out)
     assert "for embedded-draft and embedded; trained on 540 tokens" in trained.output
@@ -294,7 +292,7 @@ def recorded(temperature: float) -> RecordedTexts:
     tokenizer, _ = load_tokenizer(str(tiny_model("llama", noise=0.0)))
     pair = [runner(role) for role in ("target", "draft")]
     found = record(pair, tokenizer, PROMPTS, sampled(temperature, 0), (1,), TOKENS)
-    return RecordedTexts("tiny", "tiny", [text for _, text in found])
+    return RecordedTexts("tiny", "tiny", list(found))
 
 
 def sampled(temperature: float, number: int) -> RequestOptions:

@@ -135,22 +135,19 @@ def _optimal_lengths() -> Report:
 
     tasks = read_sets((), 1, default=_SETS[1:])
     with Bars() as bars:
-        recorded, _ = _recorded(EngineConfig(), tasks, _SIZE.tokens, bars)
+        recorded = _recorded(EngineConfig(), tasks, _SIZE.tokens, bars)
     title = "The optimal draft length changes from step to step (figure 2b)"
     return Report(plots=[step_by_step(recorded.texts[0], "pearl-lengths", title)])
 
 
 def _recorded(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
-) -> tuple[RecordedTexts, list[str]]:
-    """Record greedy answers with the draft's tokens. Returns them, and the prompt set of each."""
+) -> RecordedTexts:
+    """Record greedy answers to the first turns, with the draft's tokens."""
     from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
-    recorded, numbers = record_pair(
-        config, [task.turns[:1] for task in tasks], tokens, tick=bars.step
-    )
-    return recorded, [tasks[number].set for number in numbers]
+    return record_pair(config, [task.turns[:1] for task in tasks], tokens, tick=bars.step)
 
 
 # ---- on a real pair ----
@@ -261,21 +258,12 @@ def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path |
         print_lines(f"{len(tasks)} prompts ({sets}), up to {asked.tokens} tokens; {conditions}", "")
 
 
-@_study(
-    click.option(
-        "--texts",
-        type=_COUNT,
-        default=100,
-        show_default=True,
-        metavar="N",
-        help="Simulated on Markov chains.",
-    )
-)
-def theory(asked: _Asked, bars: Bars, texts: int) -> Report:
+@_study()
+def theory(asked: _Asked, bars: Bars) -> Report:
     """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
     from pearl.lab.studies import chains
 
-    return chains.measure(10 if asked.quick else texts, bars)
+    return chains.measure(10 if asked.quick else 100, bars)
 
 
 _MILLISECONDS = {"type": float, "show_default": True, "metavar": "MS"}
@@ -290,7 +278,8 @@ def disco(asked: _Asked, bars: Bars, t_draft: float, t_target: float) -> Report:
     from pearl.lab.studies import lengths
     from pearl.lab.studies.simulate import timing_of
 
-    recorded, sets = _recorded(asked.config, asked.tasks, asked.tokens, bars)
+    recorded = _recorded(asked.config, asked.tasks, asked.tokens, bars)
+    sets = [task.set for task in asked.tasks]
     return lengths.measure(recorded, timing_of(t_draft, t_target), sets)
 
 

@@ -91,10 +91,10 @@ def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
 
 
 def measure(recorded: RecordedTexts, timing: Timing, sets: Sequence[str]) -> Report:
-    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
+    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each conversation."""
     lengths: dict[str, list[list[int]]] = {}
-    for text, name in zip(recorded.texts, sets, strict=True):
-        lengths.setdefault(name, []).append(oracle_lengths(text.right))
+    for text in recorded.texts:
+        lengths.setdefault(sets[text.conversation], []).append(oracle_lengths(text.right))
     by_set = {name: list(chain(*texts)) for name, texts in lengths.items()}
     plots = [
         _improvement(),
