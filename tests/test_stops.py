@@ -36,7 +36,7 @@ from pearl.errors import ConfigError, RequestError
 from pearl.lab.studies import stops
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts, record
 from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate, timing_of
-from pearl.lab.studies.workload import TextPlan, run
+from pearl.lab.studies.workload import TextPlan, decode
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
@@ -352,7 +352,9 @@ def test_as_published_a_simulation_is_the_run(
     """With the models, and with coins that know where the draft is right."""
     (temperature, known), decoding = both, replace(PEARL, window=window)
     real = [decoded(temperature, number, decoding) for number in range(1, 4)]
-    coins = run([TextPlan(len(text.prompt), text.right) for text in known.texts], TIMING, decoding)
+    coins = decode(
+        [TextPlan(len(text.prompt), text.right) for text in known.texts], TIMING, decoding
+    )
     for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
         assert coins.total(name) == pytest.approx(
             sum(getattr(one.statistics, name) for one in real)

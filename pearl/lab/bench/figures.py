@@ -262,12 +262,6 @@ def document(
     plan: Plan, measured: Measured, rows: Sequence[Figures], conditions: Conditions
 ) -> dict[str, Any]:
     """Return settings, conditions, figures and every sample, for JSON."""
-    texts = []
-    for sample in measured.samples:
-        text = {"row": sample.row, "set": sample.set, "task": sample.task, "texts": sample.texts}
-        for name in ("late_tokens", "late_seconds"):
-            text[name] = sample.total(name)
-        texts.append(text)
     return {
         "settings": {
             "engine": plan.config.model_dump(),
@@ -281,5 +275,5 @@ def document(
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": rows,
-        "texts": texts,
+        "texts": [sample.as_dict() for sample in measured.samples],
     }

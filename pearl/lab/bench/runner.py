@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
@@ -41,6 +42,17 @@ class TaskSample(Sums):
     @property
     def tokens(self) -> int:
         return int(self.total("num_generated_tokens"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sample for JSON, without its texts."""
+        return {
+            "row": self.row,
+            "set": self.set,
+            "task": self.task,
+            "texts": self.texts,
+            "late_tokens": self.total("late_tokens"),
+            "late_seconds": self.total("late_seconds"),
+        }
 
     @property
     def first_seconds(self) -> float:

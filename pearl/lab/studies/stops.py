@@ -24,7 +24,7 @@ from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy,
 from pearl.errors import ConfigError
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
-from pearl.lab.studies.workload import TextPlan, VirtualDraft, run
+from pearl.lab.studies.workload import TextPlan, VirtualDraft, decode
 from pearl.metrics import Sums
 from pearl.spec.stops import CAP
 
@@ -105,7 +105,7 @@ def stopped(recorded: RecordedTexts, timing: Timing, tried: Tried) -> Stopped:
         drafts.append(VirtualDraft(len(text.prompt), text.features, tried.policies(text)))
         texts.append(TextPlan(len(text.prompt), text.right))
     waiting = iter(drafts)
-    totals = run(texts, timing, tried.decoding, draft=lambda: next(waiting))
+    totals = decode(texts, timing, tried.decoding, draft=lambda: next(waiting))
     return Stopped(tried.name, totals, sum(draft.calls for draft in drafts))
 
 

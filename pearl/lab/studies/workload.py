@@ -92,7 +92,7 @@ class VirtualDraft:
         return Drafted((0,), paused=paused, request=command.request)
 
 
-def run(
+def decode(
     texts: Sequence[TextPlan],
     timing: Timing,
     decoding: RequestOptions,
