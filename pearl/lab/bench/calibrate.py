@@ -122,7 +122,10 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
 
     The sentence names the methods whose intervals overlap with that of the fastest.
     """
-    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
+    speedups = {}
+    for row in rows:
+        if row.speedup is not None:
+            speedups[row.name] = row.speedup
     name = max(speedups, key=lambda name: speedups[name].value)
     best = speedups[name]
     if best.low <= 1 or best.value <= _MIN_SPEEDUP:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import product
+from itertools import product, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ def check_pair(
     *,
     kill: bool,
     quick: bool = False,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda comparison: None,
     begin: Callable[[int], None] = lambda total: None,
 ) -> Iterator[Finding]:
     """Make every comparison of `pearl check`, and yield one finding each; arguments as of `check_texts`.
@@ -105,18 +105,19 @@ def check_pair(
     shapes: Mapping[str, Mapping[str, Any]] = {}
     if not quick:
         shapes = _shapes(config)
-    some = list(_SOME)
+    methods = _SOME
     if not config.has_draft:
-        some = ["ngram", "auto"]
-    names = [f"{rule}, {shape}" for shape, rule in product(shapes, _RULES)]
-    shaped = [Case(name, settings) for name, settings in product(names, some)]
+        methods = ("ngram", "auto")
+    shaped = []
+    for shape, rule, settings in product(shapes, _RULES, methods):
+        shaped.append(Case(f"{rule}, {shape}", settings))
     texts = text_cases(config, kill=kill, quick=quick)
-    unmixed: list[Case] = []
+    unmixed = []
     if config.datastore is not None:
-        unmixed = [Case(rule, "ngram") for rule in _RULES]
-    together: list[Case] = []
+        unmixed = list(map(Case, _RULES, repeat("ngram")))
+    together = []
     if target.capabilities.row_invariant and not quick:
-        for rule, settings in product(_RULES, some):
+        for rule, settings in product(_RULES, methods):
             together.append(Case(rule, settings, together=True))
     # The logits of a head depend on the states that have come.
     has_draft_logits = config.has_draft and not is_head(config.draft)
@@ -165,10 +166,10 @@ def compare_cuts(
         piece: tokens per forward of the reference, and the largest random size. On a GPU those of the largest table.
     """
     rng = random.Random(seed)
-    ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
+    ids = rng.choices(range(runner.vocab_size), k=tokens)
     reference = _reference_logits(runner, ids, piece)
     sizes = [size for size in _CUT_SIZES if size <= piece]
-    first = ""
+    difference = ""
     position = 0
     fed = 0
     equal = 0
@@ -177,10 +178,12 @@ def compare_cuts(
         rows = feed_chain(runner, ids[position : position + count], count)
         expected = reference[position : position + count]
         differing = torch.nonzero((rows != expected).any(-1)).flatten().tolist()
-        if differing and not first:
+        if differing and not difference:
             row = differing[0]
             off = float((rows[row] - expected[row]).abs().max())
-            first = f"position {position + row} in a forward of {count} tokens, by up to {off:.2g}"
+            difference = (
+                f"position {position + row} in a forward of {count} tokens, by up to {off:.2g}"
+            )
         position += count
         fed += count
         equal += count - len(differing)
@@ -188,7 +191,8 @@ def compare_cuts(
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
-    return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, equal, first)
+    reference_name = f"in pieces of {piece}"
+    return Finding(f"{name} logits, in random cuts", reference_name, fed, equal, difference)
 
 
 def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> torch.Tensor:
@@ -234,12 +238,14 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
         settings = [method for method in settings if method in _QUICK]
         ratio = (_FIXED,)
         killed = _RULES[:1]
-    cases = [Case(rule, method) for rule, method in product(_RULES, settings)]
+    cases = []
+    for rule in _RULES:
+        cases += map(Case, repeat(rule), settings)
     if config.has_draft and not is_head(config.draft):
-        cases += [Case("ratio", method) for method in ratio]
+        cases += map(Case, repeat("ratio"), ratio)
     if config.has_draft and kill:
         # Last: without its draft a text of the ratio rule has the same distribution only.
-        cases += [Case(rule, "pearl", kill=True) for rule in killed]
+        cases += map(Case, killed, repeat("pearl"), repeat(True))
     return cases
 
 
@@ -280,7 +286,7 @@ def _check(engine: Engine, case: Case, references: References) -> Finding:
     streams: Iterable[Stream] = (engine.stream(prompt, options) for prompt in prompts)
     if case.together:
         streams = list(streams)
-    first = ""
+    difference = ""
     equal = 0
     longest = 0
     guessed: Counter[str] = Counter()
@@ -290,17 +296,17 @@ def _check(engine: Engine, case: Case, references: References) -> Finding:
         guessed.update(stream.result.statistics.guessed_by_source)
         if tokens == expected_texts[number]:
             equal += 1
-        elif not first:
+        elif not difference:
             place = common_prefix(tokens, expected_texts[number])
-            first = f"text {number + 1}, token {place}"
-    what = f"{name}: {case.settings}"
+            difference = f"text {number + 1}, token {place}"
+    label = f"{name}: {case.settings}"
     if case.settings == "ngram" and engine.config.datastore is not None:
-        what += ", datastore"
+        label += ", datastore"
     if case.kill:
-        what += ", draft killed"
+        label += ", draft killed"
     if case.together:
-        what += f", {len(prompts)} texts in {engine.config.slots} slots"
-    return Finding(what, reference, len(prompts), equal, first, dict(guessed), longest)
+        label += f", {len(prompts)} texts in {engine.config.slots} slots"
+    return Finding(label, reference, len(prompts), equal, difference, dict(guessed), longest)
 
 
 def _read(stream: Stream, kill_in: Engine | None) -> int:

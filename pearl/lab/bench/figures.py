@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -117,7 +118,7 @@ def _figures(
     for sample in samples:
         totals.texts += sample.texts
     speedups = _speedups(samples, base)
-    biases = [(sample.bias, sample.tokens) for sample in samples]
+    biases = list(map(attrgetter("bias", "tokens"), samples))
     return Figures(
         name=row.name,
         devices=device_of_row(row, plan.config).in_words,
@@ -125,12 +126,12 @@ def _figures(
         exact=_is_exact(plan, row),
         texts=len(samples),
         tokens=totals.total("num_generated_tokens"),
-        rate=_interval(sample.rate for sample in samples),
-        speedup=_interval(speedup for ratios in speedups.values() for speedup in ratios),
+        rate=_interval(map(attrgetter("rate"), samples)),
+        speedup=_interval(chain.from_iterable(speedups.values())),
         by_set={name: bootstrap(ratios) for name, ratios in speedups.items()},
-        first_seconds=median_of(sample.first_seconds for sample in samples) or 0.0,
-        itl_p50=median_of(sample.itl_p50 for sample in samples),
-        itl_p99=median_of(sample.itl_p99 for sample in samples),
+        first_seconds=median_of(map(attrgetter("first_seconds"), samples)) or 0.0,
+        itl_p50=median_of(map(attrgetter("itl_p50"), samples)),
+        itl_p99=median_of(map(attrgetter("itl_p99"), samples)),
         acceptance=totals.acceptance_rate,
         tokens_per_run=totals.mean_run_length,
         accepted_in_runs=_accepted_in_runs(totals),
@@ -187,16 +188,17 @@ def _rejections(totals: Sums) -> Rejections | None:
         return None
     judged = totals.total("num_judged_draft_tokens")
     rejected = Sums(texts=texts)
-    deviations = [text.expected_rejections_sd or 0.0 for text in texts]
-    bias = None
-    if judged:
-        bias = sum(text.bias or 0.0 for text in texts) / judged
+    variance = 0.0
+    bias = 0.0
+    for text in texts:
+        variance += (text.expected_rejections_sd or 0.0) ** 2
+        bias += text.bias or 0.0
     return Rejections(
         count=rejected.total("num_rejections"),
         expected=rejected.total("expected_rejections"),
-        sd=math.hypot(*deviations),
+        sd=math.sqrt(variance),
         judged=judged,
-        bias=bias,
+        bias=bias / judged if judged else None,
     )
 
 
@@ -269,7 +271,7 @@ def document(
             "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
-            "sets": Counter(task.set for task in plan.tasks),
+            "sets": Counter(map(attrgetter("set"), plan.tasks)),
         },
         **conditions.as_dict(),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
