@@ -241,7 +241,7 @@ def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path |
         rows = run_study(study, tasks, asked.tokens, bars, asked.config)
     conditions.stop()
     table = in_words(study, rows)
-    report.plots += sweeps(name, rows)
+    report.plots += sweeps(study, rows)
     document = {
         "kind": "study",
         "settings": {"paper": name, "tokens": asked.tokens, "texts": len(tasks)},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from pearl.errors import ConfigError, installing
 
@@ -55,6 +56,11 @@ class Report:
     plots: list[Plot] = field(default_factory=list)
 
 
+def curve(function: Callable[[Any], float], xs: Iterable[float]) -> Points:
+    """Return the points of a function."""
+    return [(x, function(x)) for x in xs]
+
+
 def check_drawing() -> None:
     """Raises `ConfigError` without matplotlib."""
     try:
@@ -65,10 +71,14 @@ def check_drawing() -> None:
 
 def draw(figures: Sequence[Plot], directory: Path) -> list[Path]:
     """Draw each as an SVG file. Raises `ConfigError` if one cannot be written."""
-    return [_draw(figure, directory / f"{figure.name}.svg") for figure in figures]
+    paths = []
+    for figure in figures:
+        paths.append(directory / f"{figure.name}.svg")
+        _draw(figure, paths[-1])
+    return paths
 
 
-def _draw(figure: Plot, path: Path) -> Path:
+def _draw(figure: Plot, path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7, 4.2), layout="constrained")
@@ -103,4 +113,3 @@ def _draw(figure: Plot, path: Path) -> Path:
         canvas.savefig(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    return path

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.studies.estimate import speedup
-from pearl.lab.studies.figures import Plot, Report, Table
+from pearl.lab.studies.figures import Plot, Report, Table, curve
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.stops import (
@@ -190,8 +191,8 @@ def step_by_step(text: RecordedText, name: str, title: str) -> Plot:
 def _improvement() -> Plot:
     lines = {}
     for acceptance in _RATES:
-        points = [(gamma, sd_improvement(acceptance, gamma, _COST)) for gamma in _GAMMAS]
-        lines[f"acceptance {acceptance:g}"] = points
+        improvement = partial(sd_improvement, acceptance, cost=_COST)
+        lines[f"acceptance {acceptance:g}"] = curve(improvement, _GAMMAS)
     title = f"Improvement of sd by length, t_draft / t_target = {_COST:g} (figure 2; closed form)"
     return Plot(
         "disco-improvement", title, "speculation length", "times as fast as the target alone", lines
