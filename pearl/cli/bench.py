@@ -393,13 +393,7 @@ def check_bits(
     with Bars() as bars:
         bars.begin("loading the models", None)
         for finding in check_pair(
-            config,
-            first_turns,
-            params,
-            kill=kill,
-            quick=quick,
-            tick=lambda comparison: bars.advance(0, comparison),
-            begin=lambda total: bars.begin("checking", total),
+            config, first_turns, params, kill=kill, quick=quick, watcher=bars
         ):
             findings.append(finding)
             bars.advance(1, f"{finding.what}: {finding.equal} of {finding.count} equal")

@@ -13,7 +13,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import product, repeat
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.decoding.shaping import make_shaper
 from pearl.engine import Engine
@@ -91,15 +92,13 @@ def check_pair(
     *,
     kill: bool,
     quick: bool = False,
-    tick: Callable[[str], None] = lambda comparison: None,
-    begin: Callable[[int], None] = lambda total: None,
+    watcher: Watcher,
 ) -> Iterator[Finding]:
     """Make every comparison of `pearl check`, and yield one finding each; arguments as of `check_texts`.
 
     Args:
         quick: compare fewer: one method of each kind, no shaped logits, and no texts side by side.
-        tick: called with each text of the target alone: these take most of the time before texts are compared.
-        begin: called with the number of findings, once the target is loaded.
+        watcher: its total is the number of findings.
     """
     target = make_runner(config.model("target"), place(config, "target"))
     shapes: Mapping[str, Mapping[str, Any]] = {}
@@ -122,9 +121,9 @@ def check_pair(
     # The logits of a head depend on the states that have come.
     has_draft_logits = config.has_draft and not is_head(config.draft)
     texts_in_all = len(unmixed) + len(shaped) + len(texts) + len(together)
-    begin(1 + has_draft_logits + texts_in_all)
+    watcher.begin("checking", 1 + has_draft_logits + texts_in_all)
     yield _check_logits(target, "target")
-    references = target_texts(config, target, asked, params, shapes, tick)
+    references = target_texts(config, target, asked, params, shapes, watcher)
     del target  # a GPU may have no room for it beside the engine's
     if has_draft_logits:
         yield _check_logits(make_runner(config.model("draft"), place(config, "draft")), "draft")
@@ -384,12 +383,12 @@ def target_texts(
     asked: Sequence[Prompt],
     params: RequestOptions,
     shapes: Mapping[str, Mapping[str, Any]],
-    tick: Callable[[str], None],
+    watcher: Watcher,
 ) -> References:
     """Decode prompts and a second turn of the first, under each direct rule; two of these with each of `shapes` too.
 
     The target decodes them in this process, one token a forward, from an empty cache. The texts share only the runner,
-    the draw and the shaper with the engine, so any other bug shows as a difference. `tick`: called with each text.
+    the draw and the shaper with the engine, so any other bug shows as a difference.
     """
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     rules = direct_rules(params)
@@ -399,7 +398,7 @@ def target_texts(
         submit = submission(1, prompt, runner.context, params.changed(method="ar"), defaults)
         limit = submit.limit - len(prompt)
         shaper = make_shaper(submit.options, prompt, guides)
-        tick("the target alone")
+        watcher.advance(0, "the target alone")
         return answers(runner, [prompt], [submit.options], submit.eos, limit, shaper=shaper)[0]
 
     prompts = [encode(tokenizer, prompt) for prompt in asked]
