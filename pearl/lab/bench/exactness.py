@@ -345,26 +345,26 @@ class References:
     of `pearl` with stream windows.
 
     Args:
-        known: texts by name; missing ones are decoded by the engine that is checked.
+        texts: by name; missing ones are decoded by the engine that is checked.
     """
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
         params: RequestOptions,
-        known: dict[str, list[list[int]]],
+        texts: dict[str, list[list[int]]],
     ) -> None:
         self.prompts = prompts
         self.sampling = {**direct_rules(params), "ratio": params}
-        self._known = known
+        self._texts = texts
 
     def add(self, name: str, params: RequestOptions, texts: list[list[int]]) -> None:
         """Add texts of the first prompts, sampled with `params`."""
         self.sampling[name] = params
-        self._known[name] = texts
+        self._texts[name] = texts
 
     def texts(self, name: str, engine: Engine) -> list[list[int]]:
-        if name not in self._known:
+        if name not in self._texts:
             alone = "ar,rule=coupled"
             if name == "ratio":
                 alone = "pearl,rule=ratio"
@@ -373,8 +373,8 @@ class References:
             for prompt in self.prompts:
                 (result,) = engine.generate(prompt, options)
                 texts.append(result.tokens)
-            self._known[name] = texts
-        return self._known[name]
+            self._texts[name] = texts
+        return self._texts[name]
 
 
 def target_texts(

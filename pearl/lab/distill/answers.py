@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from operator import attrgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -100,7 +101,7 @@ def answer(
             rows = [rows[i] for i in unfinished]
             unfinished = list(range(len(rows)))
         ids, probs = batch.step(top)
-        chosen = _sample(ids, probs, [row.temperature for row in rows], generator)
+        chosen = _sample(ids, probs, list(map(attrgetter("temperature"), rows)), generator)
         batch.feed(chosen)
         count = len(unfinished)
         for i in tuple(unfinished):

@@ -172,8 +172,8 @@ class HeadLearner(Learner):
 
     def _agreed(self, batch: Batch) -> torch.Tensor:
         """Compare the head's first step with the target."""
-        first = next(self._judged(batch))
-        return first.logits.argmax(-1) == first.ids[:, 0]
+        step = next(self._judged(batch))
+        return step.logits.argmax(-1) == step.ids[:, 0]
 
     def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]

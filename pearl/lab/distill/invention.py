@@ -25,11 +25,11 @@ def invent(
     config: DistillConfig,
     generator: torch.Generator,
     watcher: Watcher,
-    what: str,
+    label: str,
 ) -> list[str]:
     """Let the target invent `count` prompts, or a few fewer: it continues openings of the configuration.
 
-    Leaves out benchmark prompts, which the target may have memorised. `what`: the work, for the watcher.
+    Leaves out benchmark prompts, which the target may have memorised. `label`: the work, for the watcher.
 
     Raises `ConfigError` without openings for a target without a chat template.
     """
@@ -46,13 +46,13 @@ def invent(
             starts.append("")
         else:
             starts.append(draw.choice(openings))
-    watcher.begin(what, len(starts))
+    watcher.begin(label, len(starts))
     turns: list[RecordedAnswer] = []
-    for first in range(0, len(starts), config.answer_batch):
-        batch = starts[first : first + config.answer_batch]
+    for offset in range(0, len(starts), config.answer_batch):
+        batch = starts[offset : offset + config.answer_batch]
         turns += answer(
             teacher.model,
-            [teacher.encode_start(start) for start in batch],
+            list(map(teacher.encode_start, batch)),
             limit=config.max_prompt_tokens,
             eos=teacher.eos,
             temperatures=(_TEMPERATURE,),

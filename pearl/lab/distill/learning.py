@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
         draw.shuffle(answers)
         chosen += answers[: count - len(chosen)]
     draw.shuffle(chosen)
-    tokens = max(1, sum(lengths[i] for i in chosen))
+    tokens = max(1, sum(map(lengths.__getitem__, chosen)))
     group = max(1, _BATCHES_PER_SORT * config.batch_tokens * len(chosen) // tokens)
     batches: list[list[int]] = []
     for start in range(0, len(chosen), group):
@@ -71,11 +72,11 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
     return batches
 
 
-def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Return batches of similar length, each of up to `most` tokens with padding."""
+def packed(numbers: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return batches of similar length, each of up to `limit` tokens with padding."""
     batches: list[list[int]] = []
     for number in sorted(numbers, key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[number] <= most:
+        if batches and (len(batches[-1]) + 1) * lengths[number] <= limit:
             batches[-1].append(number)
         else:
             batches.append([number])
@@ -136,14 +137,14 @@ class Batch:
 
 
 def batch_of(answers: Sequence[RecordedAnswer], device: torch.device) -> Batch:
-    length = max(answer.length for answer in answers) - 1  # the last token is predicted, never fed
+    length = max(map(attrgetter("length"), answers)) - 1  # the last token is predicted, never fed
     ids = torch.zeros(len(answers), length, dtype=torch.long)
     rows = []
     for i, answer in enumerate(answers):
-        fed = [*answer.prompt, *answer.tokens][:-1]
+        fed = (answer.prompt + answer.tokens)[:-1]
         ids[i, : len(fed)] = torch.tensor(fed)
-        first = i * length + len(answer.prompt) - 1
-        rows.append(torch.arange(first, first + len(answer.tokens)))
+        start = i * length + len(answer.prompt) - 1
+        rows.append(torch.arange(start, start + len(answer.tokens)))
     top_ids = torch.cat([answer.top_ids for answer in answers])
     top_probs = torch.cat([answer.top_probs for answer in answers])
     return Batch(
@@ -224,11 +225,11 @@ class Learner(ABC):
     @torch.no_grad()
     def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
         """Return the share of answer tokens for which the learner's likeliest token is the target's."""
-        lengths = [answer.length for answer in answers]
+        lengths = list(map(attrgetter("length"), answers))
         agreed = 0
         total = 0
         for numbers in packed(range(len(answers)), lengths, _MEASURED):
-            batch = batch_of([answers[number] for number in numbers], self._device)
+            batch = batch_of(list(map(answers.__getitem__, numbers)), self._device)
             agreed += int(self._agreed(batch).sum())
             total += len(batch.rows)
         return agreed / total

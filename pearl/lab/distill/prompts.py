@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,15 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
     return turns
 
 
-def training_prompts(paths: Sequence[Path]) -> list[str]:
+def training_prompts(paths: Iterable[str | Path]) -> list[str]:
     """Return all prompts of some files.
 
     Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid.
     """
     prompts = []
     for path in paths:
-        for prompt, *_ in read_turns(path):
+        for turns in read_turns(Path(path)):
+            prompt = turns[0]
             if is_benchmark(prompt):
                 raise ConfigError(
                     f"{path}: this prompt is one of HumanEval, GSM8K or MT-bench, or close to one, and those are for "

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Distillation:
         self._config = config
         self._watcher = watcher
         self._directory = Path(config.out).expanduser()
-        self._given = training_prompts([Path(path) for path in config.prompts])
+        self._given = training_prompts(config.prompts)
         self._teacher = load_teacher(config, watcher.say)
         self._answered = self._settle(resume)
         self._place = RunPosition()
@@ -119,12 +120,13 @@ class Distillation:
 
     def _learn(self, round: int, pool: Sequence[RecordedAnswer], fresh: int) -> None:
         """Train on one round, from the current place on. `fresh`: number of answers that the round added."""
-        batches = plan(self._config, round, [answer.length for answer in pool], fresh)
-        first = self._place.batch
-        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - first)
-        for number in range(first, len(batches)):
+        lengths = list(map(attrgetter("length"), pool))
+        batches = plan(self._config, round, lengths, fresh)
+        start = self._place.batch
+        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - start)
+        for number in range(start, len(batches)):
             progress = (round + number / len(batches)) / self._config.rounds
-            answers = [pool[i] for i in batches[number]]
+            answers = list(map(pool.__getitem__, batches[number]))
             place = self._place
             loss, tokens = self._learner.step(answers, progress, place.step)
             self._place = RunPosition(round, number + 1, place.step + 1, place.tokens + tokens)
@@ -191,9 +193,9 @@ class Distillation:
         if len(answers) < len(prompts):
             self._watcher.begin(f"{name}: answering", len(prompts) - len(answers))
         while len(answers) < len(prompts):
-            first = len(answers)
-            batch = f"{name}-{first // size:03d}"
-            answers += map(vars, self._generate(batch, prompts[first : first + size]))
+            start = len(answers)
+            batch = f"{name}-{start // size:03d}"
+            answers += map(vars, self._generate(batch, prompts[start : start + size]))
             self._keep()
         return [RecordedAnswer(**fields) for fields in answers]
 
@@ -204,7 +206,7 @@ class Distillation:
         """Answer prompts. The draft writes a share of the texts, where the target then names its likeliest tokens."""
         config = self._config
         target = self._teacher.model
-        encoded = [self._teacher.encode_prompt(prompt) for prompt in prompts]
+        encoded = list(map(self._teacher.encode_prompt, prompts))
         top = min(config.top, len(head(target)))
         temperatures = config.temperatures
         drafted = round(config.on_policy * len(prompts))
@@ -239,9 +241,9 @@ class Distillation:
             prompts = self._given[int(name[-3:]) :: self._config.rounds][:count]
         missing = count - len(prompts)
         if missing > 0:
-            what = f"{name}: inventing prompts"
+            label = f"{name}: inventing prompts"
             draw = generator(self._config.seed, name, "prompts")
-            prompts += invent(self._teacher, missing, self._config, draw, self._watcher, what)
+            prompts += invent(self._teacher, missing, self._config, draw, self._watcher, label)
         if not prompts:
             raise DistillError("the target has invented no usable prompt: give some with --prompts")
         return prompts

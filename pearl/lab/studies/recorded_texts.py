@@ -102,7 +102,7 @@ def record(
     tokens: int,
     *,
     raw: bool = False,
-    tick: Callable[[str], object] = lambda what: None,
+    tick: Callable[[str], object] = lambda line: None,
 ) -> Iterator[RecordedText]:
     """Yield each answer to a user's turn as it is done; a conversation continues after its own answers.
 
@@ -144,11 +144,11 @@ def answers(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[RequestOptions],
     eos: Sequence[int],
-    most: int,
+    limit: int,
     tick: Callable[[int], object] = lambda tokens: None,
     shaper: Shaper | None = None,
 ) -> list[list[int]]:
-    """Decode up to `most` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
+    """Decode up to `limit` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
 
     Args:
         samplings: one per prompt.
@@ -157,25 +157,27 @@ def answers(
     """
     texts: list[list[int]] = [[] for _ in prompts]
     slots = target.capabilities.slots
-    for first in range(0, len(prompts), slots):
-        numbers = range(first, min(first + slots, len(prompts)))
+    for start in range(0, len(prompts), slots):
+        numbers = range(start, min(start + slots, len(prompts)))
         draws = {number: DirectDraw(samplings[number]) for number in numbers}
         for number in numbers:
-            target.rollback(0, number - first)
+            target.rollback(0, number - start)
         unfinished = list(numbers)
         while unfinished:
-            fed = [texts[number][-1:] or prompts[number] for number in unfinished]
-            feeds = [Feed(fed[i], 1, number - first) for i, number in enumerate(unfinished)]
+            feeds = []
+            for number in unfinished:
+                fed = texts[number][-1:] or prompts[number]
+                feeds.append(Feed(fed, 1, number - start))
             rows = target.forward(feeds)
-            for number, tokens, row in zip(unfinished, fed, rows, strict=True):
+            for number, feed, row in zip(unfinished, feeds, rows, strict=True):
                 text = texts[number]
                 if shaper is not None:
-                    row = shaper.chain(row, tokens)
+                    row = shaper.chain(row, feed.tokens)
                 position = len(prompts[number]) + len(text)
                 text.append(read_draw(draws[number](row[0], position)))
             tick(len(unfinished))
             for number in list(unfinished):
-                if len(texts[number]) >= most or texts[number][-1] in eos:
+                if len(texts[number]) >= limit or texts[number][-1] in eos:
                     unfinished.remove(number)
     return texts
 
@@ -184,12 +186,15 @@ def rows_along(
     runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]
 ) -> Iterator[torch.Tensor]:
     """Yield the logits [positions, vocab] along `text`, in pieces. Ids unknown to the runner are fed as 0."""
-    ids = [token if token < runner.vocab_size else 0 for token in (*prompt, *text[:-1])]
+    ids = [*prompt, *text[:-1]]
+    for i, token in enumerate(ids):
+        if token >= runner.vocab_size:
+            ids[i] = 0
     runner.rollback(0)
     if len(prompt) > 1:
         feed_chain(runner, ids[: len(prompt) - 1], 0)
-    for first in range(len(prompt) - 1, len(ids), _PIECE):
-        piece = ids[first : first + _PIECE]
+    for start in range(len(prompt) - 1, len(ids), _PIECE):
+        piece = ids[start : start + _PIECE]
         yield feed_chain(runner, piece, len(piece)).float()
 
 

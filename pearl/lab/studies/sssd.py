@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -135,11 +136,16 @@ def measure(
         texts[temperature] = writer.write(prompts, samplings, tokens)
     greedy = texts[0.0]
     seconds = measure_times(target, watcher)
-    sized = [fed(greedy, store, size, seconds) for size in SIZES]
-    rows = [*sized, fed(greedy, store, None, seconds)]
-    notes = [_measured(config, greedy, store, seconds), *_claims(sized, seconds)]
+    rows = []
+    steps = {}
+    for size in SIZES:
+        rows.append(fed(greedy, store, size, seconds))
+        steps[size] = rows[-1].both.tokens_per_step
+    notes = [_measured(config, greedy, store, seconds)]
+    notes += _claims(rows, seconds)
+    lengths_plot = _by_length(rows, seconds)
+    rows.append(fed(greedy, store, None, seconds))
     compared, compared_plot = baselines(greedy, store)
-    steps = {size: row.both.tokens_per_step for size, row in zip(SIZES, sized, strict=True)}
     roofline, roofline_plot = roofline_speedups(steps)
     # A runner of one slot, with the whole context.
     single = writer._replace(target=make_runner(config.model("target"), place(config, "target")))
@@ -153,7 +159,7 @@ def measure(
         long_prompts(single, store, tokens, most_context),
         by_batch(config, prompts, tokens, sizes, watcher),
     ]
-    return Report(tables, [_by_length(sized, seconds), compared_plot, roofline_plot])
+    return Report(tables, [lengths_plot, compared_plot, roofline_plot])
 
 
 def _measured(
@@ -192,19 +198,19 @@ def fed(
 ) -> Fed:
     """Replay texts with all guesses fed, or, without a `size`, the fastest number."""
 
-    most = LOOK_AHEAD
+    limit = LOOK_AHEAD
     times: Seconds | None = seconds
     if size is not None:
-        most = size - 1
+        limit = size - 1
         times = None
     alone = None
     if store is not None:
-        alone = replay(texts, store, most, seconds=times, make=store_alone)
+        alone = replay(texts, store, limit, seconds=times, make=store_alone)
     return Fed(
         size,
-        replay(texts, None, most, seconds=times),
+        replay(texts, None, limit, seconds=times),
         alone,
-        replay(texts, store, most, seconds=times),
+        replay(texts, store, limit, seconds=times),
     )
 
 
@@ -229,9 +235,9 @@ def _by_size(rows: Sequence[Fed], seconds: Seconds) -> Table:
         if row.store is not None:
             alone = f"{row.store.tokens_per_step:.2f}"
         text = f"{row.text.tokens_per_step:.2f}"
-        both = f"{row.both.tokens_per_step:.2f}"
+        together = f"{row.both.tokens_per_step:.2f}"
         speedup = f"{row.both.speedup(seconds):.2f}"
-        cells.append([size, cost, text, alone, both, _by_source([row.both]), speedup])
+        cells.append([size, cost, text, alone, together, _by_source([row.both]), speedup])
     return Table("Tokens in a forward", columns, cells)
 
 
@@ -330,16 +336,18 @@ def measure_times(
 # ---- by batch and by context ----
 
 
-def free_tokens(writer: Writer, most: int) -> Table:
+def free_tokens(writer: Writer, most_context: int) -> Table:
     """Compare free tokens by batch: the paper's device in closed form, and this target by its forward times.
 
-    `most`: tokens in the cache.
+    `most_context`: tokens in the cache.
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]
-    rows = [[str(batch), f"{free_in_theory(batch):.1f}"] for batch in BATCHES]
+    rows = []
+    for batch in BATCHES:
+        rows.append([str(batch), f"{free_in_theory(batch):.1f}"])
     for context in _CONTEXTS:
-        if context > most or context + max(_FEEDS) > target.context:
+        if context > most_context or context + max(_FEEDS) > target.context:
             continue
         seconds = measure_times(target, writer.watcher, _FEEDS, context)
         limit = _FREE * seconds(1)
@@ -373,11 +381,14 @@ def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
     rows = []
     lines = {}
     for context in _LENGTHS:
-        speedups = [best(batch, context) for batch in BATCHES]
-        words = [f"{speedup.value:.2f} (s {speedup.s})" for speedup in speedups]
-        rows.append([f"{context:,}", *words])
-        values = [speedup.value for speedup in speedups]
-        lines[f"{context:,} tokens"] = list(zip(BATCHES, values, strict=True))
+        row = [f"{context:,}"]
+        points = []
+        for batch in BATCHES:
+            speedup = best(batch, context)
+            row.append(f"{speedup.value:.2f} (s {speedup.s})")
+            points.append((batch, speedup.value))
+        rows.append(row)
+        lines[f"{context:,} tokens"] = points
     title = "Speed-up by batch and context on a toy clock: the paper's device, our tokens a step (figure 6)"
     theirs = "Theirs, measured: 2.05 to 2.61 at batch 1, 1.37 to 1.80 at 64; nearly constant with a long context."
     plot = Plot(
@@ -399,13 +410,13 @@ def by_batch(
     watcher.begin("batches", len(batches))
     for batch in batches:
         slots = config.model_copy(update={"slots": batch, "draft": "none", "max_context": 1024})
-        requests = [prompts[number % len(prompts)] for number in range(2 * batch)]
+        requests = list(islice(cycle(prompts), 2 * batch))
         with Engine(config=slots) as engine:
             ar = _rate(engine, "ar", requests, tokens)
             ngram = _rate(engine, "ngram", requests, tokens)
-        rates = [f"{ar:.0f}", f"{ngram:.0f}", f"{ngram / ar:.2f}"]
-        latencies = [f"{1e3 * batch / ar:.0f}", f"{1e3 * batch / ngram:.0f}"]
-        rows.append([str(batch), *rates, *latencies])
+        row = [str(batch), f"{ar:.0f}", f"{ngram:.0f}", f"{ngram / ar:.2f}"]
+        row += [f"{1e3 * batch / ar:.0f}", f"{1e3 * batch / ngram:.0f}"]
+        rows.append(row)
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ar: tokens/s", "ngram", "over ar", "ar: ms a token\nof a text", "ngram")
     return Table(
@@ -419,23 +430,24 @@ def _rate(engine: Engine, method: str, requests: Sequence[Sequence[int]], tokens
     engine.generate(requests[:1], params.changed(max_tokens=8), method=method)
     began = time.monotonic()
     results = engine.generate(requests, params, method=method)
-    return sum(len(result.tokens) for result in results) / (time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return sum(len(result.tokens) for result in results) / seconds
 
 
-def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most: int) -> Table:
+def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_context: int) -> Table:
     """Measure summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
     from pydoc_data.topics import topics
 
     tokenizer = writer.tokenizer
     target = writer.target
-    prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+    prose = tokenizer.encode("\n".join(map(topics.get, sorted(topics))))
     begins = tokenizer.encode("Write a summary of this text.\n\n")
-    longest = min(most, target.context - tokens - max(SIZES))
+    longest = min(most_context, target.context - tokens - max(SIZES))
     lengths = [length for length in _LONG if length <= longest]
     rows = []
     for length in lengths:
         writer.watcher.begin(f"long prompts, {length} tokens", tokens)
-        prompt = writer.prompt(tokenizer.decode([*begins, *prose[: length - len(begins)]]))
+        prompt = writer.prompt(tokenizer.decode(begins + prose[: length - len(begins)]))
         (text,) = writer.write([prompt], [RequestOptions().resolved()], tokens)
         seconds = measure_times(target, writer.watcher, SIZES, length)
         replayed = replay([text], store, SIZES[-1] - 1, seconds=seconds)
@@ -455,9 +467,14 @@ def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Tabl
         if name == "rest" and store is None:
             continue
         make = index_factory(METHODS[name].guesses)
-        steps = [replay(texts, store, s - 1, make=make).tokens_per_step for s in SIZES]
-        rows.append([name] + [f"{tokens:.2f}" for tokens in steps])
-        lines[name] = list(zip(SIZES, steps, strict=True))
+        row = [name]
+        points = []
+        for s in SIZES:
+            steps = replay(texts, store, s - 1, make=make).tokens_per_step
+            row.append(f"{steps:.2f}")
+            points.append((s, steps))
+        rows.append(row)
+        lines[name] = points
     title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
     notes = ["ngram: ours, with learned probabilities; sssd: as printed."]
     plot = Plot("sssd-baselines", title, "s", "tokens a step", lines, log="x")
