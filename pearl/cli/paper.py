@@ -18,7 +18,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.studies.figures import Report, Table, check_drawing, draw
-from pearl.lab.studies.pearl import TABLES, Cell, Pair, pairs
+from pearl.lab.studies.pearl import TABLES, Pair, pairs
 
 if TYPE_CHECKING:
     from pearl.lab.studies.recorded_texts import RecordedTexts
@@ -91,18 +91,10 @@ def of_pearl(
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
     conditions = Conditions()
-    cells: dict[str, list[Cell]] = {name: [] for name in TABLES}
-    descriptions = []
     selected = _pairs(names)
     with Bars() as bars:
-        for pair in selected:
-            bars.say(pair.title)
-            cells_of_pair, description = emulate(pair, tables or tuple(TABLES), bars, **settings)
-            descriptions.append(description)
-            for name, additions in cells_of_pair.items():
-                cells[name] += additions
+        cells, descriptions = emulate(selected, tables or tuple(TABLES), bars, **settings)
     conditions.stop()
-    cells = {name: rows for name, rows in cells.items() if rows}
     document = {"kind": "paper", "emulated": True, "settings": settings, **conditions.as_dict()}
     if reported(to, document | {"tables": cells, "pairs": descriptions}):
         texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0"

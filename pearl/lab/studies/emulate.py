@@ -6,7 +6,7 @@ else of a model matters to the runtime.  So each cell comes from three sources: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pearl.cache import Watcher
@@ -26,41 +26,48 @@ _Figures = dict[str, float | None]  # of a run by one source, by unit
 
 
 def emulate(
-    pair: Pair,
-    tables: Sequence[str],
+    pairs: Iterable[Pair],
+    tables: Collection[str],
     watcher: Watcher,
     *,
     tokens: int,
     texts: int,
     seed: int,
     runtime: bool = True,
-) -> tuple[dict[str, list[Cell]], dict[str, Any]]:
-    """Run and simulate one pair for the given tables: (table -> its cells, the pair and its texts as JSON).
+) -> tuple[dict[str, list[Cell]], list[dict[str, Any]]]:
+    """Run and simulate pairs for the given tables: (table -> its cells, each pair and its texts as JSON).
 
     Args:
         tokens: length of each text.
         texts: decoded by each row. Each has a prompt of its own; text n is sampled with seed + n.
         runtime: False: simulate only.
     """
-    cells: dict[str, list[Cell]] = {}
-    runs: dict[Run, list[Cell]] = {}  # cells without a run have the paper's figure only
-    for name in TABLES:
-        if name in tables:
-            cells[name] = cells_of(pair, name)
-            for cell in cells[name]:
+    cells: dict[str, list[Cell]] = {name: [] for name in TABLES if name in tables}
+    descriptions = []
+    for pair in pairs:
+        watcher.say(pair.title)
+        runs: dict[Run, list[Cell]] = {}  # cells without a run have the paper's figure only
+        for name, rows in cells.items():
+            for cell in cells_of(pair, name):
+                rows.append(cell)
                 if cell.run is not None:
                     runs.setdefault(cell.run, []).append(cell)
-    measured = Measured()
-    if runtime and runs:
-        measured = measure(_plan(pair, runs, tokens, texts, seed), watcher)
-    for run, cells_of_run in runs.items():
-        simulated = _simulated(pair, run, seed)
-        real = _measured(measured, run)
-        for cell in cells_of_run:
-            cell.simulator = simulated[cell.unit]
-            cell.runtime = real[cell.unit]
+        measured = Measured()
+        if runtime and runs:
+            measured = measure(_plan(pair, runs, tokens, texts, seed), watcher)
+        for run, cells_of_run in runs.items():
+            simulated = _simulated(pair, run, seed)
+            real = _measured(measured, run)
+            for cell in cells_of_run:
+                cell.simulator = simulated[cell.unit]
+                cell.runtime = real[cell.unit]
+        descriptions.append(_description(pair, measured))
+    return {name: rows for name, rows in cells.items() if rows}, descriptions
+
+
+def _description(pair: Pair, measured: Measured) -> dict[str, Any]:
     acceptance, origin = pair.acceptance()
-    return cells, {
+    return {
         "title": pair.title,
         "config": pair.config,
         "vocabulary": pair.vocabulary,
