@@ -117,12 +117,12 @@ def measure(
     context = min(config.max_context or 8192, 2048)
     several = config.model_copy(update={"slots": slots, "max_context": context})
     tokenizer, defaults = load_tokenizer(config.target)
-    target = make_runner(several.model("target"), place(several, "target"))
-    writer = Writer(target, tokenizer, defaults.eos, watcher)
+    runner = make_runner(several.model("target"), place(several, "target"))
+    writer = Writer(runner, tokenizer, defaults.eos, watcher)
     store = None
     if config.datastore is not None:
         directory = Path(config.datastore)
-        store = Datastore(directory, target.vocab_size)
+        store = Datastore(directory, writer.target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
     prompts = [writer.prompt(task.turns[0]) for task in tasks]
     texts = {}
@@ -135,7 +135,7 @@ def measure(
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
         texts[temperature] = writer.write(prompts, samplings, tokens)
     greedy = texts[0.0]
-    seconds = measure_times(target, watcher)
+    seconds = measure_times(runner, watcher)
     rows = []
     steps = {}
     for size in SIZES:
@@ -147,16 +147,17 @@ def measure(
     rows.append(fed(greedy, store, None, seconds))
     compared, compared_plot = baselines(greedy, store)
     roofline, roofline_plot = roofline_speedups(steps)
-    # A runner of one slot, with the whole context.
-    single = writer._replace(target=make_runner(config.model("target"), place(config, "target")))
+    # Of one slot, with the whole context.
+    runner = make_runner(config.model("target"), place(config, "target"))
+    writer = writer._replace(target=runner)
     sizes = [batch for batch in BATCHES if batch <= most_batch]
     tables = [
         _by_size(rows, seconds),
         _by_temperature(texts, store, notes),
         compared,
-        free_tokens(single, most_context),
+        free_tokens(writer, most_context),
         roofline,
-        long_prompts(single, store, tokens, most_context),
+        long_prompts(writer, store, tokens, most_context),
         by_batch(config, prompts, tokens, sizes, watcher),
     ]
     return Report(tables, [lengths_plot, compared_plot, roofline_plot])
@@ -197,7 +198,6 @@ def fed(
     texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds
 ) -> Fed:
     """Replay texts with all guesses fed, or, without a `size`, the fastest number."""
-
     limit = LOOK_AHEAD
     times: Seconds | None = seconds
     if size is not None:
