@@ -258,7 +258,7 @@ def theory(asked: _Asked, bars: Bars) -> Report:
     return chains.measure(10 if asked.quick else 100, bars)
 
 
-_MILLISECONDS = {"type": float, "show_default": True, "metavar": "MS"}
+_MILLISECONDS: dict[str, Any] = {"type": float, "show_default": True, "metavar": "MS"}
 
 
 @_study(

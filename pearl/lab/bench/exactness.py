@@ -104,7 +104,7 @@ def check_pair(
     shapes: Mapping[str, Mapping[str, Any]] = {}
     if not quick:
         shapes = _shapes(config)
-    methods = _SOME
+    methods: Sequence[str] = _SOME
     if not config.has_draft:
         methods = ("ngram", "auto")
     shaped = []
@@ -227,8 +227,8 @@ class Case(NamedTuple):
 def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
     """Return the cases that `check_texts` compares, in order."""
     settings = ["ar", "ngram"]
-    ratio = _RATIO
-    killed = _RULES
+    ratio: Sequence[str] = _RATIO
+    killed: Sequence[str] = _RULES
     if config.head is not None:
         settings.append("head")
     if config.has_draft:
@@ -237,7 +237,7 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
         settings = [method for method in settings if method in _QUICK]
         ratio = (_FIXED,)
         killed = _RULES[:1]
-    cases = []
+    cases: list[Case] = []
     for rule in _RULES:
         cases += map(Case, repeat(rule), settings)
     if config.has_draft and not is_head(config.draft):

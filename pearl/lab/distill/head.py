@@ -72,7 +72,7 @@ class HeadModel(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.ids = ids
-        self.config = LlamaConfig(
+        self.config = LlamaConfig(  # type: ignore[call-arg]
             hidden_size=hidden,
             intermediate_size=config.intermediate_size,
             num_attention_heads=config.num_attention_heads,

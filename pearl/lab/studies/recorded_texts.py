@@ -172,7 +172,7 @@ def answers(
             for number, feed, row in zip(unfinished, feeds, rows, strict=True):
                 text = texts[number]
                 if shaper is not None:
-                    row = shaper.chain(row, feed.tokens)
+                    row = shaper.chain(row, list(feed.tokens))
                 position = len(prompts[number]) + len(text)
                 text.append(read_draw(draws[number](row[0], position)))
             tick(len(unfinished))

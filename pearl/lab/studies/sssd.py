@@ -440,7 +440,7 @@ def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_cont
 
     tokenizer = writer.tokenizer
     target = writer.target
-    prose = tokenizer.encode("\n".join(map(topics.get, sorted(topics))))
+    prose = tokenizer.encode("\n".join(map(topics.__getitem__, sorted(topics))))
     begins = tokenizer.encode("Write a summary of this text.\n\n")
     longest = min(most_context, target.context - tokens - max(SIZES))
     lengths = [length for length in _LONG if length <= longest]
