@@ -81,7 +81,7 @@ class HeadModel(nn.Module):
             rms_norm_eps=float(config.rms_norm_eps),
             attn_implementation="sdpa",
         )
-        self._table = embedding
+        self._table = embedding.detach()
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.lm_head = nn.Linear(hidden, len(ids), bias=False)
         self.norm = LlamaRMSNorm(hidden, self.config.rms_norm_eps)
