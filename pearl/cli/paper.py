@@ -315,5 +315,5 @@ def _draw(report: Report, directory: Path) -> None:
 
 
 def _print(table: Table, words: int = 1) -> None:
-    notes = [f"  {note}" for note in table.notes]
+    notes = map("  {}".format, table.notes)
     print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)

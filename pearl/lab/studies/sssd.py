@@ -394,7 +394,7 @@ def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
     plot = Plot(
         "sssd-batches", title, "batch", "times as fast as ar", lines, theirs=theirs, log="x"
     )
-    columns = ["context"] + [f"batch {batch}" for batch in BATCHES]
+    columns = ["context", *map("batch {}".format, BATCHES)]
     return Table(title, columns, rows, [theirs]), plot
 
 
