@@ -16,7 +16,7 @@ from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import Rounding, gated, matrix, normalise
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
-from tests.conftest import TOY
+from tests.conftest import TOY, Quiet
 from tests.forwards import KINDS
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
@@ -208,18 +208,17 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
 
 @pytest.mark.parametrize(("draft", "quick"), [(TOY, True), (TOY, False), ("none", False)])
 def test_the_number_of_comparisons_is_told_before_the_first(draft: str, quick: bool) -> None:
-    totals: list[int] = []
+    watcher = Quiet()
     config = EngineConfig(target=TOY, draft=draft, log_level="error", draft_restarts=1000)
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
     kinds = set()
     for number, finding in enumerate(
-        check_pair(config, [[1, 2, 3]], params, kill=True, quick=quick, begin=totals.append)
+        check_pair(config, [[1, 2, 3]], params, kill=True, quick=quick, watcher=watcher)
     ):
-        assert len(totals) == 1, "before the first"
         assert finding.passed
-        assert number < totals[0]
+        assert number < watcher.total, "it is told before the first"
         kinds.add(finding.what.partition(":")[0])
-    assert totals == [number + 1]
+    assert watcher.total == number + 1
     assert {"greedy", "coupled"} <= kinds
     assert ("ratio" in kinds) == (draft != "none")
     cases = [len(text_cases(config, kill=True, quick=is_quick)) for is_quick in (True, False)]
@@ -262,7 +261,7 @@ def test_the_check_notices_bugs_that_change_a_text(
         "an inner thing, then another one and the hat in the tin and the"
     )  # texts that repeat, and branch
     longest = 0
-    with closing(check_pair(config, prompts, params, kill=False)) as findings:
+    with closing(check_pair(config, prompts, params, kill=False, watcher=Quiet())) as findings:
         for finding in findings:
             longest = max(longest, finding.longest)
             if not finding.passed:

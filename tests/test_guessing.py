@@ -186,7 +186,8 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
     config = EngineConfig(target=TOY, draft="none", datastore=str(directory))
     asked = [Task("x", 1, ("123",)), Task("x", 2, ("321",))]
-    tables, _ = guesses.measure_guesses(config, asked, 20, Quiet(), most_batch=2, most_context=300)
+    report = guesses.measure(config, asked, 20, Quiet(), most_batch=2, most_context=300)
+    tables = report.tables
     for table in tables:
         assert {len(row) for row in table.rows} <= {len(table.columns)}
     assert all(float(row[3]) >= 1 and float(row[-1]) > 0 for row in tables[0].rows)

@@ -139,8 +139,8 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     weights = load_file(trained / "model.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(target())
     model = HeadModel(theirs.config, own.embedding, head.ids, 0)
-    for name, weight in model.weights.items():
-        weight.detach().copy_(weights[f"{name}.weight"])
+    for name, weight in model.named_parameters():
+        weight.detach().copy_(weights[name])
     feed_chain(own, TEXT, 1)
     features, ids = own.features(), torch.tensor(TEXT)
     turns = torch.cat(theirs.model.rotary_emb(features, torch.arange(len(TEXT))[None]))

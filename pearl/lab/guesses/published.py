@@ -6,7 +6,9 @@ of its nodes pay, verification) is that of method `ngram`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from heapq import nlargest
 from typing import Any
 
@@ -33,9 +35,13 @@ class Copied(NgramIndex):
         is_prompt_alone: whether only the prompt is copied from.
     """
 
-    def __init__(self, tokens: Sequence[int], longest: int, is_prompt_alone: bool) -> None:
+    def __init__(
+        self, tokens: Sequence[int], *sources: Any, longest: int, is_prompt_alone: bool
+    ) -> None:
         self._longest = longest
-        self._limit = len(tokens) if is_prompt_alone else None
+        self._limit = sys.maxsize
+        if is_prompt_alone:
+            self._limit = len(tokens)
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
@@ -43,7 +49,7 @@ class Copied(NgramIndex):
 
     def candidates(self, position: int) -> list[Candidate]:
         text = self.tokens
-        limit = min(position, self._limit or position)
+        limit = min(position, self._limit)
         for n in range(min(self._longest, position), 0, -1):
             indexed = min(n, LONGEST)
             gram = tuple(text[position - indexed : position])
@@ -57,7 +63,7 @@ class Copied(NgramIndex):
         return self._copy(end + 1)
 
     def _copy(self, end: int) -> list[Candidate]:
-        if end >= (self._limit or len(self.tokens)):
+        if end >= min(self._limit, len(self.tokens)):
             return []
         return [Candidate(self.tokens[end], 1.0, ((end, 1),))]
 
@@ -141,12 +147,8 @@ class LongestMatch(CountedStore):
 # ---- factories, named by `pearl.spec.methods` ----
 
 
-def pld(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return Copied(tokens, longest=3, is_prompt_alone=False)
-
-
-def llma(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return Copied(tokens, longest=5, is_prompt_alone=True)
+pld = partial(Copied, longest=3, is_prompt_alone=False)
+llma = partial(Copied, longest=5, is_prompt_alone=True)
 
 
 def pia(

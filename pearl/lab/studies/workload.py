@@ -25,18 +25,18 @@ class TextPlan(NamedTuple):
     """One request. `prompt`: number of tokens; `right`: for each token after it, whether the draft's is the same."""
 
     prompt: int
-    right: Sequence[bool]
+    right: list[bool]
 
 
 def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[TextPlan]:
     """Return texts with i.i.d. acceptance and a prompt of one token."""
     luck = random.Random(seed)
-    right: list[list[bool]] = [[] for _ in range(texts)]
+    plans = [TextPlan(1, []) for _ in range(texts)]
     for _ in range(tokens):
         chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
-        for number in range(texts):
-            right[number].append(number in chosen)
-    return [TextPlan(1, right_of_text) for right_of_text in right]
+        for number, plan in enumerate(plans):
+            plan.right.append(number in chosen)
+    return plans
 
 
 class _Target:
@@ -92,7 +92,7 @@ class VirtualDraft:
         return Drafted((0,), paused=paused, request=command.request)
 
 
-def run(
+def decode(
     texts: Sequence[TextPlan],
     timing: Timing,
     decoding: RequestOptions,
