@@ -30,7 +30,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     if config.tensors == "nccl":
         kinds = {config.model(role).place.kind for role in roles}
         if "cpu" in kinds or not has_gpu():
-            raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
+            raise ModelError("tensors nccl is for two GPUs: use auto or frames")
     has_toy = is_toy(config.target) or is_toy(config.draft)
     if config.has_draft and not is_head(config.draft) and has_toy:
         target = _tokenizer(config.target, config)

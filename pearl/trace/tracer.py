@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from msgspec import Struct
 
 from pearl.errors import TraceError
@@ -20,7 +19,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
 from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
+from pearl.transport.base import Endpoint, Peer, Received
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {
@@ -317,19 +316,3 @@ class TracedMailbox(Mailbox):
         else:
             self._tracer.note("communication", "receive", start)
         return received
-
-
-class TracedChannel:
-    """Records the rows that pass."""
-
-    def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
-        self._channel = channel
-        self._tracer = tracer
-        self.close = channel.close
-
-    def send(self, row: torch.Tensor) -> None:
-        self._tracer.communicated("send row", self._channel.send, row)
-
-    def receive(self, count: int) -> torch.Tensor:
-        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
-        return rows
