@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -11,11 +10,11 @@ import time
 from pathlib import Path
 
 from pearl.cache import Progress
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, ModelRole
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
 from pearl.engine.registry import ROLES, write_card
-from pearl.errors import PearlError, StartError, TraceError, TransportError
+from pearl.errors import TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
 from pearl.transport.address import bind_address, check_bind, private_directory
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # for the draft to end by itself after the target is lost, while callers wait
 _DRAFT_END_SECONDS = 1.0
-_EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
+_PART_SECONDS = 5.0  # for a draft of another process to write its part of the trace
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
@@ -49,32 +48,29 @@ class LocalLauncher:
         self._began = time.time()
         self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
-        self._draft_elsewhere = draft_elsewhere
+        self._roles: tuple[ModelRole, ...] = ("target",) if draft_elsewhere else config.roles
         self._ending = threading.RLock()
         self._has_ended = False
 
     def launch(self, progress: Progress) -> str:
         """Starts the workers; returns the address where the target listens while they load their models."""
-        config = self.config
-        check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
-        self._deadline = time.monotonic() + config.startup_timeout
-        address = bind_address(config.control, self.directory)
-        check_bind(address, channel_keys(config.keys) is not None)
-        settings = WorkerSettings(
-            role="target", config=config, address=address, directory=self.directory
-        )
-        self.target = Worker(settings, progress)
-        is_known = not address.endswith("*")  # else the target chooses a free port
-        if is_known:
-            self._launch_draft(address, progress)  # at once: both import torch meanwhile
+        check(self.config, self._roles, progress)
+        self._deadline = time.monotonic() + self.config.startup_timeout
+        address = bind_address(self.config.control, self.directory)
+        check_bind(address, channel_keys(self.config.keys) is not None)
+        self.target = Worker(self._settings("target", address), progress)
+        if address.endswith("*"):  # the target chooses a free port
+            self.target.wait_for("bound", self._deadline)
+            address = self.target.address
+        if "draft" in self._roles:  # at once: both import torch meanwhile
+            self.draft = DraftKeeper(self._settings("draft", address), progress)
         self.target.wait_for("bound", self._deadline)
-        if not is_known:
-            self._launch_draft(self.target.address, progress)
         return self.target.address
 
-    def _launch_draft(self, address: str, progress: Progress) -> None:
-        if self.config.has_draft and not self._draft_elsewhere:
-            self.draft = DraftKeeper(self.config, address, self.directory, progress)
+    def _settings(self, role: ModelRole, address: str) -> WorkerSettings:
+        return WorkerSettings(
+            role=role, config=self.config, address=address, directory=self.directory
+        )
 
     def wait_until_ready(self) -> float:
         """Returns once the models are loaded, with the time.monotonic() by which the target must have answered.
@@ -82,35 +78,17 @@ class LocalLauncher:
         Raises the worker's own error if it fails, `StartError` if it is late.
         """
         assert self.target is not None
-        while not self.target.reached("ready"):
-            self._check_others()
-            if self.draft and not self.draft.worker.alive:
-                raise self._start_failure(self.target, self.draft.worker)
-            try:
-                self.target.wait_for("ready", min(self._deadline, time.monotonic() + 0.2))
-            except StartError:
-                if not self.target.alive:
-                    raise self._final_error(self.target) from None
-                if time.monotonic() > self._deadline:
-                    raise
+        self.target.wait_for("ready", self._deadline, self._check_draft)
         return self._deadline
 
-    def _check_others(self) -> None:
-        """Raises the error of a draft that another process launches, if it has failed."""
-
-    def _start_failure(self, target: Worker, draft: Worker) -> PearlError:
-        """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""
-        draft.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
-        error = draft.exit_error()
-        if isinstance(error, TransportError):
-            with contextlib.suppress(StartError):
-                return self._final_error(target)
-        return error
-
-    def _final_error(self, target: Worker) -> PearlError:
-        """Why the target is gone. Raises `StartError` if it is not."""
-        target.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
-        return target.exit_error()
+    def _check_draft(self) -> None:
+        """Raises the error of a draft that has failed, or the target's: a draft also ends because the target did."""
+        if self.draft is not None and not self.draft.worker.alive:
+            assert self.target is not None
+            error = self.draft.worker.exit_error()
+            if isinstance(error, TransportError) and self.target.is_gone():
+                error = self.target.exit_error()
+            raise error
 
     def keep(self) -> None:
         """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
@@ -121,7 +99,7 @@ class LocalLauncher:
         for role in ROLES:
             if os.path.exists(config[role]):  # other fronts may run in another directory
                 config[role] = os.path.abspath(config[role])
-        places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
+        places = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
 
     @property
@@ -145,9 +123,8 @@ class LocalLauncher:
 
     def exit_cause(self, otherwise: str) -> str:
         """Why the target is gone: its own last error, or `otherwise`."""
-        if self.target is not None:
-            with contextlib.suppress(StartError):
-                return str(self._final_error(self.target))
+        if self.target is not None and self.target.is_gone():
+            return str(self.target.exit_error())
         return otherwise
 
     def lose(self) -> None:
@@ -162,7 +139,7 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path = Path(self.config.trace)
-            deadline = time.monotonic() + _EXIT_SECONDS
+            deadline = time.monotonic() + _PART_SECONDS
             # A draft of another process may still write its part.
             while being_written(path) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
