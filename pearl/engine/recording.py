@@ -48,13 +48,6 @@ class Recording:
             self._number = 0
             self._abandon(number)
 
-    def complete(self) -> Path:
-        """End the recording once both workers have written their parts, which stay; return the path that names them."""
-        number = self._number
-        self._number = 0
-        self._request(Trace(number, False))
-        return asked_for(self._directory, number)
-
     def start(self) -> Path:
         """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
 
