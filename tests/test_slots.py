@@ -1,7 +1,5 @@
 """Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,7 +119,7 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
         for stream in streams:
             next(stream)
-        os.kill(engine.draft_pid, signal.SIGKILL)
+        engine.draft.worker.kill()
         for stream in streams:
             list(stream)
         assert [stream.result.tokens for stream in streams] == wanted

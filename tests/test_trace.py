@@ -210,7 +210,7 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     assert [*part.records()] == [
         TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})
     ]
-    assert part.end is not None
+    assert part.has_ended
 
 
 def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
         starts = [record.start for record in part.records()]
         assert starts == list(range(len(starts)))
         assert len(starts) >= least
-        assert part.end is None
+        assert not part.has_ended
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(

@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
-from pearl.config import EngineConfig
-from pearl.engine.launcher import LocalLauncher
+from pearl.engine.launcher import Attached, LocalLauncher
 from pearl.engine.recording import Recording
 from pearl.engine.stream import Stream
 from pearl.errors import (
@@ -59,22 +57,15 @@ class Client:
 
     Args:
         address: where the target listens.
-        directory: the engine's.
-        launcher: what launched the target; None: another process did. It is closed by `close`, and when the client and
-            its streams are dropped.
+        launcher: what launched the target. It is closed by `close`, and when the client and its streams are dropped.
 
     Attributes:
         numbers: of requests to come.
         lost: why the target cannot be used any more; empty while it can.
     """
 
-    def __init__(
-        self,
-        address: str,
-        config: EngineConfig,
-        directory: Path,
-        launcher: LocalLauncher | None = None,
-    ) -> None:
+    def __init__(self, address: str, launcher: LocalLauncher | Attached) -> None:
+        config = launcher.config
         self._launcher = launcher
         self._timeout = config.target_timeout
         self._owner = os.getpid()
@@ -88,7 +79,8 @@ class Client:
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
         self.welcome: Welcome | None = None
-        self.recording = Recording(self, directory, is_taken=config.trace is not None)
+        is_taken = config.trace is not None
+        self.recording = Recording(self.post, self.wait_until, launcher.directory, is_taken)
         self.endpoint = connect(address, channel_keys(config.keys))
         self._reader = threading.Thread(
             target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text"
@@ -141,8 +133,7 @@ class Client:
             self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
         self._tell()
-        if self._launcher is not None:
-            self._launcher.close()
+        self._launcher.close()
 
     @property
     def _is_ours(self) -> bool:
@@ -226,7 +217,7 @@ class Client:
                 if isinstance(message, Heartbeat):
                     allowance = max(allowance, message.seconds * SLACK)
             self._silence.heard(allowance)
-        if not received and not self._is_target_alive:
+        if not received and not (self._launcher.alive and self.endpoint.connected):
             self._lose("the target is gone")
         elif self._silence.seconds > self._timeout:
             self._lose(f"the target has been silent for {self._timeout:.0f} s")
@@ -240,23 +231,14 @@ class Client:
                     log.warning("%s", error)
         self._tell()
 
-    @property
-    def _is_target_alive(self) -> bool:
-        if self._launcher is None:
-            return self.endpoint.connected
-        return self._launcher.alive
-
     def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
 
         Later callers get the same error, for the target is then dead because it was ended here.
         """
-        remedy = "Start an engine again, with `pearl serve` for example"
-        if self._launcher is not None:
-            why = self._launcher.exit_cause(why)
-            self._launcher.lose()
-            remedy = "Make a new engine"
-        self.lost = self.lost or f"{why}; the text ends here. {remedy}"
+        cause = self._launcher.exit_cause(why)
+        self._launcher.lose()
+        self.lost = self.lost or f"{cause}; the text ends here. {self._launcher.remedy}"
         self._tell()
 
     def _tell(self) -> None:

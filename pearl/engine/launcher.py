@@ -13,8 +13,8 @@ from pearl.cache import Progress
 from pearl.config import EngineConfig, ModelRole
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
-from pearl.engine.registry import ROLES, write_card
-from pearl.errors import TraceError, TransportError
+from pearl.engine.registry import ROLES, read_card, write_card
+from pearl.errors import ConfigError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
 from pearl.transport.address import bind_address, check_bind, private_directory
@@ -29,6 +29,45 @@ _PART_SECONDS = 5.0  # for a draft of another process to write its part of the t
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
+class Attached:
+    """In place of a launcher: an engine in `directory` that another process has launched, and that outlives this front.
+
+    Raises `ConfigError` if there is none.
+    """
+
+    target = None
+    draft = None
+    alive = True  # for all that this process can see
+    remedy = "Start an engine again, with `pearl serve` for example"
+
+    def __init__(self, directory: Path) -> None:
+        card = read_card(directory)
+        if card is None:
+            raise ConfigError(f"{directory} holds no running engine")
+        self.config = EngineConfig(**card.config | {"trace": None})
+        self.directory = directory
+        self.notes: list[str] = []
+        self._address = card.address
+
+    def launch(self, progress: Progress) -> str:
+        return self._address
+
+    def wait_until_ready(self) -> float:
+        return time.monotonic() + self.config.target_timeout
+
+    def keep(self) -> None:
+        pass
+
+    def exit_cause(self, otherwise: str) -> str:
+        return otherwise
+
+    def lose(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class LocalLauncher:
     """Starts what an engine needs, as children of this process, by its methods in this order.
 
@@ -41,6 +80,8 @@ class LocalLauncher:
         directory: the engine's, of sockets and keys, accessible to this user only.
         draft: the draft worker's keeper, if this process launches it.
     """
+
+    remedy = "Make a new engine"
 
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         self.config = config

@@ -183,7 +183,9 @@ class _Run:
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # else its token was withheld
-                drafted = "fates" if message["after"] is None else "branches"
+                drafted = "fates"
+                if message["after"] is not None:
+                    drafted = "branches"
                 forward.args.setdefault(drafted, []).extend(outcomes)
 
     def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:

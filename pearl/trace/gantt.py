@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _VERDICTS = {
     True: (WORK["rejected"][0], "verdict: a draft token rejected"),
 }
 _IN_TEXT = "in the text: "  # begins the labels of sources
+_LEGEND = [meaning for _, meaning in chain(WORK.values(), _VERDICTS.values())]
+_LEGEND += [_IN_TEXT + meaning for _, meaning in SOURCES.values()]
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
 _STEP = 1.1  # between the middles of two rows
@@ -91,15 +94,25 @@ class Chart:
         return sum(len(commit.sources) for commit in self.commits)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest commit."""
+        return max((len(commit.sources) for commit in self.commits), default=0)
+
+    @property
     def rate(self) -> float:
         """Tokens per second of the time shown, the prefill included."""
         return self.tokens / self.seconds
 
     def shares(self, row: str) -> Shares:
         """Shares of the time shown in which a worker works and waits."""
-        total = sum(bar.seconds for bar in self.rows[row])
-        wait = sum(bar.seconds for bar in self.rows[row] if bar.look == "wait")
-        return Shares((total - wait) / self.seconds, wait / self.seconds)
+        work = 0.0
+        wait = 0.0
+        for bar in self.rows[row]:
+            if bar.look == "wait":
+                wait += bar.seconds
+            else:
+                work += bar.seconds
+        return Shares(work / self.seconds, wait / self.seconds)
 
 
 def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
@@ -196,8 +209,12 @@ def _method(trace: RunTrace) -> str:
 def _first_steps(trace: RunTrace, start: float) -> float:
     """Seconds from `start` to the end of the first steps that begin then or later; `start`: after the first request."""
     start += trace.start
-    steps = [s.end for s in trace.target if s.name in VERIFICATIONS and s.start >= start][:_STEPS]
-    end = steps[-1] if steps else trace.end
+    end = trace.end
+    count = 0
+    for piece in trace.target:
+        if piece.name in VERIFICATIONS and piece.start >= start and count < _STEPS:
+            end = piece.end
+            count += 1
     return end - start
 
 
@@ -228,9 +245,8 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     figure = Figure(figsize=(13, 1.9 + 2.6 * len(charts)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     seconds = max(chart.seconds for chart in charts)
-    commits = chain.from_iterable(chart.commits for chart in charts)
-    max_tokens = max((len(commit.sources) for commit in commits), default=1)
-    handles: dict[str, Any] = {}  # by label
+    max_tokens = max(1, *(chart.most_tokens for chart in charts))
+    handles: dict[str, Any] = dict.fromkeys(_LEGEND)
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
         _panel(axes, chart, seconds, max_tokens)
         title = f"{chart.method}: {chart.tokens} tokens in {chart.seconds:.2f} s"
@@ -242,17 +258,15 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     for colour, label in _VERDICTS.values():
         handles[label] = Line2D([], [], color=colour, marker="v", markersize=5)
     axes.set_xlabel("seconds since the request began")
-    labels = [meaning for _, meaning in (*WORK.values(), *_VERDICTS.values())]
-    labels += [_IN_TEXT + meaning for _, meaning in SOURCES.values()]
-    shown = [label for label in labels if label in handles]
+    shown = {label: handle for label, handle in handles.items() if handle is not None}
     figure.legend(
-        [handles[label] for label in shown],
-        shown,
+        list(shown.values()),
+        list(shown),
         loc="outside lower center",
         ncols=4,
         frameon=False,
         fontsize=8.5,
-        title="\n".join(dict.fromkeys(chart.models for chart in charts)),
+        title="\n".join(dict.fromkeys(map(attrgetter("models"), charts))),
         title_fontsize=8,
     )
     try:
@@ -314,7 +328,9 @@ def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
         spans[bar.look].append((bar.start, bar.seconds))
     for name, pieces in spans.items():
         colour, label = WORK[name]
-        edge = {"linewidth": 0} if name in ("other", "wait") else _EDGE
+        edge = _EDGE
+        if name in ("other", "wait"):
+            edge = {"linewidth": 0}
         place = (middle - _HALF, 2 * _HALF)
         axes.broken_barh(pieces, place, facecolors=colour, label=label, **edge)
     for bar in bars:

@@ -78,7 +78,7 @@ class RunTrace:
 
     @property
     def end(self) -> float:
-        return max(request.end for request in self.requests)
+        return max(map(attrgetter("end"), self.requests))
 
 
 def read(path: Path) -> RunTrace:
@@ -100,10 +100,12 @@ def read(path: Path) -> RunTrace:
         trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
         if not trace.requests:  # a killed target: the slice of a request is written at its end
-            start = next((piece.start for piece in trace.target if piece.name == "open"), None)
-            if start is not None:
-                end = trace.target[-1].end
-                trace.requests.append(Slice("request, cut off", "whole", start, end, {}))
+            for piece in trace.target:
+                if piece.name == "open":
+                    end = trace.target[-1].end
+                    request = Slice("request, cut off", "whole", piece.start, end, {})
+                    trace.requests.append(request)
+                    break
         if not trace.requests:
             raise TraceError(
                 f"{path} holds no request: nothing was generated while it was recorded"

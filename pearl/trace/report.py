@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from statistics import median, quantiles
 from typing import Any
 
@@ -90,15 +91,20 @@ def report(trace: RunTrace) -> Report:
     target = _between(trace.target, trace.start, trace.end)
     draft = _between(trace.draft, trace.start, trace.end)
     wall = max(trace.end - trace.start, 1e-9)  # a trace may be of one instant
-    verifications = [piece for piece in target if piece.name in VERIFICATIONS]
+    verifications = []
+    tokens = 0
+    for piece in target:
+        if piece.name in VERIFICATIONS:
+            verifications.append(piece)
+        elif piece.name == "decide":
+            tokens += len(committed(piece.args))
     forwards = _forwards([*draft, *verifications])
-    tokens = sum(len(committed(piece.args)) for piece in target if piece.name == "decide")
     shares = {"target": _worker(target, wall)}
     if draft:
         shares["draft"] = _worker(draft, wall)
     ratio = None
     if verifications and "draft" in forwards and forwards["draft"].p50:
-        ratio = median(piece.seconds for piece in verifications) / forwards["draft"].p50
+        ratio = median(map(attrgetter("seconds"), verifications)) / forwards["draft"].p50
     return Report(
         method=trace.method,
         wall=wall,
@@ -108,7 +114,7 @@ def report(trace: RunTrace) -> Report:
         target=shares["target"],
         draft=shares.get("draft"),
         overlap=_overlap([*target, *draft]) / wall,
-        steps=dict(Counter(piece.name for piece in verifications)),
+        steps=dict(Counter(map(attrgetter("name"), verifications))),
         forwards=forwards,
         ratio=ratio or None,
         alternation=shares["target"].busy * wall + _drafting(draft),

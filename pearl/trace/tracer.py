@@ -208,7 +208,9 @@ class Tracer:
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
-        args = {} if by is None else {"by": identity(by)}
+        args = {}
+        if by is not None:
+            args["by"] = identity(by)
         self.record(LOOP, "wait", self.cause, start, end, args)
 
     def pong(self, pong: Pong) -> None:
@@ -225,8 +227,11 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     """The message that began each running request."""
     if isinstance(machine, Coordinator):
         return {number: text.request.submit for number, text in machine.running.items()}
-    begun = [text.begun for text in machine.machines if text.begun is not None]
-    return {message.request: message for message in begun}
+    begun = {}
+    for text in machine.machines:
+        if text.begun is not None:
+            begun[text.begun.request] = text.begun
+    return begun
 
 
 def _forward(
@@ -234,17 +239,14 @@ def _forward(
 ) -> tuple[str, dict[str, Any]]:
     """The name and the arguments of a forward. It is named prefill only if it holds nothing else."""
     phases = set()
-    prompts = []
+    args: dict[str, Any] = {"n": 0, "requests": [], "prompts": []}
     for command in commands:
+        args["n"] += len(command.tokens)
+        args["requests"].append(command.request)
         if isinstance(command, events.Forward):
             phases.add(command.phase)
             if command.phase is events.Phase.PREFILL:
-                prompts.append(command.request)
-    args: dict[str, Any] = {
-        "n": sum(len(command.tokens) for command in commands),
-        "requests": [command.request for command in commands],
-        "prompts": prompts,
-    }
+                args["prompts"].append(command.request)
     for phase in (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL):
         if phase in phases:
             return phase.value, args
@@ -282,7 +284,9 @@ class TracedMailbox(Mailbox):
         if self._tracer.recorder is None:
             return received
         if timeout > 0:
-            message = received[0][1] if received else None
+            message: object = None
+            if received:
+                _, message = received[0]
             self._tracer.waited(start, self._tracer.clock(), message)
         else:
             self._tracer.note("communication", "receive", start)

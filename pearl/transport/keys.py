@@ -93,9 +93,7 @@ def _parsed(path: Path, content: bytes) -> Keys:
         document = None
     if not isinstance(document, dict) or document.get("pearl_keys") != _VERSION:
         raise ConfigError(f"{path} is no key file of this version: {_MAKE}")
-    found = [
-        key for key in (document.get("server"), document.get("client")) if isinstance(key, str)
-    ]
-    if len(found) != 2 or not all(map(_KEY.fullmatch, found)):
+    keys = Keys(str(document.get("server")), str(document.get("client")))
+    if not (_KEY.fullmatch(keys.server) and _KEY.fullmatch(keys.client)):
         raise ConfigError(f"the key file {path} is damaged: copy it anew, or {_MAKE}")
-    return Keys(*found)
+    return keys
