@@ -70,7 +70,6 @@ class Client:
         self._timeout = config.target_timeout
         self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
-        self._waiting = 0  # threads in `wait_until`
         self._fault: PearlError | None = None  # of no request: for one of the waiting threads
         self.is_closed = False
         self.numbers = count(1)
@@ -193,19 +192,15 @@ class Client:
         """
         self._check_ours()
         with self._changed:
-            self._waiting += 1
-            try:
-                while not is_done():
-                    self.check_open()
-                    if self.lost:
-                        raise TargetLost(self.lost)
-                    if self._fault is not None:
-                        fault = self._fault
-                        self._fault = None
-                        raise fault
-                    self._changed.wait(_READ_SECONDS)
-            finally:
-                self._waiting -= 1
+            while not is_done():
+                self.check_open()
+                if self.lost:
+                    raise TargetLost(self.lost)
+                if self._fault is not None:
+                    fault = self._fault
+                    self._fault = None
+                    raise fault
+                self._changed.wait(_READ_SECONDS)
 
     # ---- the reading thread ----
 
@@ -225,7 +220,7 @@ class Client:
             try:
                 self._dispatch(message)
             except PearlError as error:
-                if self.welcome is None or self._waiting or self._streams:
+                if self.welcome is None or self._streams:
                     self._fault = error
                 else:
                     log.warning("%s", error)

@@ -185,18 +185,17 @@ class Engine:
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
-        waiting = deque(as_prompts(prompts))
         streams: deque[Stream] = deque()
         results = []
         slots = self.config.slots
         most_streams = 1 if slots == 1 else _AHEAD * slots
         try:
-            while waiting or streams:
-                while waiting and len(streams) < most_streams:
-                    streams.append(self.stream(waiting.popleft(), params, **options))
-                for _ in streams[0]:
-                    pass
-                results.append(streams.popleft().result)
+            for prompt in as_prompts(prompts):
+                if len(streams) == most_streams:
+                    results.append(streams.popleft().read())
+                streams.append(self.stream(prompt, params, **options))
+            while streams:
+                results.append(streams.popleft().read())
         finally:
             for stream in streams:
                 stream.close()

@@ -30,9 +30,9 @@ _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
 class Attached:
-    """In place of a launcher: an engine in `directory` that another process has launched, and that outlives this front.
+    """Stands in for a launcher where another process has launched the engine, which outlives this front.
 
-    Raises `ConfigError` if there is none.
+    Raises `ConfigError` if `directory` holds no running engine.
     """
 
     target = None
@@ -82,13 +82,14 @@ class LocalLauncher:
     """
 
     remedy = "Make a new engine"
+    target: Worker
 
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         self.config = config
         self.directory = private_directory()
         self._began = time.time()
-        self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
+        self._launched: list[Worker | DraftKeeper] = []
         self._roles: tuple[ModelRole, ...] = ("target",) if draft_elsewhere else config.roles
         self._ending = threading.RLock()
         self._has_ended = False
@@ -100,11 +101,13 @@ class LocalLauncher:
         address = bind_address(self.config.control, self.directory)
         check_bind(address, channel_keys(self.config.keys) is not None)
         self.target = Worker(self._settings("target", address), progress)
+        self._launched.append(self.target)
         if address.endswith("*"):  # the target chooses a free port
             self.target.wait_for("bound", self._deadline)
             address = self.target.address
         if "draft" in self._roles:  # at once: both import torch meanwhile
             self.draft = DraftKeeper(self._settings("draft", address), progress)
+            self._launched.append(self.draft)
         self.target.wait_for("bound", self._deadline)
         return self.target.address
 
@@ -118,14 +121,12 @@ class LocalLauncher:
 
         Raises the worker's own error if it fails, `StartError` if it is late.
         """
-        assert self.target is not None
         self.target.wait_for("ready", self._deadline, self._check_draft)
         return self._deadline
 
     def _check_draft(self) -> None:
         """Raises the error of a draft that has failed, or the target's: a draft also ends because the target did."""
         if self.draft is not None and not self.draft.worker.alive:
-            assert self.target is not None
             error = self.draft.worker.exit_error()
             if isinstance(error, TransportError) and self.target.is_gone():
                 error = self.target.exit_error()
@@ -133,7 +134,6 @@ class LocalLauncher:
 
     def keep(self) -> None:
         """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
-        assert self.target is not None
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
@@ -145,9 +145,7 @@ class LocalLauncher:
 
     @property
     def _workers(self) -> list[Worker]:
-        workers = []
-        if self.target is not None:
-            workers.append(self.target)
+        workers = [self.target]
         if self.draft is not None:
             workers.append(self.draft.worker)
         return workers
@@ -160,19 +158,18 @@ class LocalLauncher:
     @property
     def alive(self) -> bool:
         """Whether the target runs."""
-        return self.target is not None and self.target.alive
+        return self.target.alive
 
     def exit_cause(self, otherwise: str) -> str:
         """Why the target is gone: its own last error, or `otherwise`."""
-        if self.target is not None and self.target.is_gone():
+        if self.target.is_gone():
             return str(self.target.exit_error())
         return otherwise
 
     def lose(self) -> None:
         """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
         with self._ending:
-            if self.target is not None:
-                self.target.kill()
+            self.target.kill()
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
@@ -215,13 +212,8 @@ class LocalLauncher:
                 return
             self._has_ended = True
             # The target first: it must learn that it is to end before its draft goes.
-            workers: list[Worker | DraftKeeper] = []
-            if self.target is not None:
-                workers.append(self.target)
-            if self.draft is not None:
-                workers.append(self.draft)
-            for worker in workers:
+            for worker in self._launched:
                 worker.close()
-            for worker in workers:
+            for worker in self._launched:
                 worker.end(seconds)
             shutil.rmtree(self.directory, ignore_errors=True)

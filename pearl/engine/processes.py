@@ -55,10 +55,11 @@ class Worker:
             env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
-        assert self._process.stdin is not None
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
         with contextlib.suppress(OSError):  # it has ended already, and its status lines say why
-            self._process.stdin.write(settings.model_dump_json().encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(settings.model_dump_json().encode() + b"\n")
+            self._stdin.flush()
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
@@ -82,8 +83,7 @@ class Worker:
         return {name: status[name] for name in status if name != "state"}
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._stdout:
             with contextlib.suppress(ValueError):
                 self._on_status(json.loads(line))
         self._process.wait()
@@ -156,11 +156,10 @@ class Worker:
 
     def close(self) -> None:
         """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
-        assert self._process.stdin is not None
         # It may have ended already, or this was called before.
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(b"\n")
-            self._process.stdin.close()
+            self._stdin.write(b"\n")
+            self._stdin.close()
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""
@@ -172,8 +171,7 @@ class Worker:
             self.kill()
             self._process.wait()
         self._reader.join(1.0)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._stdout.close()
 
 
 class DraftKeeper:

@@ -137,6 +137,12 @@ class Stream:
             self.close()
             raise
 
+    def read(self) -> Result:
+        """The whole text, once it is written."""
+        for _ in self:
+            pass
+        return self.result
+
     def _piece(self, new: Committed) -> Piece:
         texts = tuple(self._text.push(token) for token in new.tokens)
         text = "".join(texts)

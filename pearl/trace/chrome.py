@@ -61,8 +61,9 @@ def merge(trace: Path) -> None:
             if part.header.run == target.header.run and part.header.role != "target":
                 _align(part, target)
                 drafts.append(part)
+        is_complete = not lacks_draft(target.header.config, len(drafts))
         _write(trace, _Run([target, *drafts]))
-    if not lacks_draft(target.header.config, len(drafts)):
+    if is_complete:
         for part in (target, *drafts):
             part.path.unlink(missing_ok=True)
 
@@ -161,7 +162,7 @@ class _Run:
                         yield _event("i", name, process, LOOP, time) | {"s": "g"}
 
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-        """The draft's records; a forward comes after the decisions on what it drafted, with its tokens' outcomes."""
+        """Yield the draft's records; a forward comes after the decisions on what it drafted, with their outcomes."""
         forward: TraceRecord | None = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
