@@ -194,7 +194,8 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     r = recorder(tmp_path / "p")
     with pytest.raises(TraceError, match="cannot write the trace"):
         recorder(tmp_path / "p")
-    r.record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": Verdict(1, 0, 3, (4,), 9, 7)})
+    event = Verdict(1, 0, 3, (4,), 9, 7)
+    r.record(TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": event}))
     r.close()
     r.close()
     part = Part(tmp_path / "p")
@@ -216,7 +217,7 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
 def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
     r = recorder(tmp_path / "p")
     for i in range(100):
-        r.record(LOOP, "busy", "judge", i, i + 1)
+        r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, {}))
     r.close()
     data = (tmp_path / "p").read_bytes()
     for cut, least in ((1, 100), (5, 100), (40, 99), (3000, 10)):
@@ -235,7 +236,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     r._file.close()
     r._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     for i in range(1000):
-        r.record(LOOP, "busy", "judge", i, i + 1)
+        r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, {}))
     r.close()
     assert "the trace ends here" in caplog.text
     assert len(caplog.records) == 1

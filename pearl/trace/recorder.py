@@ -111,20 +111,12 @@ class Recorder:
             raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
         self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
-    def record(
-        self,
-        track: int,
-        kind: str,
-        name: str,
-        start: int,
-        end: int,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
+    def record(self, record: TraceRecord) -> None:
+        """Its `args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
         """
-        self._queue.append(TraceRecord(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
-        if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
+        self._queue.append(record)
+        if len(self._queue) >= _MAX_QUEUED or record.end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
     def close(self) -> None:

@@ -16,7 +16,17 @@ from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
+from pearl.trace.recorder import (
+    CONSUMER,
+    DRAFT,
+    HELD_ROW,
+    LOOP,
+    MAIL,
+    START_UP,
+    VERDICT,
+    Recorder,
+    TraceRecord,
+)
 from pearl.transport.base import Endpoint, Peer, Received
 from pearl.transport.mailbox import Mailbox
 
@@ -107,7 +117,8 @@ class Tracer:
         """Record what lasted from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
-            recorder.record(track, kind, name, max(start, self._since), end, args)
+            start = max(start, self._since)
+            recorder.record(TraceRecord(track, kind, name, start, end, args or {}))
 
     @property
     def track(self) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from pearl.errors import ConfigError
-from pearl.spec.control import TRANSPORTS
+from pearl.spec.control import ON_ONE_HOST, TRANSPORTS
 from pearl.transport.base import Connection, Listener
 from pearl.transport.keys import Keys
 
@@ -27,7 +26,6 @@ def connect(address: str, keys: Keys | None = None) -> Connection:
 
 
 def _transport(address: str) -> Any:
-    module = TRANSPORTS.get(address.partition("://")[0])
-    if module is None:
-        raise ConfigError(f"no transport goes to {address}: use ipc, or tcp://HOST:PORT")
-    return import_module(module)
+    """The module that `TRANSPORTS` names for the scheme; the one of socket files refuses all other addresses."""
+    scheme, _, _ = address.partition("://")
+    return import_module(TRANSPORTS.get(scheme, TRANSPORTS[ON_ONE_HOST]))
