@@ -62,7 +62,7 @@ def merge(trace: Path) -> None:
                 _align(part, target)
                 drafts.append(part)
         is_complete = not lacks_draft(target.header.config, len(drafts))
-        _write(trace, _Run([target, *drafts]))
+        _write(trace, _MergedRun([target, *drafts]))
     if is_complete:
         for part in (target, *drafts):
             part.path.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def _align(part: Part, target: Part) -> None:
     part.uncertainty = (ping.end - sent) // 2
 
 
-def _write(trace: Path, run: _Run) -> None:
+def _write(trace: Path, run: _MergedRun) -> None:
     temporary = trace.with_name(f"{trace.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -114,7 +114,7 @@ def _write(trace: Path, run: _Run) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Run:
+class _MergedRun:
     """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
     It keeps a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of

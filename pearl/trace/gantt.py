@@ -202,8 +202,8 @@ def _method(trace: RunTrace) -> str:
         guesses.add(", ".join(words))
     if len(guesses) > 1 or trace.method != "pearl":
         return trace.method
-    words = guesses.pop()
-    return f"pearl with {words}" if words else "pearl as published"
+    used = guesses.pop()
+    return f"pearl with {used}" if used else "pearl as published"
 
 
 def _first_steps(trace: RunTrace, start: float) -> float:

@@ -47,8 +47,11 @@ _MAX_AGE_NS = 250_000_000
 _MAX_LINE = 64 << 20  # bytes
 
 
-class Worker(Struct):
-    """What a part says of the worker that wrote it; `opened`: when the part was, on the worker's clock."""
+class WorkerHeader(Struct):
+    """A part's description of the worker that wrote it.
+
+    `opened`: when the part was created, nanoseconds of the worker's clock.
+    """
 
     role: str
     opened: int
@@ -247,7 +250,7 @@ class Part:
                 raise TraceError(
                     f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
                 )
-            self.header = msgspec.convert(header.worker, Worker)
+            self.header = msgspec.convert(header.worker, WorkerHeader)
 
     def records(self) -> Iterator[TraceRecord]:
         """Yield the records in order of their ends; those of other threads than the loop are only roughly in order."""
