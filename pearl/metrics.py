@@ -293,9 +293,6 @@ class Stopwatch:
         self.last = now
         self.generated += tokens
 
-    def waited(self, cause: str, seconds: float) -> None:
-        self.waits[cause] = self.waits.get(cause, 0.0) + seconds
-
     def wait(self, cause: str, now: float) -> None:
         """Note that the request waits from `now` on, unless it waits already."""
         self.waiting = self.waiting or (cause, now)
@@ -304,7 +301,7 @@ class Stopwatch:
         """Note that the wait has ended."""
         if self.waiting is not None:
             cause, since = self.waiting
-            self.waited(cause, now - since)
+            self.waits[cause] = self.waits.get(cause, 0.0) + now - since
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
