@@ -301,7 +301,7 @@ class Stopwatch:
         """Note that the wait has ended."""
         if self.waiting is not None:
             cause, since = self.waiting
-            self.waits[cause] = self.waits.get(cause, 0.0) + now - since
+            self.waits[cause] = self.waits.get(cause, 0.0) + (now - since)
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
