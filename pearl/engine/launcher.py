@@ -140,7 +140,7 @@ class LocalLauncher:
         for role in ROLES:
             if os.path.exists(config[role]):  # other fronts may run in another directory
                 config[role] = os.path.abspath(config[role])
-        places = {worker.role: worker.place for worker in self._workers}
+        places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
 
     @property

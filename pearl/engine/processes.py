@@ -57,9 +57,7 @@ class Worker:
         )
         self._stdin: Any = self._process.stdin
         self._stdout: Any = self._process.stdout
-        with contextlib.suppress(OSError):  # it has ended already, and its status lines say why
-            self._stdin.write(settings.model_dump_json().encode() + b"\n")
-            self._stdin.flush()
+        self._write(settings.model_dump_json().encode() + b"\n")
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
@@ -156,10 +154,15 @@ class Worker:
 
     def close(self) -> None:
         """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
-        # It may have ended already, or this was called before.
-        with contextlib.suppress(OSError, ValueError):
-            self._stdin.write(b"\n")
+        self._write(b"\n")
+        with contextlib.suppress(OSError):
             self._stdin.close()
+
+    def _write(self, line: bytes) -> None:
+        # It may have ended already, and its status lines say why; or its stdin is closed.
+        with contextlib.suppress(OSError, ValueError):
+            self._stdin.write(line)
+            self._stdin.flush()
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""

@@ -113,7 +113,7 @@ def report(trace: RunTrace) -> Report:
         tokens_per_second=tokens / wall,
         target=shares["target"],
         draft=shares.get("draft"),
-        overlap=_overlap([*target, *draft]) / wall,
+        overlap=_overlap(target, draft) / wall,
         steps=dict(Counter(map(attrgetter("name"), verifications))),
         forwards=forwards,
         ratio=ratio or None,
@@ -170,20 +170,21 @@ def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     }
 
 
-def _overlap(slices: Iterable[Slice]) -> float:
-    """Seconds in which both workers run a forward; each of them runs one at a time."""
+def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
+    """Seconds in which both workers run a forward."""
     edges = []
-    for piece in slices:
-        if piece.name in FORWARDS:
-            edges.append((piece.end - piece.ran, 1))
-            edges.append((piece.end, -1))
+    for role, slices in (("target", target), ("draft", draft)):
+        for piece in slices:
+            if piece.name in FORWARDS:
+                edges.append((piece.end - piece.ran, role, 1))
+                edges.append((piece.end, role, -1))
+    running = {"target": 0, "draft": 0}
     seconds = 0.0
-    running = 0
     since = 0.0
-    for time, change in sorted(edges):
-        if running == 2:
+    for time, role, change in sorted(edges):
+        if all(running.values()):
             seconds += time - since
-        running += change
+        running[role] += change
         since = time
     return seconds
 
