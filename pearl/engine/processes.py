@@ -77,8 +77,7 @@ class Worker:
     @property
     def place(self) -> dict[str, str]:
         """Its device and dtype; empty until it is ready."""
-        status = self._statuses.get("ready", {})
-        return {name: status[name] for name in status if name != "state"}
+        return self._statuses.get("ready", {})
 
     def _read(self) -> None:
         for line in self._stdout:
@@ -89,7 +88,7 @@ class Worker:
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self.silence.heard(status.get("allowance", 0.0))
-        state = status["state"]
+        state = status.pop("state")
         if state == "loading":
             self._progress(f"{self.role}: {status['message']}")
         with self._changed:
