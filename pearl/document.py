@@ -28,7 +28,8 @@ _SHAPE_ERRORS = (
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError: `json.JSONDecodeError` if it is not JSON."""
     collects = gc.isenabled()
-    gc.disable()  # the collector would walk a million new lists again and again: 0.3 s for 2 MiB, not 0.06 s
+    # The collector would walk a million new lists again and again: 0.3 s for 2 MiB, not 0.06 s.
+    gc.disable()
     try:
         return json.loads(text)
     except RecursionError:

@@ -141,8 +141,8 @@ class Client:
     def _check_ours(self) -> None:
         if not self._is_ours:
             raise EngineClosed(
-                f"this engine belongs to process {self._owner}, of which this one is a fork: make an engine here, or "
-                "attach to that one"
+                f"this engine belongs to process {self._owner}, of which this one is a fork: make "
+                "an engine here, or attach to that one"
             )
 
     def check_open(self) -> None:
@@ -245,8 +245,8 @@ class Client:
         match message:
             case Welcome(version) if version != PROTOCOL_VERSION:
                 raise StartError(
-                    f"the target speaks version {version} of the wire, this side {PROTOCOL_VERSION}: "
-                    "run the same release of PEARL on both sides"
+                    f"the target speaks version {version} of the wire, this side "
+                    f"{PROTOCOL_VERSION}: run the same release of PEARL on both sides"
                 )
             case Welcome():
                 self.welcome = message

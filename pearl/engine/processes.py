@@ -122,7 +122,8 @@ class Worker:
                 raise self.exit_error()
             if time.monotonic() > deadline:
                 raise errors.StartError(
-                    f"{self.role} worker is not {state} in time; raise startup_timeout, or see --log-level debug"
+                    f"{self.role} worker is not {state} in time; raise startup_timeout, or see "
+                    "--log-level debug"
                 )
 
     def is_gone(self) -> bool:

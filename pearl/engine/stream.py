@@ -113,7 +113,8 @@ class Stream:
 
     def __aiter__(self) -> NoReturn:
         raise RequestError(
-            "this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`"
+            "this stream is read with `for`: reading it blocks. AsyncEngine has streams for "
+            "`async for`"
         )
 
     def __next__(self) -> Piece:

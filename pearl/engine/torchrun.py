@@ -58,8 +58,8 @@ def check_world(config: EngineConfig) -> None:
         if config.has_draft:
             remedy = "Start it with --nproc-per-node 2"
         raise ConfigError(
-            f"torchrun started {world} processes; PEARL takes one for the target and one for the draft, however many "
-            f"devices share a model. {remedy}"
+            f"torchrun started {world} processes; PEARL takes one for the target and one for the "
+            f"draft, however many devices share a model. {remedy}"
         )
 
 
@@ -174,9 +174,9 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
         directory = Path(store.get(_DIRECTORY, config.startup_timeout))
         if not is_engine_directory(directory) or not is_local(address):
             raise StartError(
-                f"rank 0's directory {directory} or address {address} is not on this machine, or not this user's. For "
-                "a draft on another host give both ranks --control tcp://HOST:PORT, of rank 0's host, and --keys FILE "
-                "(pearl keys FILE)"
+                f"rank 0's directory {directory} or address {address} is not on this machine, or "
+                "not this user's. For a draft on another host give both ranks --control "
+                "tcp://HOST:PORT, of rank 0's host, and --keys FILE (pearl keys FILE)"
             )
         yield directory
     elif not is_remote(address):

@@ -88,7 +88,8 @@ def _align(part: Part, target: Part) -> None:
     pings = [record for record in target.records() if record.kind == "clock"]
     if not pings:
         raise TraceError(
-            f"{part.path}: from another machine, and without clock pings its clock cannot be aligned"
+            f"{part.path}: from another machine, and without clock pings its clock cannot be "
+            "aligned"
         )
     ping = min(pings, key=lambda ping: ping.end - ping.args["sent"])
     sent = ping.args["sent"]

@@ -92,7 +92,8 @@ def read(path: Path) -> RunTrace:
             )
         if metadata["pearl_trace"] != VERSION:
             raise TraceError(
-                f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}"
+                f"{path} is a trace of format {metadata['pearl_trace']}; this version reads "
+                f"{VERSION}"
             )
         for name in ("config", "workers"):
             if name not in metadata:

@@ -248,7 +248,8 @@ class Part:
             header = msgspec.json.decode(line, type=PartHeader)
             if header.format != FORMAT:
                 raise TraceError(
-                    f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
+                    f"{path} is a part of a trace in format {header.format}; this version reads "
+                    f"{FORMAT}"
                 )
             self.header = msgspec.convert(header.worker, WorkerHeader)
 

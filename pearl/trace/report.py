@@ -232,7 +232,8 @@ def _notes(
         drafts += role == "draft"
         if not worker["ended"]:
             notes.append(
-                f"the {role} did not end by itself (killed?): up to 0.25 s of its trace may be missing"
+                f"the {role} did not end by itself (killed?): up to 0.25 s of its trace may be "
+                "missing"
             )
         if worker["clock_uncertainty_ns"]:
             milliseconds = worker["clock_uncertainty_ns"] / 1e6
@@ -241,8 +242,9 @@ def _notes(
             )
     if lacks_draft(trace.metadata["config"], drafts):
         notes.append(
-            f"the draft's half is on its host, so waits for the draft include the way of its messages: copy "
-            f"{trace.path.name}.draft-*.part here and `pearl trace merge {trace.path}`"
+            "the draft's half is on its host, so waits for the draft include the way of its "
+            f"messages: copy {trace.path.name}.draft-*.part here and `pearl trace merge "
+            f"{trace.path}`"
         )
     for piece in target:
         if piece.name == "decide":

@@ -69,14 +69,16 @@ def check_bind(address: str, keys: bool = False) -> None:
         _check_socket_file(Path(file_of(address)))
     elif not names_host(address):
         raise ConfigError(
-            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed, until "
-            "other transports can be secured. HOST is an address of this machine that the other host can reach, or the "
-            "name of a network interface; no wildcard, because it does not tell the other host where to connect"
+            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT "
+            "are allowed, until other transports can be secured. HOST is an address of this "
+            "machine that the other host can reach, or the name of a network interface; no "
+            "wildcard, because it does not tell the other host where to connect"
         )
     elif not keys:
         raise ConfigError(
-            f"refusing to bind {address} until there are keys: anyone who reaches it could use the engine. Make a key "
-            "file with `pearl keys FILE`, copy it to the other host, and give --keys FILE on both"
+            f"refusing to bind {address} until there are keys: anyone who reaches it could use "
+            "the engine. Make a key file with `pearl keys FILE`, copy it to the other host, and "
+            "give --keys FILE on both"
         )
 
 
@@ -89,8 +91,8 @@ def _check_socket_file(path: Path) -> None:
         )
     if not path.is_absolute() or not is_private(path.parent):
         raise ConfigError(
-            f"refusing to bind {path} until its directory is absolute, owned by this user and of mode 0700: "
-            "others could connect"
+            f"refusing to bind {path} until its directory is absolute, owned by this user and of "
+            "mode 0700: others could connect"
         )
     if os.path.lexists(path):
         raise ConfigError(
@@ -139,7 +141,8 @@ def _short_directory() -> Path:
         directory.mkdir(mode=0o700)
     if not is_private(directory):
         raise ConfigError(
-            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and {directory} is not a "
-            "directory of this user and of mode 0700: set TMPDIR to a shorter directory"
+            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and "
+            f"{directory} is not a directory of this user and of mode 0700: set TMPDIR to a "
+            "shorter directory"
         )
     return directory

@@ -113,7 +113,8 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         code = bytes(frames[0][1:2]).hex()
         raise RemoteProtocolError(
-            f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code {code}): {error}"
+            f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code "
+            f"{code}): {error}"
         ) from None
     for problem in _problems(message, frames[1:]):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
@@ -168,7 +169,10 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     if message.after is not None and message.after[0] >= message.start:
         yield f"starts at {message.start} after an outcome at {message.after[0]}"
     if message.known > message.start:
-        yield f"starts at {message.start}, before the end of its known prefix of {message.known} tokens"
+        yield (
+            f"starts at {message.start}, before the end of its known prefix of {message.known} "
+            "tokens"
+        )
     if rows.count(FRAME) != len(raw):
         yield f"announced {rows.count(FRAME)} raw frames and came with {len(raw)}"
     sizes = set(map(len, raw))
@@ -177,7 +181,10 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     for row in rows:
         is_sparse = isinstance(row, SparseRow)
         if row is None or (is_sparse and (len(row.ids) != len(row.probs) or len(row.ids) % 4)):
-            yield "has sparse rows whose ids and probabilities are not of one length (in bytes, divisible by 4)"
+            yield (
+                "has sparse rows whose ids and probabilities are not of one length (in bytes, "
+                "divisible by 4)"
+            )
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:

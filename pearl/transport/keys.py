@@ -81,8 +81,8 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         )
     if status.st_mode & 0o077:
         raise ConfigError(
-            f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can reach it. "
-            f"If nobody has read it, `chmod 600 {path}`; otherwise {_MAKE}"
+            f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can "
+            f"reach it. If nobody has read it, `chmod 600 {path}`; otherwise {_MAKE}"
         )
 
 

@@ -336,8 +336,8 @@ class ZmqConnection(_Socket):
         if event == zmq.EVENT_DISCONNECTED:
             return f"the peer at {self.address} is gone"
         return (
-            f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that "
-            "moment"
+            f"the peer at {self.address} did not let us in: our key file is not its own, or it "
+            "went away at that moment"
         )
 
 
