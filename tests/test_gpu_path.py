@@ -24,7 +24,6 @@ from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Submit
-from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
@@ -60,7 +59,7 @@ def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = EngineConfig(target_device="cuda:0", draft_device="cuda:1", tensors=tensors)  # type: ignore[arg-type]
     settings = WorkerSettings(role="target", config=config, directory=tmp_path)
-    channel = build._channel(settings, 0, GPU, Tracer(None, lambda number: None))  # type: ignore[arg-type,return-value]
+    channel = build._channel(settings, 0, GPU)
     assert (channel is not None) == (tensors == "nccl")
 
 

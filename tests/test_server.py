@@ -516,7 +516,9 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 
 def test_a_viewer_learns_why_there_is_nothing_to_see(tmp_path: Path) -> None:
     async def look() -> None:
-        timeline = Timeline(Recording(Mock(), tmp_path, is_taken=True))  # no other can begin
+        timeline = Timeline(
+            Recording(Mock(), Mock(), tmp_path, is_taken=True)
+        )  # no other can begin
         with timeline.viewed() as viewer:
             assert "problem" in await asyncio.wait_for(viewer.get(), BOUND)
 

@@ -1,7 +1,6 @@
 """Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
 
-import os
-import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Cores
-from pearl.trace.chrome import committed
+from pearl.trace.outcomes import messages
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.forwards import KINDS
@@ -120,7 +119,7 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
         for stream in streams:
             next(stream)
-        os.kill(engine.draft_pid, signal.SIGKILL)
+        engine.draft.worker.kill()
         for stream in streams:
             list(stream)
         assert [stream.result.tokens for stream in streams] == wanted
@@ -152,13 +151,12 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
         results = engine.generate(PROMPTS, SEEDED.overridden_by(AS_PUBLISHED))
     trace = read(path)
-    decided = [each for one in trace.target if one.name == "decide" for each in committed(one.args)]
-    written = {
-        one.args["request"]: sum(
-            len(of) for request, of in decided if request == one.args["request"]
-        )
-        for one in trace.requests
-    }
+    written = Counter[int]()
+    for piece in trace.target:
+        if piece.name == "decide":
+            for message in messages(piece.args, "Deliver", "Committed"):
+                written[message["request"]] += len(message["provenance"])
+    assert sorted(written) == sorted(request.args["request"] for request in trace.requests)
     assert list(written.values()) == [24] * len(PROMPTS)
     assert [one.args["prompt_tokens"] for one in trace.requests] == [
         len(prompt) for prompt in PROMPTS

@@ -132,7 +132,7 @@ class EngineConfig(Section):
         validate_default=True,
         description="File of the keys that secure a tcp:// control channel; pearl keys FILE makes one.",
     )
-    tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
+    tensors: Literal["auto", "frames", "nccl"] = Field(
         default="auto",
         description="How dense draft distributions travel; auto: as frames of messages, between GPUs too.",
     )
@@ -208,7 +208,7 @@ class EngineConfig(Section):
     @field_validator("tensors")
     @classmethod
     def _not_in_the_clear(cls, value: str, info: ValidationInfo) -> str:
-        if value in ("gloo", "nccl") and not _on_one_host(info):
+        if value == "nccl" and not _on_one_host(info):
             raise ValueError(
                 "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
             )

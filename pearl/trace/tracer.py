@@ -11,16 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-from msgspec import Struct
-
 from pearl.errors import TraceError
 from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
+from pearl.trace.recorder import (
+    CONSUMER,
+    DRAFT,
+    HELD_ROW,
+    LOOP,
+    MAIL,
+    START_UP,
+    VERDICT,
+    Recorder,
+    TraceRecord,
+)
+from pearl.transport.base import Endpoint, Peer, Received
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {
@@ -29,8 +36,6 @@ _TARGET_CAUSES = {
     events.Cause.IDLE: CONSUMER,
 }
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
-_WITHOUT_EVENT = (events.Guess, events.Spread, events.Keep, events.Rollback, events.Open)
-_WITH_EVENT = (events.Judge, events.Sample)
 _ROUNDING_NS = 1000
 _MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
 
@@ -112,7 +117,8 @@ class Tracer:
         """Record what lasted from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
-            recorder.record(track, kind, name, max(start, self._since), end, args)
+            start = max(start, self._since)
+            recorder.record(TraceRecord(track, kind, name, start, end, args or {}))
 
     @property
     def track(self) -> int:
@@ -136,11 +142,9 @@ class Tracer:
     def _decided(
         self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int
     ) -> None:
-        assert self.recorder is not None
         end = self.clock()
-        self.recorder.record(
-            LOOP, "busy", "decide", start, end, {"event": event, "commands": commands}
-        )
+        args = {"event": event, "commands": commands}
+        self.record(LOOP, "busy", "decide", start, end, args)
         self._follow_requests(_running(machine), start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
@@ -149,10 +153,9 @@ class Tracer:
 
     def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
-        assert self.recorder is not None
         for number in sorted(self._opened.keys() - running.keys()):
             began, args = self._opened.pop(number)
-            self.recorder.record(LOOP, "whole", f"request {number}", began, end, args)
+            self.record(LOOP, "whole", f"request {number}", began, end, args)
             start = end  # a queued request begins where this one ends
         for number, request in running.items():
             if number not in self._opened:
@@ -176,102 +179,85 @@ class Tracer:
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
-        assert self.recorder is not None
+        if isinstance(command, events.Forward):
+            command = [command]
         if isinstance(command, events.Draft):
             assert isinstance(event, events.Drafted)
             self._drafted(command, event, start, end)
-            return
-        work = _work(command, event)
-        if work is not None:
-            name, args = work
-            self.recorder.record(LOOP, "busy", name, start, end, args)
+        elif isinstance(command, list):
+            name, args = _forward(command)
+            self.record(LOOP, "busy", name, start, end, args)
+        else:
+            self.record(LOOP, "busy", type(command).__name__.lower(), start, end)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
-        assert self.recorder is not None
-        record = self.recorder.record
         samples = command.budget > 0
-        tokens = len(command.tokens)
         done = max(start, end - round(event.draw * 1e9)) if samples else end
         began = max(start, done - round(event.seconds * 1e9))
         if began - start > _ROUNDING_NS:
-            record(LOOP, "busy", "hand over", start, began)
+            self.record(LOOP, "busy", "hand over", start, began)
         else:
             began = start
         name = "prefill"
         if command.hedge:
             name = "prepare"
-        elif samples and tokens <= _MAX_CATCH_UP:
+        elif samples and len(command.tokens) <= _MAX_CATCH_UP:
             name = "draft"
-        args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
+        args = {
+            "n": len(command.tokens),
+            "start": command.start,
+            "seconds": round(event.seconds, 7),
+        }
         if event.fed:
             args["fed"] = event.fed
-        record(LOOP, "busy", name, began, done, args)
+        self.record(LOOP, "busy", name, began, done, args)
         if samples:
-            record(LOOP, "busy", "sample", done, end)
+            self.record(LOOP, "busy", "sample", done, end)
 
     # ---- communication and waiting ----
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
-        args = {} if by is None else {"by": identity(by)}
+        args = {}
+        if by is not None:
+            args["by"] = identity(by)
         self.record(LOOP, "wait", self.cause, start, end, args)
 
     def pong(self, pong: Pong) -> None:
         """Record a clock answer, which gives the offset between the clocks of two hosts."""
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
-    def communicated(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `call(*arguments)`, recorded as communication, with the identity of a message."""
-        start = self.clock()
-        result = call(*arguments)
+    def communicated(self, name: str, start: int, message: object) -> None:
+        """Record what was done with a message since `start`."""
         if self.recorder is not None:
-            args = {}
-            if arguments and isinstance(arguments[0], Struct):
-                args["message"] = identity(arguments[0])
-            self.note("communication", name, start, **args)
-        return result
+            self.note("communication", name, start, message=identity(message))
 
 
 def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     """The message that began each running request."""
     if isinstance(machine, Coordinator):
         return {number: text.request.submit for number, text in machine.running.items()}
-    begun = [text.begun for text in machine.machines if text.begun is not None]
-    return {message.request: message for message in begun}
+    begun: dict[int, Submit | Begin] = {}
+    for text in machine.machines:
+        if text.begun is not None:
+            begun[text.begun.request] = text.begun
+    return begun
 
 
-def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments of a command's slice; None if it has no slice. The next decision has the event."""
-    if isinstance(command, list):
-        return _joint_work(command)
-    if isinstance(command, events.Forward):
-        return command.phase.value, {
-            "n": len(command.tokens),
-            "start": command.start,
-            "request": command.request,
-        }
-    has_event = event is not None and isinstance(command, _WITH_EVENT)
-    if has_event or isinstance(command, _WITHOUT_EVENT):
-        return type(command).__name__.lower(), {}
-    return None
-
-
-def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str, dict[str, Any]]:
-    """A forward of several requests. It is named prefill only if it holds nothing else."""
-    args: dict[str, Any] = {
-        "n": sum(len(command.tokens) for command in commands),
-        "requests": [command.request for command in commands],
-    }
+def _forward(
+    commands: Sequence[events.Forward | events.Draft],
+) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a forward. It is named prefill only if it holds nothing else."""
     phases = set()
-    prompts = []
+    args: dict[str, Any] = {"n": 0, "requests": [], "prompts": []}
     for command in commands:
+        args["n"] += len(command.tokens)
+        args["requests"].append(command.request)
         if isinstance(command, events.Forward):
             phases.add(command.phase)
             if command.phase is events.Phase.PREFILL:
-                prompts.append(command.request)
-    if prompts:
-        args["prompts"] = prompts
+                args["prompts"].append(command.request)
     for phase in (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL):
         if phase in phases:
             return phase.value, args
@@ -289,18 +275,19 @@ class TracedMailbox(Mailbox):
         start = self._tracer.clock()
         received = super()._read()
         if received and self._tracer.recorder is not None:
-            messages = []
-            for _, message in received:
-                if not isinstance(message, Exception):
-                    messages.append(identity(message))
+            messages = [identity(message) for _, message in received]
             self._tracer.note("communication", "read", start, messages=messages)
         return received
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("send", super().send, message, peer)
+        start = self._tracer.clock()
+        super().send(message, peer)
+        self._tracer.communicated("send", start, message)
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("post", super().post, message, peer)
+        start = self._tracer.clock()
+        super().post(message, peer)
+        self._tracer.communicated("post", start, message)
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
@@ -311,25 +298,7 @@ class TracedMailbox(Mailbox):
             message: object = None
             if received:
                 _, message = received[0]
-            if isinstance(message, Exception):
-                message = None
             self._tracer.waited(start, self._tracer.clock(), message)
         else:
             self._tracer.note("communication", "receive", start)
         return received
-
-
-class TracedChannel:
-    """Records the rows that pass."""
-
-    def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
-        self._channel = channel
-        self._tracer = tracer
-        self.close = channel.close
-
-    def send(self, row: torch.Tensor) -> None:
-        self._tracer.communicated("send row", self._channel.send, row)
-
-    def receive(self, count: int) -> torch.Tensor:
-        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
-        return rows

@@ -37,7 +37,7 @@ from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
 from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
-from pearl.trace.tracer import TracedChannel, Tracer
+from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
@@ -64,7 +64,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 0, device, tracer)
+        make_channel = _channel(settings, 0, device)
         choices = core_choices(config)
         profile = load_profile(config)
         keep = keeper(config)
@@ -132,7 +132,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 1, device, tracer)
+        make_channel = _channel(settings, 1, device)
         device_choice = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
@@ -289,20 +289,18 @@ def make_runner(
 
 
 def _channel(
-    settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
+    settings: WorkerSettings, rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     config = settings.config
-    kind = settings.tensors or settings.config.tensors
-    if kind not in ("gloo", "nccl") or not config.has_draft:
+    kind = settings.tensors or config.tensors
+    if kind != "nccl" or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
         store = settings.directory / "group"
         timeout = config.draft_timeout
-        return TracedChannel(
-            ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer
-        )
+        return ProcessGroupChannel(store, "rows", rank, vocab_size, device, timeout)
 
     return make

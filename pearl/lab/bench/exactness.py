@@ -8,10 +8,7 @@ only the distribution of sampled texts is not found here but by tests/test_verif
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -318,9 +315,8 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
     with stream:
         for number, piece in enumerate(stream, 1):
             longest = max(longest, len(piece.tokens))
-            if number == 3 and kill_in is not None and kill_in.draft_pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(kill_in.draft_pid, signal.SIGKILL)
+            if number == 3 and kill_in is not None and kill_in.draft is not None:
+                kill_in.draft.worker.kill()
     return longest
 
 
