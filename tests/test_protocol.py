@@ -168,9 +168,6 @@ TARGET_EVENTS = {
     Submit: submission(TEXT, request=9),
     Cancel: Cancel(9),
     e.Forwarded: e.Forwarded(request=1),
-    e.Judged: e.Judged(0, 1, request=1),
-    e.Sampled: e.Sampled((1,), request=1),
-    e.Guessed: e.Guessed(request=1),
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
     e.DraftJoined: e.DraftJoined(100),
     e.DraftGone: e.DraftGone("test"),
@@ -261,7 +258,7 @@ TROUBLES = (
     "garble verdict",
     "lose to target",
 )
-TROUBLES += ("lose to draft", "resync", "fail", "cancel", "cancel next")
+TROUBLES += ("lose to draft", "resync", "fail", "fail to judge", "cancel", "cancel next")
 
 
 def eventful_run(seed: int, withholds: bool = False) -> None:
@@ -292,7 +289,12 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     ]
     target = ScriptTarget(text, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
     draft = partial(
-        ScriptDraft, text, wrong, foresees if options["branches"] else (), foresees * withholds
+        ScriptDraft,
+        text,
+        wrong,
+        foresees if options["branches"] else (),
+        foresees * withholds,
+        foresees if seed % 7 == 1 and not withholds else (),
     )
     pair = FaultyPair(submits, target, draft, chance.choice((2, 7, 1000, None)))
     picker, rare, pair.next_context = (

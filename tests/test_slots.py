@@ -19,7 +19,7 @@ from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sample, Sampled
+from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sampled
 from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
@@ -30,6 +30,7 @@ from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.forwards import KINDS
 from tests.options import drawn_by, resolved
 from tests.replace import replace
+from tests.scripted import Told
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
 from tests.wrapped import WrappedRunner
@@ -180,7 +181,7 @@ def submitted(number: int, prompt: Sequence[int]) -> Submit:
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
     """So that none of their tokens waits for more than one part."""
-    coordinator = Coordinator(slots=2)
+    coordinator = Coordinator(Told(), slots=2)
     (*_, whole) = coordinator.handle(submitted(1, [1] * 2000))
     assert isinstance(whole, Forward)
     assert len(whole.tokens) == PREFILL_CHUNK
@@ -222,22 +223,20 @@ def test_a_request_gets_the_slot_that_has_read_most_of_its_prompt() -> None:
 
 
 def test_forward_times_are_those_of_all_that_was_fed() -> None:
-    coordinator = Coordinator(slots=2)
+    coordinator = Coordinator(Told(*[Sampled((5,))] * 3), slots=2)
     for number in (1, 2):
         coordinator.handle(submitted(number, (number, 3)))
     for number in (1, 2):  # parts of a prompt beside it: this says nothing of what a window takes
-        (sample,) = coordinator.handle(Forwarded(0.5, beside=None, request=number))
-        assert isinstance(sample, Sample)
+        coordinator.handle(Forwarded(0.5, beside=None, request=number))
     assert coordinator.speeds.target.measured == ()
-    coordinator.handle(Sampled((5,), request=1))
     coordinator.handle(Forwarded(0.25, beside=3, request=1))
     assert coordinator.speeds.target.measured == ((4, 0.25),)
-    assert coordinator.running[1].draft.beside == 3
+    assert coordinator.running[1].request.beside == 3
 
 
 def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     """Of two that change over at will neither would know what made it faster."""
-    coordinator = Coordinator(slots=3)
+    coordinator = Coordinator(Told(), slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
     auto = resolved("auto", "stream", None, "coupled", (), 8, sampling=drawn_by())
     for number in (1, 2):

@@ -19,7 +19,7 @@ from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.fused_guesses import index_factory
 from pearl.drafting.heads import HeadGuesses, TargetStates
-from pearl.drafting.ngram import GuessWindow, NgramIndex, anchored, guess_tree
+from pearl.drafting.ngram import GuessTree, GuessWindow, NgramIndex, anchored, guess_tree
 from pearl.drafting.output_ngrams import Habits
 from pearl.errors import NumericalError
 from pearl.models.feeds import depths, paths
@@ -31,7 +31,6 @@ from pearl.protocol.events import (
     Forward,
     Forwarded,
     Guess,
-    Guessed,
     Judge,
     Judged,
     Keep,
@@ -42,13 +41,14 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
+from pearl.protocol.fed_tokens import FedTokens
 from pearl.protocol.messages import HiddenStates, Logprobs, Verdict
 from pearl.protocol.speeds import Cores
 from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
 
-Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
+Event = Forwarded | Drafted  # what answers a command
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class _Request:
         prompt: the tokens that it began with.
         shaper: changes its logits; None if nothing changes them.
         index: what guesses are made from; None before the first `Guess`.
-        logits: [rows, vocab], of the last tokens fed in its last forward.
+        fed: the tokens of its last forward.
+        logits: [rows, vocab], of the last ones of these.
         launched: results for these rows that judging needs, launched with the forward; None if it was not.
         draws: [rows, 2], the target's own draws, likewise.
-        fed: that forward.
         logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
         said: log probabilities of decided tokens by position, until delivered.
     """
@@ -80,7 +80,7 @@ class _Request:
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
     draws: torch.Tensor | None = None
-    fed: Forward | None = None
+    fed: FedTokens = field(default_factory=lambda: FedTokens(0, ()))
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     said: dict[int, Logprobs] = field(default_factory=dict)
@@ -97,34 +97,16 @@ class _Request:
 
     def positions(self) -> list[int]:
         """The positions that the rows are for."""
-        assert self.fed is not None
-        tokens, parents = len(self.fed.tokens), self.fed.parents
-        depth = range(tokens) if parents is None else depths(parents)
-        return [self.fed.start + 1 + depth[node] for node in range(tokens - self.fed.rows, tokens)]
+        num_tokens = len(self.fed.tokens)
+        depth: Sequence[int] = range(num_tokens)
+        if self.fed.parents is not None:
+            depth = depths(self.fed.parents)
+        first = num_tokens - len(self.logits)
+        return [self.fed.start + 1 + depth[node] for node in range(first, num_tokens)]
 
     def row(self, node: int) -> int:
         """The index in `logits` of the row of a token of the last forward."""
-        assert self.fed is not None
-        return node - len(self.fed.tokens) + self.fed.rows
-
-    def children(self) -> dict[int, dict[int, int]]:
-        """For each token of the last forward: token id -> its child with that id."""
-        assert self.fed is not None
-        tokens, parents = self.fed.tokens, self.fed.parents
-        found: dict[int, dict[int, int]] = {}
-        for node, parent in enumerate(range(-1, len(tokens) - 1) if parents is None else parents):
-            found.setdefault(parent, {}).setdefault(tokens[node], node)
-        return found
-
-    def path(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the last forward that are `tokens`, a chain from its first one on, as far as they were fed."""
-        children, found = self.children(), list[int]()
-        for token in tokens:
-            node = children.get(found[-1] if found else -1, {}).get(token)
-            if node is None:
-                break
-            found.append(node)
-        return found
+        return node - len(self.fed.tokens) + len(self.logits)
 
     def say(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
@@ -154,12 +136,14 @@ class _Share:
     """One request's share of a forward.
 
     Attributes:
-        window: nodes of the request's index, fed after the command's tokens; None: the index has none.
-        feed: the command's tokens and the window.
+        fed: the command's tokens and guesses.
+        window: nodes of the request's index, fed after these; None: the index has none.
+        feed: both.
     """
 
     command: Forward
     request: _Request
+    fed: FedTokens
     window: GuessWindow | None
     feed: Feed
 
@@ -181,7 +165,6 @@ class TargetExecutor:
 
     Attributes:
         chooses_cores: whether `Spread` changes anything.
-        meanwhile: called while a forward is computed that was launched: work of the host for which none has to wait.
     """
 
     def __init__(
@@ -200,7 +183,6 @@ class TargetExecutor:
         self._head, self.has_head, self._gives_states = head, head is not None, gives_states
         self._states = TargetStates(runner, head, gives_states)
         self.launches = runner.device.type != "cpu" if launches is None else launches
-        self.meanwhile: Callable[[], None] = lambda: None
         self._datastore, self._habits = datastore, habits
         self.chooses_cores = spread is not None
         self._text_stream, self._spread = text_stream, spread or (lambda cores: None)
@@ -224,18 +206,12 @@ class TargetExecutor:
                 slot = self._requests[command.request].slot
                 self.runner.rollback(length, slot)
                 self._states.rollback(length, slot)
-            case Guess():
-                return self._guess(command)
             case Spread(cores):
                 self._spread(cores)
             case Keep(path):
                 self._keep(path, self._requests[command.request])
             case Forward():
                 return self.forward([command])[0]
-            case Judge():
-                return self._judged(self._requests[command.request], command)
-            case Sample():
-                return self._sampled(self._requests[command.request], command)
             case _:
                 raise AssertionError(command)
         return None
@@ -260,38 +236,52 @@ class TargetExecutor:
             logprobs=options.logprobs,
         )
 
-    def _guess(self, command: Guess) -> Guessed:
-        """See `Guess`. A runner that takes no trees gets a chain behind the text."""
-        request = self._requests[command.request]
+    def _guess(self, request: _Request, guess: Guess) -> GuessTree:
+        """See `Guess`. A runner that takes no trees gets a chain after the text."""
         if request.index is None:
             request.index = self._make_index(request)
         index = request.index
-        index.cut(command.base)
-        index.extend(command.tokens)
-        index.has_head = command.head
-        if self._states.texts and request.fed is not None:
-            self._log_path(request, index.tokens[request.fed.start : command.committed])
-        index.learn(command.committed)
-        anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
-        nodes, is_tree = (
-            self.runner.capabilities.tree_nodes - len(anchors),
-            self.runner.capabilities.tree_nodes > 0,
-        )
-        # In a tree the unfed tokens, the last committed one and the pending ones, are nodes too.
-        anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
-        tokens, parents, chances, sources = guess_tree(
-            index, anchors, command.most, command.limit, is_tree, nodes
-        )
-        return Guessed(
-            tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request
-        )
+        index.cut(guess.base)
+        index.extend(guess.tokens)
+        index.has_head = guess.head
+        index.learn(guess.committed)
+        anchors = anchored(index.tokens, guess.committed, guess.trust, guess.alternatives)
+        is_tree = self.runner.capabilities.tree_nodes > 0
+        if is_tree:
+            # The unfed tokens, the last committed one and the pending ones, are nodes too.
+            most_nodes = self.runner.capabilities.tree_nodes - len(anchors)
+        else:
+            anchors = anchors[-1:]
+            most_nodes = guess.most
+        return guess_tree(index, anchors, guess.most, guess.limit, is_tree, most_nodes)
+
+    def _fed(self, request: _Request, command: Forward) -> FedTokens:
+        """The command's tokens, and the guesses after and beside them that are worth it."""
+        fed = FedTokens(command.start, command.tokens)
+        if command.guess is None:
+            return fed
+        tree = self._guess(request, command.guess)
+        num_fed = len(command.tokens)
+        count = command.guess.worth(tree.chances, num_fed)
+        if not count:
+            return fed
+        length = command.guess.base + len(command.guess.tokens)
+        parents = list(range(-1, num_fed - 1))
+        for parent in tree.parents[:count]:
+            if parent < length:  # a position of the text
+                parents.append(parent - command.start)
+            else:  # a guess
+                parents.append(parent - length + num_fed)
+        tokens = command.tokens + tuple(tree.tokens[:count])
+        is_chain = parents == list(range(-1, len(tokens) - 1))
+        guessers = tuple(tree.sources[:count])
+        return FedTokens(command.start, tokens, None if is_chain else tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
         """Log the states of `tokens`, which the text has from the first position of the last forward on, if that fed a
-        tree: it may be settled only later. The position up to which they were fed.
+        tree: it is settled only before the next. The position up to which they were fed.
         """
-        assert request.fed is not None
-        path = request.path(tokens)
+        path = request.fed.walk(-1, tokens)
         if request.fed.parents is not None:
             self._states.extend(request.fed.start, request.slot, path)
         return request.fed.start + len(path)
@@ -299,12 +289,11 @@ class TargetExecutor:
     def states(self, verdict: Verdict) -> Iterable[HiddenStates]:
         """What to send the draft before a verdict, if it reads hidden states: those of tokens committed and fed."""
         request = self._requests.get(verdict.request)
-        if request is None or request.fed is None or not self._gives_states:
+        if request is None or not request.fed.tokens or not self._gives_states:
             return ()
         before = verdict.start - request.fed.start
-        end = self._log_path(
-            request, (*request.fed.tokens[: max(0, before)], *verdict.tokens[max(0, -before) :])
-        )
+        fed_before = request.fed.tokens[: max(0, before)]
+        end = self._log_path(request, fed_before + verdict.tokens[max(0, -before) :])
         return self._states.messages(verdict.request, end, request.slot)
 
     def _make_index(self, request: _Request) -> NgramIndex:
@@ -327,65 +316,74 @@ class TargetExecutor:
         return HeadGuesses(self._states.texts[request.slot], tokens, draw)
 
     @memory_errors
-    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
+    def forward(
+        self, commands: Sequence[Forward], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Forwarded]:
+        """One forward of the model for several requests; the event that answers each. Raises as `execute`.
+
+        `meanwhile`: called while a device computes: work of the host for which none has to wait.
+        """
         began = time.perf_counter()
         shares = [self._share(command) for command in commands]
         logits = self.runner.forward([share.feed for share in shares])
         for share, rows in zip(shares, logits, strict=True):
             self._take_rows(share, rows)
         if self.launches:
-            self.meanwhile()
+            meanwhile()
         self.runner.synchronize()
         now = time.perf_counter()
-        fed = sum(len(share.feed.tokens) for share in shares)  # windows of indexes too
+        num_fed = sum(len(share.feed.tokens) for share in shares)  # windows of indexes too
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
-        results = []
-        for command in commands:
-            beside = None if has_prompts else fed - len(command.tokens)
-            results.append(Forwarded(now - began, now, beside, request=command.request))
-        return results
+        events: list[Forwarded] = []
+        for share in shares:
+            beside = None if has_prompts else num_fed - len(share.fed.tokens)
+            fed = share.fed if share.fed.guessers else None
+            number = share.command.request
+            events.append(Forwarded(now - began, now, beside, fed, request=number))
+        return events
 
     def _share(self, command: Forward) -> _Share:
-        """Make the feed of a command, and take a window from the request's index if it has one."""
+        """Make the feed of a command, with guesses and a window from the request's index if it has them."""
         request = self._requests[command.request]
         length = self.runner.length(request.slot)
         assert length == command.start, (length, command)
+        fed = self._fed(request, command)
         is_prompt = command.phase is Phase.PREFILL
-        feed = Feed(command.tokens, command.rows, request.slot, command.parents, is_prompt)
+        rows = command.rows + len(fed.guessers)
+        feed = Feed(fed.tokens, rows, request.slot, fed.parents, is_prompt)
         window = None
         if request.index is not None and command.rows and not is_prompt:
-            most = self.runner.capabilities.tree_nodes - len(command.tokens)
+            most = self.runner.capabilities.tree_nodes - len(fed.tokens)
             window = request.index.window(most, self.runner.context - command.start)
         if window is not None:
             feed = _with_window(feed, window)
-        return _Share(command, request, window, feed)
+        return _Share(command, request, fed, window, feed)
 
     def _take_rows(self, share: _Share, rows: torch.Tensor) -> None:
         """Give the request the logits of its rows, and launch what judging needs of them."""
-        command = share.command
+        fed = share.fed
         request = share.request
         if share.window is not None:
             self._take_window(share, share.window, rows)
-            rows = rows[: command.rows]
+            rows = rows[: share.command.rows + len(fed.guessers)]
         request.raw = rows
-        request.fed = command
+        request.fed = fed
         request.launched = None
         request.draws = None
-        if command.parents is None:
-            self._states.extend(command.start, request.slot)
-        request.logits = _shaped(request.shaper, command, rows)
-        if self.launches and command.rows:
+        if fed.parents is None:
+            self._states.extend(fed.start, request.slot)
+        request.logits = _shaped(request.shaper, fed, rows)
+        if self.launches and len(rows):
             self._launch(request)
 
     def _take_window(self, share: _Share, window: GuessWindow, rows: torch.Tensor) -> None:
         """Draw after the last level of the window, and give the index these draws."""
-        command = share.command
+        fed = share.fed
         request = share.request
         assert request.index is not None
-        if command.parents is None:  # a chain continues the text at once
-            self.runner.keep(range(len(command.tokens)), request.slot)
-        first = command.start + window.levels + 1  # the position that column 0's row is for
+        if fed.parents is None:  # a chain continues the text at once
+            self.runner.keep(range(len(fed.tokens)), request.slot)
+        first = fed.start + window.levels + 1  # the position that column 0's row is for
         positions = range(first, first + window.columns)
         draws = request.direct.rows(rows[-window.columns :], positions).cpu()
         request.index.take([read_draw(draw) for draw in draws])
@@ -404,57 +402,62 @@ class TargetExecutor:
             )
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
-        assert request.fed is not None
         self._states.extend(request.fed.start, request.slot, path)
         self.runner.keep(path, request.slot)
         if request.shaper is not None:
-            request.shaper.extend(request.fed.tokens[node] for node in path)
+            request.shaper.extend([request.fed.tokens[node] for node in path])
 
-    def _judged(self, request: _Request, command: Judge) -> Judged:
-        rows = [row for row in command.rows if row is not None]
-        first, count = request.row(command.nodes[0]), len(command.nodes)
+    @memory_errors
+    def judge(self, judge: Judge) -> Judged:
+        """Apply the request's rule to draft tokens. Raises `ForwardError`."""
+        request = self._requests[judge.request]
+        rows = [row for row in judge.rows if row is not None]
+        count = len(judge.nodes)
+        first = request.row(judge.nodes[0])
         at: slice | list[int] = slice(first, first + count)  # no copy
-        if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
-            at = [request.row(node) for node in command.nodes]
-        launched = {} if request.launched is None else {"launched": request.launched[at]}
+        if judge.nodes != tuple(range(judge.nodes[0], judge.nodes[0] + count)):
+            at = [request.row(node) for node in judge.nodes]
+        launched = None if request.launched is None else request.launched[at]
         with request.blamed():
             verdict = request.rule.judge(
-                request.logits[at], command.tokens, rows, command.start, **launched
+                request.logits[at], judge.tokens, rows, judge.start, launched
             )
             index = request.index
-            is_cut_short = verdict.accepted + 1 < len(command.tokens)
+            is_cut_short = verdict.accepted + 1 < len(judge.tokens)
             if index is not None and index.reads_discarded and is_cut_short:
-                self._reuse(request, index, command, verdict.accepted)
-        new = list(command.tokens[: verdict.accepted])
+                self._reuse(request, index, judge, verdict.accepted)
+        new = list(judge.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
-        request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
-        return replace(verdict, stop_after=request.stop_after(new), request=command.request)
+        request.say(judge.start, new, [request.row(node) for node in judge.nodes[: len(new)]])
+        return replace(verdict, stop_after=request.stop_after(new), request=judge.request)
 
-    def _reuse(self, request: _Request, index: NgramIndex, command: Judge, accepted: int) -> None:
-        """Give the index the tokens that are discarded, and the target's draws behind them but the last."""
-        rows = [request.row(node) for node in command.nodes[accepted + 1 :]]
-        positions = [command.start + number for number in range(accepted + 1, len(command.tokens))]
+    def _reuse(self, request: _Request, index: NgramIndex, judge: Judge, accepted: int) -> None:
+        """Give the index the tokens that are discarded, and the target's draws after all of them but the last."""
+        rows = [request.row(node) for node in judge.nodes[accepted + 1 :]]
+        positions = range(judge.start + accepted + 1, judge.start + len(judge.tokens))
         draws = request.direct.rows(request.logits[rows], positions).cpu()
-        index.discarded(command.tokens[accepted:-1], [read_draw(draw) for draw in draws])
+        index.discarded(judge.tokens[accepted:-1], [read_draw(draw) for draw in draws])
 
-    def _sampled(self, request: _Request, command: Sample) -> Sampled:
-        children = request.children() if command.follow else {}
+    @memory_errors
+    def sample(self, sample: Sample) -> Sampled:
+        """Draw from the target alone. Raises `ForwardError`."""
+        request = self._requests[sample.request]
         tokens: list[int] = []
         rows: list[int] = []
-        at: int | None = command.node
+        node: int | None = sample.node
         with request.blamed():
-            while at is not None:
-                rows.append(request.row(at))
-                position = command.position + len(tokens)
+            while node is not None:
+                row = request.row(node)
                 if request.draws is None:
-                    draw = request.direct(request.logits[rows[-1]], position)
+                    draw = request.direct(request.logits[row], sample.position + len(tokens))
                 else:
-                    draw = request.draws[rows[-1]]
+                    draw = request.draws[row]
+                rows.append(row)
                 tokens.append(read_draw(draw))
-                at = children.get(at, {}).get(tokens[-1])
-        request.say(command.position, tokens, rows)
-        return Sampled(tuple(tokens), request.stop_after(tokens), request=command.request)
+                node = request.fed.child(node, tokens[-1]) if sample.follow else None
+        request.say(sample.position, tokens, rows)
+        return Sampled(tuple(tokens), request.stop_after(tokens), request=sample.request)
 
     def logprobs(self, request: int, start: int, count: int) -> tuple[Logprobs, ...]:
         """Log probabilities of `count` decided tokens from `start` on, once; empty if the request wants none."""
@@ -474,7 +477,7 @@ def _with_window(feed: Feed, window: GuessWindow) -> Feed:
     return Feed(tokens, feed.rows + len(window.tokens), feed.slot, tuple(parents))
 
 
-def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:
+def _shaped(shaper: Shaper | None, fed: FedTokens, logits: torch.Tensor) -> torch.Tensor:
     """The logits with penalties, biases and grammar of the text before each row."""
     if shaper is None:
         return logits

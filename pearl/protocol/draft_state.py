@@ -64,8 +64,6 @@ class DraftState:
         self.is_lost = False
         #: Whether the draft has sent anything since it last began.
         self.has_sent = False
-        #: Other requests' tokens in the last target forward.
-        self.beside = 0
         self._grants = 0
         # The most tokens that any grant allowed beyond the prefix: the bound for a branch.
         self._furthest = 0
@@ -109,8 +107,8 @@ class DraftState:
     def resyncs_too_often(self) -> bool:
         """Whether the draft was resynced more often than is allowed, so that this request drops it."""
         num_generated = self._request.sequence.committed - len(self._request.submit.prompt)
-        allowed = _RESYNCS + max(0, num_generated) // _TOKENS_PER_RESYNC
-        return self._request.counts.resyncs > allowed
+        allowed = _RESYNCS + num_generated // _TOKENS_PER_RESYNC
+        return not self.is_lost and self._request.counts.resyncs > allowed
 
     @property
     def needed(self) -> int:
@@ -168,7 +166,7 @@ class DraftState:
         request = self._request
         keeps = request.method.bonus and not request.options.commits_draws
         if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
-            self.window = request.options.gamma or self._speeds.best_window(self.beside)
+            self.window = request.options.gamma or self._speeds.best_window(request.beside)
         self._grants += 1
         self._enter_epoch()
         until = min(self._bounds.draft_until, request.submit.limit, self.context)
@@ -226,6 +224,7 @@ class DraftState:
         if self.known:
             do(Send(Finish(self._request.number)))
         self.known = 0
+        self.has_sent = False
 
     # ---- what the draft sends ----
 

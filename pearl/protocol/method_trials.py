@@ -104,7 +104,6 @@ class AutoText:
 
     def _use(self, way: str, do: Do) -> None:
         self._request.use(way)
-        self._draft.has_sent = False
         self._place(do)
 
     def _place(self, do: Do) -> None:

@@ -199,7 +199,7 @@ class _Merged:
         for record in records:
             yield from self._slice(record, 1)
             if record.name == "decide":
-                name = incident(record.args["event"])
+                name = incident(record.args)
                 if name is not None:
                     time = self._us(record.end)
                     yield {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": LOOP, "ts": time}
@@ -321,8 +321,9 @@ class _Merged:
         }
 
 
-def incident(event: dict[str, Any]) -> str | None:
-    """A note on a failure or a recovery; None for other events."""
+def incident(decision: dict[str, Any]) -> str | None:
+    """A note on a failure or a recovery; None for other decisions."""
+    event = decision["event"]
     match event["type"]:
         case "DraftGone":
             if event.get("request") is None:
@@ -334,6 +335,9 @@ def incident(event: dict[str, Any]) -> str | None:
             return "a message was lost: the draft gets the whole prefix"
         case "Failed":
             return f"the request fails: {event['reason']}"
+    for command in decision["commands"]:
+        if command.get("failure"):
+            return f"the request fails: {command['failure']['reason']}"
     return None
 
 

@@ -317,8 +317,10 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         names = list(kind.__struct_fields__)
     else:
         names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if kind is events.Judge:
-        names.remove("rows")
+    if kind is events.Forwarded:
+        names.remove("fed")
+    elif kind is events.Guess:
+        names.remove("worth")
     type_name = kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:

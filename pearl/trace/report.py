@@ -250,7 +250,7 @@ def _notes(trace: RunTrace, shares: Mapping[str, WorkerShares]) -> list[str]:
         )
     for piece in _between(trace.target, trace.start, trace.end):
         if piece.name == "decide":
-            note = incident(piece.args["event"])
+            note = incident(piece.args)
             if note:
                 notes.append(f"at {piece.end - trace.start:.3f} s: {note}")
     for name, share in shares.items():

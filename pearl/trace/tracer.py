@@ -29,8 +29,7 @@ _TARGET_CAUSES = {
     events.Cause.IDLE: CONSUMER,
 }
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
-_WITHOUT_EVENT = (events.Guess, events.Spread, events.Keep, events.Rollback, events.Open)
-_WITH_EVENT = (events.Judge, events.Sample)
+_SILENT = (events.Spread, events.Keep, events.Rollback, events.Open)
 _ROUNDING_NS = 1000
 _MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
 
@@ -70,6 +69,7 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
+        self._deciding = 0  # since when the state machine decides
         #: running request -> since when, its arguments
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}
 
@@ -120,18 +120,20 @@ class Tracer:
 
     # ---- the state machine ----
 
-    def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
+    def decide(self, machine: Coordinator | Drafter, event: object) -> list[object]:
         """`machine.handle`, recorded with its event and commands."""
+        if self.recorder is None:
+            return machine.handle(event)
+        self._deciding = self.clock()
+        commands = machine.handle(event)
+        self._decided(machine, event, commands, self._deciding)
+        return commands
 
-        def handle(event: object) -> list[object]:
-            if self.recorder is None:
-                return machine.handle(event)
-            start = self.clock()
-            commands = machine.handle(event)
-            self._decided(machine, event, commands, start)
-            return commands
-
-        return handle
+    def verified(self, name: str) -> None:
+        """Record a judgement or draw, from the beginning of the decision that asked for it."""
+        end = self.clock()
+        self.record(LOOP, "busy", name, self._deciding, end)
+        self._deciding = end
 
     def _decided(
         self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int
@@ -163,16 +165,14 @@ class Tracer:
 
     # ---- computing ----
 
-    def computing(self, execute: Callable[[_Command], _Event]) -> Callable[[_Command], _Event]:
-        def traced(command: _Command) -> _Event:
-            if self.recorder is None:
-                return execute(command)
-            start = self.clock()
-            event = execute(command)
-            self.computed(command, event, start, self.clock())
-            return event
-
-        return traced
+    def compute(self, execute: Callable[[_Command], _Event], command: _Command) -> _Event:
+        """`execute(command)`, recorded."""
+        if self.recorder is None:
+            return execute(command)
+        start = self.clock()
+        event = execute(command)
+        self.computed(command, event, start, self.clock())
+        return event
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
@@ -181,10 +181,17 @@ class Tracer:
             assert isinstance(event, events.Drafted)
             self._drafted(command, event, start, end)
             return
-        work = _work(command, event)
-        if work is not None:
-            name, args = work
-            self.recorder.record(LOOP, "busy", name, start, end, args)
+        work = _work(command)
+        if work is None:
+            return
+        name, args = work
+        forwarded = event[0] if isinstance(event, list) else event
+        if isinstance(forwarded, events.Forwarded):
+            began = max(start, end - round(forwarded.seconds * 1e9))
+            if began - start > _ROUNDING_NS:
+                self.recorder.record(LOOP, "busy", "guess", start, began)
+                start = began
+        self.recorder.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
@@ -241,7 +248,7 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     return {message.request: message for message in begun}
 
 
-def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
+def _work(command: object) -> tuple[str, dict[str, Any]] | None:
     """The name and arguments of a command's slice; None if it has no slice. The next decision has the event."""
     if isinstance(command, list):
         return _joint_work(command)
@@ -251,8 +258,7 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
             "start": command.start,
             "request": command.request,
         }
-    has_event = event is not None and isinstance(command, _WITH_EVENT)
-    if has_event or isinstance(command, _WITHOUT_EVENT):
+    if isinstance(command, _SILENT):
         return type(command).__name__.lower(), {}
     return None
 
@@ -317,6 +323,26 @@ class TracedMailbox(Mailbox):
         else:
             self._tracer.note("communication", "receive", start)
         return received
+
+
+class TracedVerifier:
+    """Records judgements and draws."""
+
+    def __init__(self, verifier: events.Verifier, tracer: Tracer) -> None:
+        self._verifier = verifier
+        self._tracer = tracer
+
+    def judge(self, judge: events.Judge) -> events.Judged:
+        judged = self._verifier.judge(judge)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("judge")
+        return judged
+
+    def sample(self, sample: events.Sample) -> events.Sampled:
+        sampled = self._verifier.sample(sample)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("sample")
+        return sampled
 
 
 class TracedChannel:
