@@ -126,7 +126,7 @@ def judge(plain: Any) -> Any:
 def plant(bug: str) -> None:
     """And a forward takes as long whatever it is fed, so that trees are fed on any machine."""
     BUGS[bug]()
-    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore[method-assign]
+    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore
 
 
 BUGS = {

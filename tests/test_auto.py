@@ -162,7 +162,7 @@ def test_a_text_changes_its_cores_with_its_way() -> None:
     speeds = Speeds(target=known.pop(Cores.OWN), elsewhere=known, auto=many_cores())
     pair = alpha_pair(VOCAB, 0.2, order=3)
     target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
-    target._spread = spread.append
+    target.spread = spread.append
     outcome = simulate(asked("auto", 300), target, draft, timing, speeds=speeds)
     assert outcome.tokens == decode_with(pair, "ar").tokens
     assert (speeds.auto.best, speeds.cores) == (ONE_CORE, Cores.ONE)
@@ -247,7 +247,7 @@ def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens:
         target, draft = paired_executors(
             *(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=3))
         )
-        target._spread = spread.append
+        target.spread = spread.append
         seconds[method] = simulate(
             asked(method, tokens, temperature=1.0), target, draft, timing
         ).seconds
@@ -314,7 +314,7 @@ def test_cores_go_back_before_another_request_is_served() -> None:
         target, draft = paired_executors(
             *(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2))
         )
-        target._spread = spread.append
+        target.spread = spread.append
         outcome = simulate(asked(method, tokens), target, draft, timing, speeds=speeds)
         if tokens == 40:
             assert speeds.cores is Cores.ALL
@@ -484,7 +484,8 @@ def test_a_text_that_depends_on_its_measured_window_keeps_it(
 ) -> None:
     """So that it can be recorded, and the text made again."""
     submit = Submit(1, (1,), 99, resolved(method, sampling=drawn_by(temperature)))
-    machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})
+    speeds = Speeds(t_draft=1.0)
+    machine = RequestMachine(submit, TokenSequence(), 0, speeds, Told(), 99, 0, {})
     windows = []
     for seconds in (2.0, 9.0):
         speeds.target = ForwardTimes([(1, seconds)])

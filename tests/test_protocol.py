@@ -324,6 +324,11 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
         check_counts(result, runs_ahead=bool(options["look_ahead"]))
 
 
+def full_prefix(machine: Drafter) -> None:
+    """A prefix that leaves nothing to draft: the target knew another draft's context when it sent this."""
+    machine.handle(Begin(1, 2, PROMPT, len(PROMPT), extend_digest(0, PROMPT), resolved()))
+
+
 Reached = tuple[set[tuple[object, type, object]], set[tuple[object, type, object]]]
 
 
@@ -350,6 +355,12 @@ def reached() -> Reached:
             eventful_run(seed)
         for seed in range(100):
             eventful_run(seed, withholds=True)
+        for state in (
+            draft_side.DrafterState.IDLE,
+            draft_side.DrafterState.WAITING,
+            draft_side.DrafterState.LOST,
+        ):
+            full_prefix(draft_in(state))
     return target, draft
 
 

@@ -65,7 +65,7 @@ class _Request:
         launched: results for these rows that judging needs, launched with the forward; None if it was not.
         draws: [rows, 2], the target's own draws, likewise.
         logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
-        said: log probabilities of decided tokens by position, until delivered.
+        decided: log probabilities of decided tokens by position, until delivered.
     """
 
     slot: int
@@ -83,7 +83,7 @@ class _Request:
     fed: FedTokens = field(default_factory=lambda: FedTokens(0, ()))
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    said: dict[int, Logprobs] = field(default_factory=dict)
+    decided: dict[int, Logprobs] = field(default_factory=dict)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -113,14 +113,14 @@ class _Request:
         if self.logprobs is None or not tokens:
             return
         logits = self.raw[list(rows)].float()
-        own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
-        every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
-        top, ids = every.topk(min(self.logprobs, logits.shape[-1]))
-        found = zip(
-            every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True
-        )
-        for at, (logprob, likeliest, values) in enumerate(found, position):
-            self.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
+        logprobs = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
+        top = logprobs.topk(min(self.logprobs, logits.shape[-1]))
+        ids = top.indices.tolist()
+        values = top.values.tolist()
+        chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
+        for index, logprob in enumerate(chosen):
+            likeliest = tuple(zip(ids[index], values[index], strict=True))
+            self.decided[position + index] = Logprobs(logprob, likeliest)
 
     def stop_after(self, tokens: Sequence[int]) -> int | None:
         if self.text is not None:
@@ -162,9 +162,6 @@ class TargetExecutor:
         guides: make the guides of grammars.
         head: guesses too, for methods that take its guesses; the runner keeps features for it.
         gives_states: whether the draft reads hidden states, which the runner keeps.
-
-    Attributes:
-        chooses_cores: whether `Spread` changes anything.
     """
 
     def __init__(
@@ -179,19 +176,25 @@ class TargetExecutor:
         head: Head | None = None,
         gives_states: bool = False,
     ) -> None:
-        self.runner, self._guides = runner, guides
-        self._head, self.has_head, self._gives_states = head, head is not None, gives_states
+        self.runner = runner
+        self.head = head
+        self.spread = spread
+        self.launches = launches
+        if launches is None:
+            self.launches = runner.device.type != "cpu"
+        self._guides = guides
+        self._gives_states = gives_states
         self._states = TargetStates(runner, head, gives_states)
-        self.launches = runner.device.type != "cpu" if launches is None else launches
-        self._datastore, self._habits = datastore, habits
-        self.chooses_cores = spread is not None
-        self._text_stream, self._spread = text_stream, spread or (lambda cores: None)
+        self._datastore = datastore
+        self._habits = habits
+        self._text_stream = text_stream
         self._requests: dict[int, _Request] = {}
 
-    def needs_rows(self, request: int) -> bool | None:
+    def needs_rows(self, number: int) -> bool | None:
         """Whether judging the request takes the draft's distributions; None: it was not opened."""
-        found = self._requests.get(request)
-        return None if found is None else found.spec.needs is not Needs.NOTHING
+        if number not in self._requests:
+            return None
+        return self._requests[number].spec.needs is not Needs.NOTHING
 
     @memory_errors
     def execute(self, command: object) -> Event | None:
@@ -207,7 +210,8 @@ class TargetExecutor:
                 self.runner.rollback(length, slot)
                 self._states.rollback(length, slot)
             case Spread(cores):
-                self._spread(cores)
+                if self.spread is not None:
+                    self.spread(cores)
             case Keep(path):
                 self._keep(path, self._requests[command.request])
             case Forward():
@@ -217,10 +221,11 @@ class TargetExecutor:
         return None
 
     def _open(self, command: Open) -> None:
-        self._requests = {
-            number: each for number, each in self._requests.items() if each.slot != command.slot
-        }
-        options, text = command.options, None
+        for number, request in list(self._requests.items()):
+            if request.slot == command.slot:
+                del self._requests[number]
+        options = command.options
+        text = None
         if options.stop:
             assert self._text_stream is not None
             text = self._text_stream(command.prompt, options.stop)
@@ -273,9 +278,10 @@ class TargetExecutor:
             else:  # a guess
                 parents.append(parent - length + num_fed)
         tokens = command.tokens + tuple(tree.tokens[:count])
-        is_chain = parents == list(range(-1, len(tokens) - 1))
         guessers = tuple(tree.sources[:count])
-        return FedTokens(command.start, tokens, None if is_chain else tuple(parents), guessers)
+        if parents == list(range(-1, len(tokens) - 1)):
+            return FedTokens(command.start, tokens, None, guessers)
+        return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
         """Log the states of `tokens`, which the text has from the first position of the last forward on, if that fed a
@@ -291,27 +297,25 @@ class TargetExecutor:
         request = self._requests.get(verdict.request)
         if request is None or not request.fed.tokens or not self._gives_states:
             return ()
-        before = verdict.start - request.fed.start
-        fed_before = request.fed.tokens[: max(0, before)]
-        end = self._log_path(request, fed_before + verdict.tokens[max(0, -before) :])
+        offset = verdict.start - request.fed.start
+        prefix = request.fed.tokens[: max(0, offset)]
+        end = self._log_path(request, prefix + verdict.tokens[max(0, -offset) :])
         return self._states.messages(verdict.request, end, request.slot)
 
     def _make_index(self, request: _Request) -> NgramIndex:
-        takes_head = self._head is not None and request.method.takes_head
-        head = partial(self._head_guesses, request) if takes_head else None
+        head = None
+        if self.head is not None and request.method.takes_head:
+            head = partial(self._head_guesses, request, self.head)
         make_index = index_factory(request.method.guesses)
         return make_index(request.prompt, self._datastore, self._habits, head)
 
-    def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
-        assert self._head is not None
-        ids, vocab = self._head.ids, self.runner.vocab_size
-
+    def _head_guesses(self, request: _Request, head: Head, tokens: Sequence[int]) -> HeadGuesses:
         def draw(logits: torch.Tensor, position: int) -> int:
             if request.direct.options.temperature == 0:
-                return int(ids[logits.argmax()])
-            every = logits.new_full((vocab,), -torch.inf)
-            every[ids] = logits
-            return read_draw(request.direct(every, position))
+                return int(head.ids[logits.argmax()])
+            target_logits = logits.new_full((self.runner.vocab_size,), -torch.inf)
+            target_logits[head.ids] = logits
+            return read_draw(request.direct(target_logits, position))
 
         return HeadGuesses(self._states.texts[request.slot], tokens, draw)
 
@@ -336,10 +340,15 @@ class TargetExecutor:
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
         events: list[Forwarded] = []
         for share in shares:
-            beside = None if has_prompts else num_fed - len(share.fed.tokens)
-            fed = share.fed if share.fed.guessers else None
-            number = share.command.request
-            events.append(Forwarded(now - began, now, beside, fed, request=number))
+            num_others = num_fed - len(share.fed.tokens)
+            forwarded = Forwarded(
+                now - began,
+                now,
+                None if has_prompts else num_others,
+                share.fed,
+                request=share.command.request,
+            )
+            events.append(forwarded)
         return events
 
     def _share(self, command: Forward) -> _Share:
@@ -353,8 +362,8 @@ class TargetExecutor:
         feed = Feed(fed.tokens, rows, request.slot, fed.parents, is_prompt)
         window = None
         if request.index is not None and command.rows and not is_prompt:
-            most = self.runner.capabilities.tree_nodes - len(fed.tokens)
-            window = request.index.window(most, self.runner.context - command.start)
+            num_nodes = self.runner.capabilities.tree_nodes - len(fed.tokens)
+            window = request.index.window(num_nodes, self.runner.context - command.start)
         if window is not None:
             feed = _with_window(feed, window)
         return _Share(command, request, fed, window, feed)
@@ -383,8 +392,8 @@ class TargetExecutor:
         assert request.index is not None
         if fed.parents is None:  # a chain continues the text at once
             self.runner.keep(range(len(fed.tokens)), request.slot)
-        first = fed.start + window.levels + 1  # the position that column 0's row is for
-        positions = range(first, first + window.columns)
+        start = fed.start + window.levels + 1  # the position that column 0's row is for
+        positions = range(start, start + window.columns)
         draws = request.direct.rows(rows[-window.columns :], positions).cpu()
         request.index.take([read_draw(draw) for draw in draws])
 
@@ -411,33 +420,35 @@ class TargetExecutor:
     def judge(self, judge: Judge) -> Judged:
         """Apply the request's rule to draft tokens. Raises `ForwardError`."""
         request = self._requests[judge.request]
-        rows = [row for row in judge.rows if row is not None]
-        count = len(judge.nodes)
-        first = request.row(judge.nodes[0])
-        at: slice | list[int] = slice(first, first + count)  # no copy
-        if judge.nodes != tuple(range(judge.nodes[0], judge.nodes[0] + count)):
-            at = [request.row(node) for node in judge.nodes]
-        launched = None if request.launched is None else request.launched[at]
+        draft_rows = [row for row in judge.rows if row is not None]
+        rows = [request.row(node) for node in judge.nodes]
+        index: slice | list[int] = rows
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            index = slice(rows[0], rows[0] + len(rows))  # no copy
+        launched = request.launched
+        if launched is not None:
+            launched = launched[index]
         with request.blamed():
             verdict = request.rule.judge(
-                request.logits[at], judge.tokens, rows, judge.start, launched
+                request.logits[index], judge.tokens, draft_rows, judge.start, launched
             )
-            index = request.index
-            is_cut_short = verdict.accepted + 1 < len(judge.tokens)
-            if index is not None and index.reads_discarded and is_cut_short:
-                self._reuse(request, index, judge, verdict.accepted)
+            if request.index is not None and request.index.reads_discarded:
+                self._reuse(request, request.index, judge, rows, verdict.accepted)
         new = list(judge.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
-        request.say(judge.start, new, [request.row(node) for node in judge.nodes[: len(new)]])
-        return replace(verdict, stop_after=request.stop_after(new), request=judge.request)
+        request.say(judge.start, new, rows[: len(new)])
+        return replace(verdict, stop_after=request.stop_after(new))
 
-    def _reuse(self, request: _Request, index: NgramIndex, judge: Judge, accepted: int) -> None:
+    def _reuse(
+        self, request: _Request, index: NgramIndex, judge: Judge, rows: list[int], accepted: int
+    ) -> None:
         """Give the index the tokens that are discarded, and the target's draws after all of them but the last."""
-        rows = [request.row(node) for node in judge.nodes[accepted + 1 :]]
-        positions = range(judge.start + accepted + 1, judge.start + len(judge.tokens))
-        draws = request.direct.rows(request.logits[rows], positions).cpu()
-        index.discarded(judge.tokens[accepted:-1], [read_draw(draw) for draw in draws])
+        rows = rows[accepted + 1 :]
+        if rows:
+            positions = range(judge.start + accepted + 1, judge.start + len(judge.tokens))
+            draws = request.direct.rows(request.logits[rows], positions).cpu()
+            index.discarded(judge.tokens[accepted:-1], [read_draw(draw) for draw in draws])
 
     @memory_errors
     def sample(self, sample: Sample) -> Sampled:
@@ -455,25 +466,27 @@ class TargetExecutor:
                     draw = request.draws[row]
                 rows.append(row)
                 tokens.append(read_draw(draw))
-                node = request.fed.child(node, tokens[-1]) if sample.follow else None
+                if not sample.follow:
+                    break
+                node = request.fed.child(node, tokens[-1])
         request.say(sample.position, tokens, rows)
-        return Sampled(tuple(tokens), request.stop_after(tokens), request=sample.request)
+        return Sampled(tuple(tokens), request.stop_after(tokens))
 
-    def logprobs(self, request: int, start: int, count: int) -> tuple[Logprobs, ...]:
+    def logprobs(self, number: int, start: int, count: int) -> tuple[Logprobs, ...]:
         """Log probabilities of `count` decided tokens from `start` on, once; empty if the request wants none."""
-        found = self._requests.get(request)
-        if found is None or found.logprobs is None:
+        request = self._requests.get(number)
+        if request is None or request.logprobs is None:
             return ()
-        return tuple(found.said.pop(at) for at in range(start, start + count))
+        return tuple(map(request.decided.pop, range(start, start + count)))
 
 
 def _with_window(feed: Feed, window: GuessWindow) -> Feed:
     """Return one tree of `feed`, whose first token is the text's last, and a window after that token."""
     size = len(feed.tokens)
-    parents = list(range(-1, size - 1) if feed.parents is None else feed.parents)
+    parents = list(feed.parents or range(-1, size - 1))
     for parent in window.parents:
         parents.append(0 if parent < 0 else size + parent)
-    tokens = (*feed.tokens, *window.tokens)
+    tokens = tuple(feed.tokens) + window.tokens
     return Feed(tokens, feed.rows + len(window.tokens), feed.slot, tuple(parents))
 
 

@@ -34,17 +34,6 @@ class Received(Enum):
     GAP = "gap"  # earlier tokens are missing
 
 
-class Kind(Enum):
-    """What a message with draft tokens is to the text when it comes."""
-
-    BEYOND = "beyond"  # starts past the end of the text, or ends past the draft's limit
-    BRANCH = "branch"  # continues an outcome other than the main line
-    LATE = "late"  # the target has gone on without it
-    DUPLICATE = "duplicate"  # its first position is pending already
-    NEXT = "next"  # continues the pending tokens
-    GAP = "gap"  # earlier tokens are missing
-
-
 class DraftState:
     """What the target knows of the draft's part in one request.
 
@@ -191,20 +180,13 @@ class DraftState:
             return
         request = self._request
         seq = request.sequence
-        self._enter_epoch()
+        until = self._grant()
         self.known = seq.committed
         self._is_paused = False
         self._withheld = -1
         self.has_sent = False
-        begin = Begin(
-            request.number,
-            request.epoch,
-            tuple(seq.tokens[: seq.committed]),
-            self._grant(),
-            seq.digest,
-            request.options,
-        )
-        do(Send(begin))
+        prefix = tuple(seq.tokens[: seq.committed])
+        do(Send(Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
         """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
@@ -213,7 +195,6 @@ class DraftState:
         start = self.known
         if not (start and self.is_drafting and start < seq.committed):
             return
-        self._enter_epoch()
         tokens = tuple(seq.tokens[start : seq.committed])
         do(Send(Verdict(request.number, request.epoch, start, tokens, self._grant(), seq.digest)))
         self.known = seq.committed
@@ -233,29 +214,40 @@ class DraftState:
 
         Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit, before any change.
         """
+        request = self._request
         if self._is_outdated(message):
             return self._drop()
         self._enter_epoch()
         self._check(message)
-        kind = self._classify(message)
-        if kind is Kind.BEYOND:
+        if message.start >= request.submit.limit:
             return self._drop()
+        if message.after is not None:
+            # A branch may exceed `_until`: its length counts from its outcome.
+            end = message.start + len(message.tokens)
+            if end > message.after[0] + 1 + self._furthest:
+                return self._drop()
         # Only a branch may exceed the request's limit, which the draft does not know: the main
         # line ends at `_until`.
-        message = _part(message, 0, self._request.submit.limit - message.start)
+        message = _part(message, 0, request.submit.limit - message.start)
         self._speeds.observe_draft(message.seconds)
         self.has_sent = True
-        match kind:
-            case Kind.BRANCH:
-                return self._keep_branch(message)
-            case Kind.LATE:
-                return self._compare(message)
-            case Kind.NEXT:
-                return self._append(message)
-            case Kind.DUPLICATE:
-                self._request.counts.duplicate += 1
-                return Received.NOTHING
-        return Received.GAP
+        if message.after is not None and message.epoch == request.epoch:
+            return self._keep_branch(message)
+        return self._take(message)
+
+    def _take(self, message: DraftTokens) -> Received:
+        """Take tokens of the main line, or of the branch that it has become."""
+        request = self._request
+        is_committed = message.start < request.sequence.committed
+        if request.runs_ahead and (is_committed or self._is_astray(message)):
+            return self._compare(message)
+        length = len(request.sequence.tokens)
+        if message.start > length:
+            return Received.GAP
+        if message.start < length:
+            request.counts.duplicate += 1
+            return Received.NOTHING
+        return self._append(message)
 
     def _is_outdated(self, message: DraftTokens) -> bool:
         """Whether nobody needs these tokens any more, or the method in use takes none."""
@@ -276,28 +268,6 @@ class DraftState:
                 f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
                 f"allowed: up to {self._until} in epoch {request.epoch}"
             )
-
-    def _classify(self, message: DraftTokens) -> Kind:
-        """What a message is to the text as it stands."""
-        request = self._request
-        if message.start >= request.submit.limit:
-            return Kind.BEYOND
-        if message.after is not None:
-            # A branch may exceed `_until`: its length counts from its outcome.
-            end = message.start + len(message.tokens)
-            if end > message.after[0] + 1 + self._furthest:
-                return Kind.BEYOND
-            if message.epoch == request.epoch:
-                return Kind.BRANCH
-        is_committed = message.start < request.sequence.committed
-        if request.runs_ahead and (is_committed or self._is_astray(message)):
-            return Kind.LATE
-        length = len(request.sequence.tokens)
-        if message.start < length:
-            return Kind.DUPLICATE
-        if message.start > length:
-            return Kind.GAP
-        return Kind.NEXT
 
     def _drop(self) -> Received:
         self._request.counts.stale += 1

@@ -54,7 +54,7 @@ class Forwarded(OfRequest, frozen=True):
     Attributes:
         beside: tokens fed beside the request's own: for other requests, or for Lookahead decoding's window; None:
             parts of prompts were among all that was fed.
-        fed: the command's tokens and guesses; None: there are no guesses.
+        fed: the command's tokens and guesses; None: the command's tokens alone.
     """
 
     seconds: float = 0.0
@@ -298,7 +298,7 @@ class Sample(OfRequest, frozen=True):
     follow: bool = False
 
 
-class Judged(OfRequest, frozen=True):
+class Judged(Struct, frozen=True):
     """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
 
     `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
@@ -313,7 +313,7 @@ class Judged(OfRequest, frozen=True):
     is_candidate: bool = False
 
 
-class Sampled(OfRequest, frozen=True):
+class Sampled(Struct, frozen=True):
     """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
 
     `stop_after`: number of `tokens` that complete a stop string; None if none does.

@@ -53,9 +53,10 @@ class FedTokens:
 
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
         """The nodes of `tokens`, which follow `node`, as far as they were fed."""
+        children = self._children
         nodes: list[int] = []
         for token in tokens:
-            child = self.child(node, token)
+            child = children.get((node, token))
             if child is None:
                 break
             node = child
@@ -80,6 +81,6 @@ class FedTokens:
             return
         del self.path[max(0, sequence.fed - self.start) :]
         if self.path:
-            nodes = self.walk(self.path[-1], sequence.unfed)
+            nodes = self.walk(self.path[-1], sequence.tokens[sequence.fed :])
             self.path += nodes
             sequence.fed += len(nodes)

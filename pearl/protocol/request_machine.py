@@ -146,7 +146,7 @@ class RequestMachine(Machine):
             self._decide(do)
 
     def _forwarded(self, event: Forwarded, do: Do) -> None:
-        if event.fed is not None:
+        if event.fed is not None and event.fed.guessers:
             self._take_guesses(event.fed)
         is_prompt = self.state is State.PREFILL
         if not is_prompt:  # a prompt's forward says nothing about a window's

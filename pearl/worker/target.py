@@ -107,11 +107,11 @@ class TargetWorker:
         self._tracer = tracer
         self._ready = ready
         self._stopping = stopping
-        self._measured = None if profile else measured
-        speeds = Speeds.of(profile) if profile else Speeds()
-        if executor.has_head:
+        self._measured = measured if profile is None else None
+        speeds = Speeds.of(profile or Profile())
+        if executor.head is not None:
             speeds.auto.add_head()
-        if executor.chooses_cores:
+        if executor.spread is not None:
             speeds.auto.add_one_core()
         if shared_gpus(settings.config):  # forwards do not overlap there
             speeds.auto.untimed = "sd"
@@ -173,7 +173,9 @@ class TargetWorker:
         self._fronts.flush()
         messages = self._unhandled
         self._unhandled = []
-        messages += self._mail.receive(0 if messages else timeout)
+        if messages:
+            timeout = 0
+        messages += self._mail.receive(timeout)
         for peer, message in messages:
             self._take(peer, message)
 
@@ -364,10 +366,11 @@ class TargetWorker:
             case Send(message):
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
-            case Deliver(Committed() as message):
-                count = len(message.tokens)
-                logprobs = self._executor.logprobs(message.request, message.start, count)
-                self._fronts.deliver(message.changed(logprobs=logprobs) if logprobs else message)
+            case Deliver(Committed(request, start, tokens) as message):
+                logprobs = self._executor.logprobs(request, start, len(tokens))
+                if logprobs:
+                    message = message.changed(logprobs=logprobs)
+                self._fronts.deliver(message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
