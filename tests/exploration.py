@@ -55,6 +55,7 @@ _LEFT_OUT = (
     "_running",
     "_machines",
     "_request",
+    "_trust",
     "_draft",
     "_sequence",
 )

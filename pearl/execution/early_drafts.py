@@ -84,6 +84,9 @@ class Ahead:
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """Carry out several at once; the event that answers each. Raises as `execute`."""
+        if len(commands) == 1:
+            self._commands.put(commands[0])
+            return [self._answer()]
         self._commands.put(commands)
         return self._answer()
 

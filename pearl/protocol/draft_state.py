@@ -112,7 +112,7 @@ class DraftState:
         if self.is_paused or self.withholds:
             return 1
         text_left = request.submit.limit - request.sequence.committed
-        return min(self._bounds.needed, text_left, 1 + max(0, self._num_draftable))
+        return min(self._bounds.needed, text_left, 1 + self._num_draftable)
 
     @property
     def next_block(self) -> int:
@@ -136,15 +136,16 @@ class DraftState:
     def _bounds(self) -> Window:
         request = self._request
         length = request.sequence.committed
-        pending = len(request.sequence.pending)
-        policy = request.options.window
-        if request.block == 1:
-            return Window.after(
-                request.method, policy, self.window, length, request.is_fresh, pending
-            )
-        c = whole_blocks(self.window, request.block)
-        window = Window.after(request.method, policy, c, length, request.is_fresh, pending)
-        return window.in_blocks(request.block, length)
+        num_pending = len(request.sequence.tokens) - length
+        c = self.window
+        if request.block > 1:
+            c = whole_blocks(c, request.block)
+        window = Window.after(
+            request.method, request.options.window, c, length, request.is_fresh, num_pending
+        )
+        if request.block > 1:
+            window = window.in_blocks(request.block, length)
+        return window
 
     def _grant(self) -> int:
         """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
@@ -157,20 +158,20 @@ class DraftState:
         if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
             self.window = request.options.gamma or self._speeds.best_window(request.beside)
         self._grants += 1
-        self._enter_epoch()
+        if self._epoch != request.epoch:
+            self._enter_epoch()
         until = min(self._bounds.draft_until, request.submit.limit, self.context)
         self._until = max(self._until, until)
         self._furthest = max(self._furthest, self._until - request.sequence.committed)
         return self._until
 
     def _enter_epoch(self) -> None:
-        if self._epoch != self._request.epoch:
-            self._epoch = self._request.epoch
-            self._until = 0
-            self._is_paused = False
-            self._withheld = -1
-            self._received = self._request.foreseen_end
-            self._diverged = -1
+        self._epoch = self._request.epoch
+        self._until = 0
+        self._is_paused = False
+        self._withheld = -1
+        self._received = self._request.foreseen_end
+        self._diverged = -1
 
     # ---- what the draft is sent ----
 
@@ -217,7 +218,8 @@ class DraftState:
         request = self._request
         if self._is_outdated(message):
             return self._drop()
-        self._enter_epoch()
+        if self._epoch != request.epoch:
+            self._enter_epoch()
         self._check(message)
         if message.start >= request.submit.limit:
             return self._drop()

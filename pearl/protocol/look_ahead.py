@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.events import Alternative, Guess
 from pearl.protocol.request import Request
 from pearl.protocol.speeds import Speeds
@@ -18,12 +19,17 @@ class LookAhead:
     def __init__(self, request: Request, speeds: Speeds) -> None:
         self._request = request
         self._speeds = speeds
+        self._trust: tuple[float, ...] = ()  # of the pending tokens when guesses were last planned
 
     def guess(self) -> Guess:
         """What to guess of the tokens that may follow the text, or stand in place of what is pending."""
         request = self._request
         seq = request.sequence
-        trust = self._trust(len(seq.tokens) - seq.committed)
+        seen = request.proposals.seen(len(seq.tokens) - seq.committed)
+        self._trust = tuple(map(self._acceptance, seen))
+        alternatives: tuple[Alternative, ...] = ()
+        if request.takes_siblings:
+            alternatives = self._alternatives(seen)
         base, tokens = request.take_unindexed()
         return Guess(
             base,
@@ -31,10 +37,10 @@ class LookAhead:
             seq.committed,
             # No row follows the last position before `limit`, so a guess for it would not be fed.
             request.submit.limit - 1,
-            trust,
+            self._trust,
             request.options.look_ahead,
             self.num_worthwhile,
-            self._alternatives(trust),
+            alternatives,
             request.method.takes_head,
         )
 
@@ -46,35 +52,27 @@ class LookAhead:
         if not self._request.runs_ahead:
             # A guess helps only if the draft's own token turns out the same.
             chances = [chance * self._speeds.acceptance for chance in chances]
-        pending = self._trust(max(0, seq.fed - seq.committed))
+        pending = self._trust[: max(0, seq.fed - seq.committed)]
         expected = sum(accumulate(pending, mul, initial=1.0))
         return worthwhile(chances, fed + self._request.beside, expected, self._speeds.target.hoped)
 
-    def _trust(self, pending: int) -> tuple[float, ...]:
-        """For each of the first `pending` tokens, the probability that it is right if those before it are."""
-        chances: list[float] = []
-        for seen in self._request.proposals.seen(pending):
-            if seen is None:
-                chances.append(self._speeds.acceptance)
-            else:
-                chances.append(self._speeds.foresight.agrees(seen))
-        return tuple(chances)
+    def _acceptance(self, seen: Seen | None) -> float:
+        """The probability that a pending token is right if those before it are."""
+        if seen is None:
+            return self._speeds.acceptance
+        return self._speeds.foresight.agrees(seen)
 
-    def _alternatives(self, trust: tuple[float, ...]) -> tuple[Alternative, ...]:
+    def _alternatives(self, pending: Sequence[Seen | None]) -> tuple[Alternative, ...]:
         """The likeliest runners-up of pending tokens, each with what the draft has prepared after it."""
         request = self._request
-        if not request.takes_siblings:
-            return ()
         foresight = self._speeds.foresight
         candidates: list[tuple[float, Alternative]] = []
         reached = 1.0  # the probability that all tokens before this position are right
-        position = request.sequence.committed
-        for chance, seen in zip(trust, request.proposals.seen(len(trust)), strict=True):
+        for position, seen in enumerate(pending, request.sequence.committed):
             rivals = [] if seen is None else foresight.others(seen)
             for share, rival in rivals:
                 candidates.append((reached * share, self._alternative(position, share, rival)))
-            reached *= chance
-            position += 1
+            reached *= self._acceptance(seen)
         candidates.sort(key=lambda candidate: -candidate[0])
         return tuple(alternative for _, alternative in candidates[: request.options.siblings])
 

@@ -128,6 +128,8 @@ class Request:
         self.foreseen_end = 0
         #: Other requests' tokens in the last forward.
         self.beside = 0
+        #: Whether a forward after the prefill has begun.
+        self.has_stepped = False
         #: The finish reason once the request is to end; nothing is committed after that.
         self.ending: FinishReason | None = None
         #: Block length: tokens that the rule judges as a whole. 1 except for block rules.
@@ -196,7 +198,7 @@ class Request:
             ways = self.counts.ways
             ways[self.method.name] = ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
-        if not self.counts.steps:
+        if not self.has_stepped:
             self.counts.num_prefill_tokens += 1
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
@@ -263,8 +265,8 @@ class Request:
         seq = self.sequence
         start = self._delivered
         if start < seq.committed:
-            new = tuple(seq.tokens[start : seq.committed])
-            do(Deliver(Committed(self.number, start, new, tuple(self._undelivered))))
+            tokens = tuple(seq.tokens[start : seq.committed])
+            do(Deliver(Committed(self.number, start, tokens, tuple(self._undelivered))))
             self._delivered = seq.committed
             self._undelivered.clear()
 

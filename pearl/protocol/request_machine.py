@@ -254,7 +254,8 @@ class RequestMachine(Machine):
         request = self.request
         seq = self.sequence
         while not request.ending:
-            self._fed.follow(seq)
+            if seq.fed < len(seq.tokens):
+                self._fed.follow(seq)
             if seq.fed < seq.committed:  # no row for the position after the prefix
                 return False
             count = self._num_judged()
@@ -403,6 +404,7 @@ class RequestMachine(Machine):
         tokens = tuple(seq.feed(count))
         self._fed = FedTokens(start, tokens)
         request.counts.target_steps[phase] += 1
+        request.has_stepped |= phase is not Phase.PREFILL
         rows = max(0, seq.fed + 1 - seq.committed)
         do(Forward(phase, start, tokens, rows, guess, request=request.number))
         self.state = State(phase.value)  # named alike
@@ -422,7 +424,7 @@ class RequestMachine(Machine):
         """Send draft and front what was committed, and the front what is pending."""
         self.draft.announce(do)
         self.request.deliver(do)
-        if self.sequence.first_pending is not None:
+        if self.request.submit.preview and self.sequence.first_pending is not None:
             self.request.preview(do)
 
     def _resynchronise(self, do: Do) -> None:

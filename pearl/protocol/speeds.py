@@ -95,7 +95,7 @@ class ForwardTimes:
         self._known[fed] = _blend(expected, seconds, weight)
         self._forwards += 1
         self._seen[fed] = self._forwards
-        self.refresh()
+        self._sorted = None
 
     def settle(self) -> None:
         """Treat the times measured so far as established ones, as those of a profile are."""

@@ -177,6 +177,9 @@ class Tracer:
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
         assert self.recorder is not None
+        if isinstance(command, list) and isinstance(event, list) and len(command) == 1:
+            (command,) = command
+            (event,) = event
         if isinstance(command, events.Draft):
             assert isinstance(event, events.Drafted)
             self._drafted(command, event, start, end)

@@ -235,7 +235,7 @@ class DraftWorker:
             self._mail.send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)
         began = time.monotonic()
-        events = compute_together(drafts, self._draft_together, self._draft_alone)
+        events = compute_together(drafts, self._compute, _failed)
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = (time.monotonic() - began) / tokens
@@ -248,11 +248,9 @@ class DraftWorker:
         return self._tracer.compute(self._thread.execute, command)
 
     @memory_errors
-    def _draft_together(self, commands: Sequence[Draft]) -> list[Drafted]:
+    def _compute(self, commands: Sequence[Draft]) -> list[Drafted]:
         return self._tracer.compute(self._thread.draft, commands)
 
-    def _draft_alone(self, command: Draft) -> object:
-        try:
-            return self._execute(command)
-        except ForwardError as error:
-            return Drafted(failure=str(error), request=command.request)
+
+def _failed(command: Draft, error: ForwardError) -> Drafted:
+    return Drafted(failure=str(error), request=command.request)

@@ -422,7 +422,7 @@ class TargetWorker:
         if is_long:
             self._announce(fed)
         compute = partial(self._tracer.compute, self._compute)
-        events = compute_together(commands, compute, self._compute_alone)
+        events = compute_together(commands, compute, _failed)
         seconds = time.monotonic() - began
         self._num_forwards += 1
         if is_long:
@@ -433,17 +433,11 @@ class TargetWorker:
         for event in events:
             self._handle(event)
 
-    def _compute(self, commands: Sequence[Forward]) -> list[Forwarded]:
+    def _compute(self, commands: Sequence[Forward]) -> Sequence[Forwarded | Failed]:
         for command in commands:
             if command.request in self._failures:
                 raise self._failures[command.request]
         return self._executor.forward(commands, self._meanwhile)
-
-    def _compute_alone(self, command: Forward) -> Forwarded | Failed:
-        try:
-            return self._tracer.compute(self._compute, [command])[0]
-        except ForwardError as error:
-            return Failed(str(error), type(error).__name__, request=command.request)
 
     def _announce(self, fed: int) -> None:
         """Tell the fronts that wait how long they may hear nothing: for a forward of `fed` tokens."""
@@ -453,3 +447,7 @@ class TargetWorker:
         heartbeat = Heartbeat(self._num_forwards, "prefill", fed, fed * pace)
         for peer in self._fronts.waiting:
             self._mail.send(heartbeat, peer)
+
+
+def _failed(command: Forward, error: ForwardError) -> Failed:
+    return Failed(str(error), type(error).__name__, request=command.request)
