@@ -19,11 +19,20 @@ from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sampled
+from pearl.protocol.events import (
+    Draft,
+    DraftJoined,
+    Forward,
+    Forwarded,
+    Open,
+    Phase,
+    Rollback,
+    Sampled,
+)
 from pearl.protocol.messages import Begin, Submit
-from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
+from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Batch, Scheduler
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.speeds import Cores
+from pearl.protocol.speeds import Cores, ForwardTimes, Speeds
 from pearl.trace.chrome import committed
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
@@ -252,6 +261,29 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     assert coordinator.speeds.cores is Cores.OWN, (
         "the draft still drafts for others, on its own cores"
     )
+
+
+def test_a_forward_waits_for_others_no_longer_than_what_that_saves() -> None:
+    """One draft forward and a fifth at most, from when it was due on, and never more than the forwards saved."""
+    speeds = Speeds(t_draft=1.0, target=ForwardTimes([(1, 4.0)]))
+    due = Forward(Phase.PRE_VERIFY, 3, (7,), 1, request=1)
+    batch: Batch[Forward] = Batch()
+    batch.commands.append(due)
+    assert batch.delay((), 10.0, speeds) == 0
+    delays = [batch.delay([2], now, speeds) for now in (10.0, 10.7, 11.3)]
+    assert delays == pytest.approx([1.2, 0.5, 0.0])
+    assert batch.take() == [due]
+    batch.commands += [due] * 8
+    assert batch.delay([2], 20.0, speeds) == 0.5, "one forward of 4 s saved, eight requests wait"
+
+
+def test_what_is_due_is_computed_before_another_request_takes_its_slot() -> None:
+    batch: Batch[Draft] = Batch()
+    opened = Open((1, 2), resolved(), request=2)
+    assert not batch.precedes(opened)
+    batch.commands.append(Draft(3, (7,), 4, request=1))
+    assert batch.precedes(opened)
+    assert not batch.precedes(Rollback(3, request=1))
 
 
 # ---- what fails alone ----

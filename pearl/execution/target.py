@@ -327,8 +327,8 @@ class TargetExecutor:
 
         `meanwhile`: called while a device computes: work of the host for which none has to wait.
         """
-        began = time.perf_counter()
         shares = [self._share(command) for command in commands]
+        began = time.perf_counter()
         logits = self.runner.forward([share.feed for share in shares])
         for share, rows in zip(shares, logits, strict=True):
             self._take_rows(share, rows)

@@ -25,7 +25,7 @@ _GATHERING = 1.2
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
     """The number of unfed prompt tokens to feed in the next forward."""
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
-    count = min(len(sequence.unfed), chunk - sequence.fed % chunk)
+    count = min(len(sequence.tokens) - sequence.fed, chunk - sequence.fed % chunk)
     if sequence.piece > 1 and sequence.fed < sequence.prompt:
         # Tokens after the prompt need forwards of another size.
         count = min(count, sequence.prompt - sequence.fed)

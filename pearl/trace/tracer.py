@@ -188,12 +188,14 @@ class Tracer:
         if work is None:
             return
         name, args = work
-        forwarded = event[0] if isinstance(event, list) else event
-        if isinstance(forwarded, events.Forwarded):
-            began = max(start, end - round(forwarded.seconds * 1e9))
-            if began - start > _ROUNDING_NS:
-                self.recorder.record(LOOP, "busy", "guess", start, began)
-                start = began
+        for forwarded in event if isinstance(event, list) else [event]:
+            if isinstance(forwarded, events.Forwarded) and forwarded.fed is not None:
+                num_guesses = len(forwarded.fed.guessers)
+                args["n"] += num_guesses
+                began = end - round(forwarded.seconds * 1e9)
+                if num_guesses and began > start:
+                    self.recorder.record(LOOP, "busy", "guess", start, began)
+                    start = began
         self.recorder.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
