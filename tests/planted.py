@@ -82,10 +82,8 @@ def lay_out(plain: Any) -> Any:
 
 
 def sampled(plain: Any) -> Any:
-    return lambda self, request, command: plain(
-        self,
-        request,
-        command if command.follow else replace(command, node=max(0, command.node - 1)),
+    return lambda self, sample: plain(
+        self, sample if sample.follow else replace(sample, node=max(0, sample.node - 1))
     )
 
 
@@ -128,7 +126,7 @@ def judge(plain: Any) -> Any:
 def plant(bug: str) -> None:
     """And a forward takes as long whatever it is fed, so that trees are fed on any machine."""
     BUGS[bug]()
-    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore[method-assign]
+    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore
 
 
 BUGS = {
@@ -137,7 +135,7 @@ BUGS = {
     "a tree's node that sees a sibling, not its parent": wrapped(feeds, "parent_rows", parent_rows),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
     "positions too far on behind a fork of a tree": wrapped(cpu_runner, "lay_out", lay_out),
-    "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
+    "a bonus token from the row before": wrapped(TargetExecutor, "sample", sampled),
     "an end of text inside of a window passed over": wrapped(Request, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),
     "a grammar that is not rolled back": wrapped(Guide, "cut", lambda _: lambda self, length: None),

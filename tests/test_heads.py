@@ -37,6 +37,7 @@ from pearl.protocol.messages import Submit, Verdict
 from tests.conftest import Quiet
 from tests.options import resolved
 from tests.tiny import CPU, on_cpu, tiny_model
+from tests.trees import TreeExecutor, guess_after
 
 KNOWN = 96  # tokens of the head's own vocabulary
 TEXT = [5, 40, 7, 93, 11, 12, 200, 3, 17, 60, 61, 5, 40]
@@ -197,18 +198,17 @@ def test_a_head_reads_each_tree_before_it_guesses_again(
         HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1]
     )
     executor = TargetExecutor(own, head=load_head(str(trained), own, lambda what: None))
-    coordinator, trees = Coordinator(piece=own.capabilities.prompt_piece), 0
+    coordinator, trees = Coordinator(executor, piece=own.capabilities.prompt_piece), 0
     events: list[object] = [
         Submit(1, tuple(TEXT), 80, resolved("head", look_ahead=8, rule="coupled"))
     ]
     with torch.inference_mode():
         while events:
             for command in coordinator.handle(events.pop()):
-                if isinstance(command, Forward):
-                    trees += command.parents is not None
                 if not isinstance(command, Deliver | Wait | End) and (
                     answer := executor.execute(command)
                 ):
+                    trees += bool(answer.fed and answer.fed.parents)  # type: ignore[union-attr]
                     events.append(answer)
     assert trees > 1
     assert all(was_read)
@@ -403,7 +403,7 @@ def test_what_was_read_without_states_is_read_again_with_them(
 
 def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settled() -> None:
     own = runner()
-    executor = TargetExecutor(own, gives_states=True)
+    executor = TreeExecutor(own, gives_states=True)
     verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
     with torch.inference_mode():
         wanted = tapped_states(
@@ -413,10 +413,9 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
         executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
         executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
         given = [*executor.states(verdict(5, TEXT[5]))]
-        tree = Forward(
-            Phase.PRE_VERIFY, 5, (TEXT[5], 201, TEXT[6], TEXT[7]), 4, (-1, 0, 0, 2), request=1
-        )
-        executor.forward([tree])
+        executor.tokens, executor.parents = (201, TEXT[6], TEXT[7]), (5, 5, 7)
+        guess = guess_after(TEXT[:6])
+        executor.forward([Forward(Phase.PRE_VERIFY, 5, (TEXT[5],), 1, guess, request=1)])
         given += executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))
         assert not [*executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))]
         executor.execute(Keep((0, 2, 3), request=1))

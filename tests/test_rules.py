@@ -206,7 +206,7 @@ def test_that_would_notice_a_correction_from_the_target(
 ) -> None:
     """Planted, in place of one from the residual: texts that the draft has too small a part in hide it."""
     monkeypatch.setattr(ratio, "residual", lambda target, draft: target)
-    texts = [text_that_loses_drafts("ratio", seed, 100, method, window)[0] for seed in range(9)]
+    texts = [text_that_loses_drafts("ratio", seed, 100, method, window)[0] for seed in range(16)]
     assert p_value(texts) < NEVER
 
 

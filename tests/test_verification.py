@@ -181,7 +181,7 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
-        assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
+        assert executor.sample(Sample(position, position - 1)) == Sampled((expected,))
 
 
 # ---- whole runs ----

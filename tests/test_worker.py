@@ -437,7 +437,6 @@ def test_a_row_is_judged_alike_on_the_host_or_on_the_device(device: str) -> None
     for row in (dense, few):
         forms = row.to(device), pack(row).unpack(runner.vocab_size)
         judged, other = [
-            executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,)))
-            for each in forms
+            executor.judge(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms
         ]
         assert other == judged

@@ -65,8 +65,6 @@ class _TracedSimulation(Simulation):
         self._tracers = [
             self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)
         ]
-        target, draft = self._tracers
-        self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
         self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
         outcome = self.run(submit)
         for tracer in self._tracers:
@@ -88,7 +86,8 @@ class _TracedSimulation(Simulation):
             tracer.note("communication", "read", tracer.clock(), messages=[identity(event)])
         if since is not None or isinstance(event, (Forwarded, Drafted)):
             self._free_since[actor] = tracer.clock()
-        return self._deciders[actor](event)
+        machine = self._drafter if actor else self._coordinator
+        return tracer.decide(machine, event)
 
     def _carry_out(self, actor: int, command: object) -> None:
         if isinstance(command, Send):

@@ -157,7 +157,7 @@ class _MergedRun:
                 if record.name == "read":
                     yield from self._verdicts(record, process)
                 if record.name == "decide":
-                    name = incident(record.args["event"])
+                    name = incident(record.args)
                     if name is not None:
                         time = self._us(record.end)
                         yield _event("i", name, process, LOOP, time) | {"s": "g"}
@@ -275,8 +275,9 @@ def _descriptions(part: Part, process: int) -> Iterator[Event]:
         yield _event("M", "thread_sort_index", process, track) | {"args": {"sort_index": track}}
 
 
-def incident(event: dict[str, Any]) -> str | None:
-    """A note on a failure or a recovery; None for other events."""
+def incident(decision: dict[str, Any]) -> str | None:
+    """A note on a failure or a recovery; None for other decisions."""
+    event = decision["event"]
     match event["type"]:
         case "DraftGone":
             if event.get("request") is None:
@@ -288,6 +289,9 @@ def incident(event: dict[str, Any]) -> str | None:
             return "a message was lost: the draft gets the whole prefix"
         case "Failed":
             return f"the request fails: {event['reason']}"
+    for command in decision["commands"]:
+        if command.get("failure"):
+            return f"the request fails: {command['failure']['reason']}"
     return None
 
 

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import TraceError
+from pearl.protocol import events
 from pearl.version import __version__
 
 log = logging.getLogger(__name__)
@@ -284,6 +285,10 @@ def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
 # ---- events, commands and messages as lists and dicts ----
 
 _SIMPLE = {int, float, str, bool, type(None)}
+_UNRECORDED: dict[type, str] = {
+    events.Forwarded: "fed",
+    events.Guess: "worth",
+}  # a field that is no data
 
 
 def plain(value: object) -> Any:
@@ -311,7 +316,7 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         return lambda distribution: None
     if not issubclass(kind, Struct):  # an enum, or bytes
         return msgspec.to_builtins
-    names = kind.__struct_fields__
+    names = [name for name in kind.__struct_fields__ if name != _UNRECORDED.get(kind)]
     type_name = kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:

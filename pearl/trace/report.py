@@ -248,7 +248,7 @@ def _notes(
         )
     for piece in target:
         if piece.name == "decide":
-            note = incident(piece.args["event"])
+            note = incident(piece.args)
             if note:
                 notes.append(f"at {piece.end - trace.start:.3f} s: {note}")
     for name, share in shares.items():

@@ -75,6 +75,7 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
+        self._deciding = 0  # since when the state machine decides
         #: running request -> since when, its arguments
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}
 
@@ -126,18 +127,20 @@ class Tracer:
 
     # ---- the state machine ----
 
-    def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
+    def decide(self, machine: Coordinator | Drafter, event: object) -> list[object]:
         """`machine.handle`, recorded with its event and commands."""
+        if self.recorder is None:
+            return machine.handle(event)
+        self._deciding = self.clock()
+        commands = machine.handle(event)
+        self._decided(machine, event, commands, self._deciding)
+        return commands
 
-        def handle(event: object) -> list[object]:
-            if self.recorder is None:
-                return machine.handle(event)
-            start = self.clock()
-            commands = machine.handle(event)
-            self._decided(machine, event, commands, start)
-            return commands
-
-        return handle
+    def verified(self, name: str) -> None:
+        """Record a judgement or draw, from the beginning of the decision that asked for it."""
+        end = self.clock()
+        self.record(LOOP, "busy", name, self._deciding, end)
+        self._deciding = end
 
     def _decided(
         self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int
@@ -166,29 +169,47 @@ class Tracer:
 
     # ---- computing ----
 
-    def computing(self, execute: Callable[[_Command], _Event]) -> Callable[[_Command], _Event]:
-        def traced(command: _Command) -> _Event:
-            if self.recorder is None:
-                return execute(command)
-            start = self.clock()
-            event = execute(command)
-            self.computed(command, event, start, self.clock())
-            return event
-
-        return traced
+    def compute(self, execute: Callable[[_Command], _Event], command: _Command) -> _Event:
+        """`execute(command)`, recorded."""
+        if self.recorder is None:
+            return execute(command)
+        start = self.clock()
+        event = execute(command)
+        self.computed(command, event, start, self.clock())
+        return event
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
-        if isinstance(command, events.Forward):
+        if not isinstance(command, list):
             command = [command]
-        if isinstance(command, events.Draft):
-            assert isinstance(event, events.Drafted)
-            self._drafted(command, event, start, end)
-        elif isinstance(command, list):
-            name, args = _forward(command)
-            self.record(LOOP, "busy", name, start, end, args)
+            event = [event]
+        assert isinstance(event, list)
+        first = command[0]
+        if isinstance(first, events.Draft) and len(command) == 1:
+            self._drafted(first, event[0], start, end)
+        elif isinstance(first, events.Draft | events.Forward):
+            self._forward(command, event, start, end)
         else:
-            self.record(LOOP, "busy", type(command).__name__.lower(), start, end)
+            self.record(LOOP, "busy", type(first).__name__.lower(), start, end)
+
+    def _forward(
+        self,
+        commands: Sequence[Any],
+        answers: Sequence[object],
+        start: int,
+        end: int,
+    ) -> None:
+        """Record a forward, and before it the search for the guesses that it was fed."""
+        name, args = _named(commands)
+        for answer in answers:
+            if isinstance(answer, events.Forwarded) and answer.fed is not None:
+                num_guesses = len(answer.fed.guessers)
+                args["n"] += num_guesses
+                began = end - round(answer.seconds * 1e9)
+                if num_guesses and began > start:
+                    self.record(LOOP, "busy", "guess", start, began)
+                    start = began
+        self.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
@@ -245,7 +266,7 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     return begun
 
 
-def _forward(
+def _named(
     commands: Sequence[events.Forward | events.Draft],
 ) -> tuple[str, dict[str, Any]]:
     """The name and the arguments of a forward. It is named prefill only if it holds nothing else."""
@@ -302,3 +323,23 @@ class TracedMailbox(Mailbox):
         else:
             self._tracer.note("communication", "receive", start)
         return received
+
+
+class TracedVerifier:
+    """Records judgements and draws."""
+
+    def __init__(self, verifier: events.Verifier, tracer: Tracer) -> None:
+        self._verifier = verifier
+        self._tracer = tracer
+
+    def judge(self, judge: events.Judge) -> events.Judged:
+        judged = self._verifier.judge(judge)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("judge")
+        return judged
+
+    def sample(self, sample: events.Sample) -> events.Sampled:
+        sampled = self._verifier.sample(sample)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("sample")
+        return sampled

@@ -79,11 +79,16 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         is_drafting = is_head(config.draft)
         digest = b""
         if config.has_draft:  # its token ids are compared with ours, or it translates
-            draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
-            spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
+            spoken = tokenizer
+            if not is_drafting:
+                draft = _tokenizer(config.model("draft"), progress)
+                if have_same_vocabulary(tokenizer, draft):
+                    spoken = draft
             digest = vocabulary_digest(spoken, spoken.vocab_size)
         steps.done("reading the tokenizers")
-        heads = [config.draft] if is_drafting else []
+        heads: list[str] = []
+        if is_drafting:
+            heads.append(config.draft)
         if config.head is not None:
             heads.append(config.head)
         features = states_for(heads, config.target, progress)
@@ -156,8 +161,14 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         store = _datastore(config, tokenizer, runner.vocab_size)
         policies = partial(make_policy, classifier=classifier_of(config))
 
+        def computes() -> None:
+            if device_choice.cores is not None:
+                occupy(device_choice.cores, runner.use_threads)
+
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
-            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
+            packer = RowPacker()
+            if make_channel:
+                packer = RowPacker(make_channel(welcome.vocab_size))
             proposer = ModelProposer(
                 runner,
                 welcome.vocab_size,
@@ -179,11 +190,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=lambda: (
-                None
-                if device_choice.cores is None
-                else occupy(device_choice.cores, runner.use_threads)
-            ),
+            computes=computes,
         )
         with torch.inference_mode():
             worker.run()
@@ -223,8 +230,9 @@ def _tracer(settings: WorkerSettings) -> Tracer:
     def open_part(number: int) -> Recorder:
         return recorder(asked_for(settings.directory, number))
 
-    whole = settings.config.trace
-    return Tracer(recorder(Path(whole)) if whole else None, open_part)
+    if settings.config.trace:
+        return Tracer(recorder(Path(settings.config.trace)), open_part)
+    return Tracer(None, open_part)
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
@@ -274,7 +282,9 @@ def make_runner(
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
-        slots = model.slots + (spare if device.type == "cpu" else 0)
+        slots = model.slots
+        if device.type == "cpu":
+            slots += spare
         runner = load_draft_head(
             model.spec, target, device, model.max_context, slots, progress, model.rounding
         )

@@ -45,19 +45,18 @@ class _Target:
     def __init__(self, text: TextPlan) -> None:
         self._text = text
 
-    def execute(self, command: object) -> Forwarded | Judged | Sampled | None:
-        match command:
-            case Forward():
-                return Forwarded(request=command.request)
-            case Judge(start, tokens):
-                first = start - self._text.prompt
-                right = self._text.right[first : first + len(tokens)]
-                if False in right:
-                    return Judged(right.index(False), 1, request=command.request)
-                return Judged(len(tokens), None, request=command.request)
-            case Sample():
-                return Sampled((0,), request=command.request)
-        return None
+    def execute(self, command: object) -> Forwarded | None:
+        return Forwarded(request=command.request) if isinstance(command, Forward) else None
+
+    def judge(self, judge: Judge) -> Judged:
+        first = judge.start - self._text.prompt
+        right = self._text.right[first : first + len(judge.tokens)]
+        if False in right:
+            return Judged(right.index(False), 1)
+        return Judged(len(judge.tokens), None)
+
+    def sample(self, sample: Sample) -> Sampled:
+        return Sampled((0,))
 
 
 class VirtualDraft:
