@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pearl.decoding.rules import ratio
+from pearl.decoding.rules import Proposed, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
@@ -116,9 +116,11 @@ def forward(plain: Any) -> Any:
 
 
 def judge(plain: Any) -> Any:
-    def forgives_the_last(self: DirectTarget, logits: Any, tokens: Any, *more: Any) -> Judged:
-        found = plain(self, logits, tokens, *more)
-        return Judged(len(tokens), None) if found.accepted == len(tokens) - 1 else found
+    def forgives_the_last(self: DirectTarget, proposed: Proposed) -> Judged:
+        judged: Judged = plain(self, proposed)
+        if judged.accepted == len(proposed.tokens) - 1:
+            return Judged(len(proposed.tokens), None)
+        return judged
 
     return forgives_the_last
 
