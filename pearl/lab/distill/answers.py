@@ -118,13 +118,13 @@ def along(
     model: PreTrainedModel, texts: Sequence[RecordedAnswer], top: int
 ) -> list[RecordedAnswer]:
     """Return the same texts with the `top` tokens that `model` finds likeliest at each place."""
-    recorded = []
+    recorded_texts = []
     for text in texts:
         ids = torch.tensor([text.prompt + text.tokens], device=model.device)[:, :-1]
         states = hidden_states(model, ids)[0, len(text.prompt) - 1 :]
         top_ids, top_probs = _likeliest(states, head(model), top)
-        recorded.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
-    return recorded
+        recorded_texts.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
+    return recorded_texts
 
 
 def _likeliest(
@@ -132,9 +132,9 @@ def _likeliest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids, probabilities), each [rows, top], on the host, from states [rows, width]."""
     logits = (states @ matrix.T).float()
-    likeliest = logits.topk(top)
-    probs = torch.exp(likeliest.values - logits.logsumexp(-1, keepdim=True))
-    return likeliest.indices.cpu(), probs.cpu()
+    top_logits = logits.topk(top)
+    probs = torch.exp(top_logits.values - logits.logsumexp(-1, keepdim=True))
+    return top_logits.indices.cpu(), probs.cpu()
 
 
 def _sample(
