@@ -29,7 +29,7 @@ MATRICES = {
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-# Activations that our own forward computes, by their names in config.json -> in `matrices.gated`.
+# Activations that our own forward computes: names in config.json -> in `linear_layers.gated`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 # Activations of heads, by the same names. torch computes those that `ACTIVATIONS` lacks, and their
 # bits may depend on how many rows are computed.

@@ -294,15 +294,15 @@ def matrices(
     """
     choose = chooser(scheme)
     loaders: dict[str, Make] = {}
-    checked = set()
+    checked_kinds = set()
     for tensors in _quantised(names, get):
         module = tensors.module
         recipe = choose(module)
         load = partial(_matrix, tensors, recipe)
         loaders[f"{module}.weight"] = load
-        if (recipe, tensors.parts) in checked:
+        if (recipe, tensors.parts) in checked_kinds:
             continue
-        checked.add((recipe, tensors.parts))
+        checked_kinds.add((recipe, tensors.parts))
         group_size = load().group
         if tensors.unread:
             raise Unread(f"{module}.{min(tensors.unread)} is a tensor that nothing reads")
