@@ -178,16 +178,16 @@ def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
     """Yield the columns of each partial table: the first column, and as many of `columns` as fit beside it."""
-    part = [0]
+    table_columns = [0]
     used_width = 1 + widths[0]
     for column in columns:
-        if len(part) > 1 and used_width + 1 + widths[column] > width:
-            yield part
-            part = [0]
+        if len(table_columns) > 1 and used_width + 1 + widths[column] > width:
+            yield table_columns
+            table_columns = [0]
             used_width = 1 + widths[0]
-        part.append(column)
+        table_columns.append(column)
         used_width += 1 + widths[column]
-    yield part
+    yield table_columns
 
 
 def _filled_columns(count: int, rows: Sequence[Sequence[str]]) -> list[int]:

@@ -309,26 +309,28 @@ def split_waits(
     Messages after which the loop still waits, such as the first tokens of a window, interrupt a wait: the last message
     counts. If a front sent that one, the wait is not split, because the messages before it did not end it.
     """
-    held: list[TraceRecord] = []
+    wait_records: list[TraceRecord] = []
     for record in records:
         is_work = record.kind == "busy" and record.track == LOOP and record.name != "decide"
-        if is_work or len(held) >= _MAX_HELD:
-            yield from _split(held, sent)
-            held = []
-        if held or record.kind == "wait":
-            held.append(record)
+        if is_work or len(wait_records) >= _MAX_HELD:
+            yield from _split(wait_records, sent)
+            wait_records = []
+        if wait_records or record.kind == "wait":
+            wait_records.append(record)
         else:
             yield record
-    yield from _split(held, sent)
+    yield from _split(wait_records, sent)
 
 
-def _split(held: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]) -> Iterator[TraceRecord]:
+def _split(
+    wait_records: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]
+) -> Iterator[TraceRecord]:
     time = None  # when the last message of a request was sent
-    for record in held:
+    for record in wait_records:
         message = tuple(record.args.get("by", ()))
         if record.kind == "wait" and message and message[1] is not None:
             time = sent.get(message)
-    for record in held:
+    for record in wait_records:
         if record.kind != "wait" or time is None:
             yield record
             continue

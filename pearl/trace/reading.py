@@ -181,9 +181,9 @@ def _outermost(slices: list[Slice]) -> list[Slice]:
     the shorter of two slices that start together comes first.
     """
     outermost: list[Slice] = []
-    reach = 0.0
+    latest_end = 0.0
     for piece in sorted(slices, key=attrgetter("start", "end")):
-        if piece.start >= reach or piece.end > reach or piece.name == "decide":
+        if piece.start >= latest_end or piece.end > latest_end or piece.name == "decide":
             outermost.append(piece)
-            reach = max(reach, piece.end)
+            latest_end = max(latest_end, piece.end)
     return outermost

@@ -222,11 +222,11 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     if room is None:
         return ""
     if gpus == 1:
-        where = f"on {device}"
+        location = f"on {device}"
     else:
-        where = f"on {gpus} GPUs"
-    extent = "are free" if device.type == "cuda" else "is all there is"
-    memory = f"{gigabytes(room)} {extent} {where}"
+        location = f"on {gpus} GPUs"
+    availability = "are free" if device.type == "cuda" else "is all there is"
+    memory = f"{gigabytes(room)} {availability} {location}"
     if need.total > room:
         raise ModelError(f"Model {spec!r} needs {need}; {memory}. {_advice(device)}")
     if need.total > _SCARCE * room:
