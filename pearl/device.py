@@ -59,7 +59,7 @@ class Device:
         return f"{self.kind}:{','.join(map(str, numbers))}"
 
     def __or__(self, device: Device) -> Device:
-        """Return both together: GPUs if one has any, otherwise cores; all cores if one of them is not pinned."""
+        """Return the GPUs of both or, if there are none, the cores of both: all cores, if either is not pinned."""
         gpus = set(self.gpus + device.gpus)
         if gpus:
             return Device("cuda", gpus=tuple(sorted(gpus)))

@@ -60,7 +60,7 @@ def text_input(errors: str, newline: str | None = "") -> TextIO:
     """Return standard input without a byte order mark. It must not have been read from.
 
     Args:
-        errors, newline: as of `open`.
+        errors, newline: see `open`.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = codecs.lookup(sys.stdin.encoding).name
@@ -178,16 +178,16 @@ def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
     """Yield the columns of each partial table: the first column, and as many of `columns` as fit beside it."""
-    part = [0]
-    used = 1 + widths[0]
+    table_columns = [0]
+    used_width = 1 + widths[0]
     for column in columns:
-        if len(part) > 1 and used + 1 + widths[column] > width:
-            yield part
-            part = [0]
-            used = 1 + widths[0]
-        part.append(column)
-        used += 1 + widths[column]
-    yield part
+        if len(table_columns) > 1 and used_width + 1 + widths[column] > width:
+            yield table_columns
+            table_columns = [0]
+            used_width = 1 + widths[0]
+        table_columns.append(column)
+        used_width += 1 + widths[column]
+    yield table_columns
 
 
 def _filled_columns(count: int, rows: Sequence[Sequence[str]]) -> list[int]:
@@ -206,8 +206,9 @@ def print_table(
     words: int = 1,
     title: str | None = None,
 ) -> None:
-    """Print a table and notes below it; one that is too wide, as several with the same first column. Leaves out columns
-    without a cell.
+    """Print a table and the notes below it, without columns that have no text.
+
+    A table that is too wide becomes several, all of which begin with the first column.
 
     Args:
         notes: empty ones are left out.

@@ -45,7 +45,7 @@ class Leave(Exception):
 
 @dataclass(eq=False)
 class Switch(Exception):
-    """Asks for other models. `saved`: the conversation; `draft`: "none" for none."""
+    """Ends the chat, which then goes on with other models. `saved`: the conversation; `draft`: "none": no draft."""
 
     target: str
     draft: str

@@ -50,7 +50,10 @@ class StateLog:
         return self.start + sum(map(len, self._parts))
 
     def extend(self, start: int, states: torch.Tensor) -> None:
-        """Append the target's states of tokens from position `start` on; those before `end` are in the log already."""
+        """Append the target's states of tokens from position `start` on, without those that the log has already.
+
+        If states between `end` and `start` are missing, begin the log anew.
+        """
         if start > self.end:
             self._begin(start)
         self._parts.append(states[self.end - start :])
@@ -107,20 +110,20 @@ class HeadText:
         return self._output is not None and self._read == committed - 1
 
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
-        """Draft for positions from `position` on; each level follows the head's draws of the levels before it."""
+        """Draft a chain from `position` on: draw a token, read it, draw the next; return each with its runners-up."""
         head = self._head
         slot = self._slot
         output = self._output
         assert output is not None
         length = head.lengths[slot]
         levels: list[Level] = []
-        reached = 1.0
-        while len(levels) < _DEEPEST and reached >= least:
+        chain_prob = 1.0
+        while len(levels) < _DEEPEST and chain_prob >= least:
             (logits,) = head.logits(output)
             token = draw(logits, position + len(levels))
             level = self._level(logits, token)
             levels.append(level)
-            reached *= level[0].prob
+            chain_prob *= level[0].prob
             ids = torch.tensor([token], device=head.device)
             output = head.read(ids, output, slot, guessed=len(levels))
         head.lengths[slot] = length
@@ -129,8 +132,9 @@ class HeadText:
     def _level(self, logits: torch.Tensor, drawn: int) -> Level:
         """Return the drawn token and the likeliest others of logits over the head's vocabulary."""
         probs = logits.softmax(-1)
-        top, places = probs.topk(min(RANKS, len(logits)))
-        likeliest = dict(zip(self._head.ids[places].tolist(), top.tolist(), strict=True))
+        top_probs, indices = probs.topk(min(RANKS, len(logits)))
+        ids = self._head.ids[indices]
+        likeliest = dict(zip(ids.tolist(), top_probs.tolist(), strict=True))
         prob = likeliest.pop(drawn, 0.0) or float(probs[self._head.ids == drawn].sum())
         level = [HeadToken(drawn, prob)]
         for token, share in likeliest.items():
@@ -149,7 +153,7 @@ class TargetStates:
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
         self._runner: Any = runner
         self.texts: list[HeadText] = []
-        #: By slot; the draft's is the last one.
+        #: The logs of each slot. If a draft reads states, the last log is for it.
         self._logs: list[list[StateLog]] = []
         for slot in range(runner.capabilities.slots):
             logs = []
@@ -166,7 +170,11 @@ class TargetStates:
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
-        """Log the states of the slot's last forward, whose tokens start at `start`; of a tree those of `path`."""
+        """Log the states of the slot's last forward, whose tokens start at `start`.
+
+        Args:
+            path: the rows to log, if the forward was fed a tree; None: all.
+        """
         logs = self._logs[slot]
         if not logs:
             return
@@ -194,7 +202,7 @@ class HeadGuesses:
 
     Args:
         text: the part that the head has read.
-        tokens: of the text; only read.
+        tokens: the tokens of the text; they are only read.
         draw: the request's own draw from logits over the head's vocabulary.
     """
 
@@ -244,11 +252,11 @@ class HeadGuesses:
             return []
         candidates = []
         for rank, guess in enumerate(self._levels[number]):
-            place = ((number, rank),)
+            occurrences = ((number, rank),)
             bin = bisect(_BINS, guess.prob)
             chance = self._rates[rank][bin]
             candidate = Candidate(
-                guess.token, chance, place, Source.HEAD, rate=(rank, bin), origin=self
+                guess.token, chance, occurrences, Source.HEAD, rate=(rank, bin), origin=self
             )
             candidates.append(candidate)
         return scaled(candidates)

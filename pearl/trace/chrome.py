@@ -1,4 +1,4 @@
-"""From the workers' parts to one Chrome Trace Event file.
+"""Merges the parts that the workers of a run have written into one Chrome Trace Event file.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
 (complete events "X" that nest within a track; "b" and "e" of requests, which may overlap; flows "s" and "f" bound to
@@ -41,8 +41,10 @@ Event = dict[str, Any]
 def merge(trace: Path) -> None:
     """Make the file `trace` from the parts beside it, and remove them.
 
-    Only the latest run is merged; the parts of earlier ones and foreign files stay, and so does the target's until the
-    draft's comes from its host. Raises `TraceError` if there are no parts, or the file cannot be written.
+    Only the latest run is merged: parts of earlier runs, and other files, stay. So does the target's part, until the
+    draft's part has been copied here from its host.
+
+    Raises `TraceError` if there are no parts, or the file cannot be written.
     """
     parts: list[Part] = []
     with damaged(trace, TraceError):
@@ -73,7 +75,7 @@ def _opened(part: Part) -> int:
 
 
 def lacks_draft(config: Any, drafts: int) -> bool:
-    """Whether the draft wrote its part on another host, and none has been copied here yet."""
+    """Return whether the draft wrote its part on another host, and none has been copied here yet."""
     return not drafts and config["draft"] != "none" and config["control"] != ON_ONE_HOST
 
 
@@ -163,7 +165,7 @@ class _MergedRun:
                         yield _event("i", name, process, LOOP, time) | {"s": "g"}
 
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-        """Yield the draft's records; a forward comes after the decisions on what it drafted, with their outcomes."""
+        """Yield the draft's records, each forward after the decisions that tell the outcomes of its tokens."""
         forward: TraceRecord | None = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
@@ -191,7 +193,7 @@ class _MergedRun:
                 forward.args.setdefault(drafted, []).extend(outcomes)
 
     def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """Arrows from where the target sent verdicts to where `record` read them; both ends lie within a slice."""
+        """Yield arrows from where the target sent verdicts to where `record` read them; both ends lie in a slice."""
         read = (record.start + record.end) // 2
         for message in map(tuple, record.args["messages"]):
             if message[0] == "Verdict" and message in self._sent:
@@ -204,7 +206,7 @@ class _MergedRun:
                 yield end | arrow | {"bp": "e"}
 
     def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """The event of a record that lies on a track; a request lies on none and gives two events, begin and end."""
+        """Yield the event of a record that lies on a track; for a request, which lies on none, two: begin and end."""
         if record.kind == "clock":
             return
         name = record.name
@@ -225,7 +227,7 @@ class _MergedRun:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
-        """The document without its events."""
+        """Return the document without its events."""
         workers = []
         for process, part in enumerate(self._parts, start=1):
             worker = {"process": process} | asdict(part.header)
@@ -261,7 +263,7 @@ def _event(phase: str, name: str, process: int, track: int, time: float = 0.0) -
 
 
 def _descriptions(part: Part, process: int) -> Iterator[Event]:
-    """The name and the place of a process and of its tracks."""
+    """Yield the events that name and order a process and its tracks."""
     header = part.header
     process_args = {
         "process_name": {"name": f"{header.role} (process {header.pid})"},
@@ -276,7 +278,7 @@ def _descriptions(part: Part, process: int) -> Iterator[Event]:
 
 
 def incident(decision: dict[str, Any]) -> str | None:
-    """A note on a failure or a recovery; None for other decisions."""
+    """Return a note on a failure or a recovery; None for other decisions."""
     event = decision["event"]
     match event["type"]:
         case "DraftGone":
@@ -296,7 +298,7 @@ def incident(decision: dict[str, Any]) -> str | None:
 
 
 def committed(decision: dict[str, Any]) -> list[str]:
-    """The sources of the tokens that a decision of the target commits."""
+    """Return the sources of the tokens that a decision of the target commits."""
     sources: list[str] = []
     for message in messages(decision, "Deliver", "Committed"):
         sources += message["provenance"]
@@ -308,29 +310,31 @@ def split_waits(
 ) -> Iterator[TraceRecord]:
     """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
 
-    Messages after which the loop still waits (the first tokens of a window) interrupt a wait; the last one counts. If
-    that one came from a consumer the wait is not split: messages of an ended request change nothing.
+    Messages after which the loop still waits, such as the first tokens of a window, interrupt a wait: the last message
+    counts. If a front sent that one, the wait is not split, because the messages before it did not end it.
     """
-    held: list[TraceRecord] = []
+    wait_records: list[TraceRecord] = []
     for record in records:
-        works = record.kind == "busy" and record.track == LOOP and record.name != "decide"
-        if works or len(held) >= _MAX_HELD:
-            yield from _split(held, sent)
-            held = []
-        if held or record.kind == "wait":
-            held.append(record)
+        is_work = record.kind == "busy" and record.track == LOOP and record.name != "decide"
+        if is_work or len(wait_records) >= _MAX_HELD:
+            yield from _split(wait_records, sent)
+            wait_records = []
+        if wait_records or record.kind == "wait":
+            wait_records.append(record)
         else:
             yield record
-    yield from _split(held, sent)
+    yield from _split(wait_records, sent)
 
 
-def _split(held: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]) -> Iterator[TraceRecord]:
+def _split(
+    wait_records: list[TraceRecord], sent: Mapping[tuple[Any, ...], int]
+) -> Iterator[TraceRecord]:
     time = None  # when the last message of a request was sent
-    for record in held:
+    for record in wait_records:
         message = tuple(record.args.get("by", ()))
         if record.kind == "wait" and message and message[1] is not None:
             time = sent.get(message)
-    for record in held:
+    for record in wait_records:
         if record.kind != "wait" or time is None:
             yield record
             continue

@@ -18,7 +18,7 @@ FORWARDS = ("prefill", *VERIFICATIONS, "draft", "prepare")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What lasted from `start` to `end`, seconds from the trace's beginning; a wait is named by its cause."""
+    """Work or a wait from `start` to `end`, in seconds from the trace's beginning; a wait is named by its cause."""
 
     name: str
     kind: str
@@ -55,9 +55,9 @@ class RunTrace:
     """One run. Lists are in order of time.
 
     Attributes:
-        target: what its loop did: the outermost slices, without requests.
-        draft: the same of all drafts: there are several if one was lost and restarted.
-        requests: the target's.
+        target: the outermost slices of the target's loop, without requests.
+        draft: those of the draft's loop; of several loops, if a draft was lost and restarted.
+        requests: one slice for each request.
     """
 
     path: Path
@@ -174,15 +174,16 @@ def _slice(event: Event) -> Slice:
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Slices that lie in no other, and all decisions: one that takes no (virtual) time may fall into a forward.
+    """Return the slices that lie in no other slice, and all decisions.
 
-    Of two slices that start together the one that ended first comes first: a forward that was done before its loop
-    requested it takes no time there and yet lies in no other slice.
+    A decision may take no (virtual) time, and so seem to lie in a forward.  A forward may have ended before its loop
+    requested it: its slice has no length, and may start together with another.  So that it counts as an outermost one,
+    the shorter of two slices that start together comes first.
     """
     outermost: list[Slice] = []
-    reach = 0.0
+    latest_end = 0.0
     for piece in sorted(slices, key=attrgetter("start", "end")):
-        if piece.start >= reach or piece.end > reach or piece.name == "decide":
+        if piece.start >= latest_end or piece.end > latest_end or piece.name == "decide":
             outermost.append(piece)
-            reach = max(reach, piece.end)
+            latest_end = max(latest_end, piece.end)
     return outermost

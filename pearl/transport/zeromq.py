@@ -31,7 +31,8 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
 
-# Messages queued to send, or for a front: more than a text has, so a front may read slowly.
+# Messages that an end queues to send, and a connection to receive: more than a text has, so a front
+# may read slowly.
 _QUEUE = 1 << 16
 # Messages of one peer that a listener queues; the rest waits with the peer. Times `MAX_FRAME` they
 # are 256 MiB over TCP, and 16 GiB from a process of this user that floods the socket file.
@@ -46,11 +47,11 @@ _FILE_LISTENER_QUEUE = 1 << 10
 _BACKLOG = 4096
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
-# For one attempt to connect: the kernel's own come a minute apart after a long outage.
+# For one attempt to connect: after a long outage the kernel's own attempts come a minute apart.
 _CONNECT_SECONDS = 5
 # Without an acknowledgement by the peer's kernel: the link is cut, or its host is gone.
 _LOST_SECONDS = 15
-# As enums they cost twice the time.
+# Plain numbers, because a call that is given pyzmq's enums takes twice as long.
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -65,7 +66,7 @@ _REFUSED = (
 
 
 def new_keys() -> Keys:
-    """Fresh keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
+    """Return fresh keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigError("this pyzmq was built without CURVE: install one of its binary wheels")
     _, server = zmq.curve_keypair()
@@ -133,7 +134,7 @@ class _Socket:
         self._wait(timeout)
 
     def _wait(self, timeout: float) -> bool:
-        """Whether `wake` was called. A descriptor may also signal what is no message."""
+        """Wait for a message or `wake`, at most `timeout` seconds; return whether it was `wake`. May return early."""
         ready = self._poll.poll(ceil(max(timeout, 0.0) * 1000))
         if self._wakeup in dict(ready):
             os.eventfd_read(self._wakeup)
@@ -171,7 +172,7 @@ class _Socket:
             self._pass_on()
 
     def _take(self) -> list[tuple[Peer, list[bytes]]]:
-        """What has arrived."""
+        """Return what has arrived."""
         arrivals: list[tuple[Peer, list[bytes]]] = []
         with self._lock:
             self._check_open()

@@ -38,11 +38,13 @@ MAX_REQUESTS = 128  # of one front, running ones included
 class Fronts:
     """Gives each request a number of the worker's own, and sends its results to the front that submitted it.
 
+    "Our number" of a request is the worker's; fronts have numbers of their own.
+
     Args:
         post: sends a message to a front.
 
     Attributes:
-        attached: all of them, busy or not.
+        attached: all attached fronts, whether they have requests or not.
     """
 
     def __init__(self, post: Post, settings: TargetSettings) -> None:
@@ -60,7 +62,7 @@ class Fronts:
         return peer in self.attached
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
+        """Attach a front; `welcome` will answer it. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(
                 f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}"
@@ -86,11 +88,11 @@ class Fronts:
         return numbers
 
     def _requests(self, peer: Peer) -> list[int]:
-        """Our numbers of all requests of a front."""
+        """Return our numbers of all requests of a front."""
         return [number for number, (owner, _) in self._owners.items() if owner == peer]
 
     def number(self, peer: Peer, submit: Submit) -> Submit:
-        """A front's request under a number of our own. Raises `RequestError` if it cannot be served."""
+        """Register a front's request and return it with our number. Raises `RequestError` if it cannot be served."""
         number = next(self._numbers)
         problem = _problem(submit, self._settings, self._is_head)
         if problem is not None:
@@ -102,11 +104,11 @@ class Fronts:
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
-        """Our numbers of a front's request."""
+        """Return our number of a front's request, in a list that is empty if the request has ended."""
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
 
     def watch(self, request: int) -> Stopwatch:
-        """The times of a request; of one that is none, for peers name such ones too, a watch that nobody reads."""
+        """Return the stopwatch of a request; if none has this number, as a late message may name, an unused one."""
         return self._watches.get(request) or Stopwatch()
 
     @property
@@ -124,25 +126,25 @@ class Fronts:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())
             if message.request in self._owners:
-                peer, number = self._owners[message.request]
-                self._post(message.changed(request=number), peer)
+                peer, front_number = self._owners[message.request]
+                self._post(message.changed(request=front_number), peer)
         self._undelivered.clear()
 
     def end(self, end: End, speeds: Speeds) -> None:
         """Send the last message of a request: why it failed, or its statistics."""
         self.flush()
-        peer, number = self._owners.pop(end.request, (b"", -1))
+        peer, front_number = self._owners.pop(end.request, (b"", -1))
         watch = self._watches.pop(end.request, Stopwatch())
         if peer and end.failure is not None:
             log.info("%s", end.failure.reason)
-            self._post(Error(number, end.failure.kind, end.failure.reason), peer)
+            self._post(Error(front_number, end.failure.kind, end.failure.reason), peer)
         elif peer:
             statistics = fold(end.counts, watch, speeds, end.prompt_tokens, end.window)
-            self._post(Finished(number, end.reason, statistics.to_json()), peer)
+            self._post(Finished(front_number, end.reason, statistics.to_json()), peer)
 
 
 def _problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | None:
-    """Why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
+    """Return why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
     if not submit.prompt:
         return "the prompt is empty: give at least one token"
     options = submit.options

@@ -12,11 +12,14 @@ from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times the seconds per token that were measured when it joined
 _LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
-# Slow tokens of one request in a row that end the draft; or as many as took `timeout` in all.
+# The draft is lost after this many slow tokens of one request in a row, or if such a row of tokens
+# takes longer than `timeout`.
 _SLOW_TOKENS = 8
-# Times `timeout`: the longest silence a draft may announce, and the longest wait for a token.
+# The longest silence that a draft may announce, and the longest wait for a token, in multiples of
+# `timeout`.
 _MOST_ALLOWED = 10
-# Heartbeats of an idle draft that the target waits for: a message was lost, resynchronise.
+# After this many heartbeats of an idle draft that the target waits for, a message was lost and the
+# target sends the whole prefix again.
 _STALLED_BEATS = 2
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
 _AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
@@ -54,7 +57,7 @@ class DraftHealth:
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
-        """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
+        """Note the seconds per token of a draft that joins; return whether this is its first such message."""
         is_news = not self._is_calibrated
         self._is_calibrated = True
         self._usual_pace = seconds
@@ -69,7 +72,7 @@ class DraftHealth:
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
-        """The waiting requests that made no progress for too long, though the draft is not silent.
+        """Return the waiting requests that made no progress for too long, though the draft is not silent.
 
         Args:
             waiting: request -> (committed tokens, tokens with the pending ones).
@@ -90,7 +93,7 @@ class DraftHealth:
     def took(self, request: int, seconds: float, speeds: Speeds) -> None:
         """Note the seconds that a token took. Raises `DraftLost` after several slow ones.
 
-        Counted per request, as one slow forward may yield a token for each of many.
+        Slow tokens are counted per request, because one slow forward may yield a token for each of many requests.
         """
         if not seconds:  # unknown: the forward was fed more than one token
             return
@@ -108,7 +111,7 @@ class DraftHealth:
             )
 
     def stalled(self, work: str, awaited: bool) -> bool:
-        """Whether draft and target wait for each other, by a heartbeat of the draft: then a message was lost.
+        """Note a heartbeat of the draft; return whether to resynchronise: both wait, so a message was lost.
 
         Args:
             work: the draft's state.

@@ -36,11 +36,11 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 class Facts(NamedTuple):
-    """What judging one draft token reads from the rows of target and draft.
+    """The figures by which a draft token is judged, read from the distributions of target and draft.
 
     Attributes:
-        target, draft: the token's probability.
-        mass: probability that a token of the draft's distribution is accepted.
+        target, draft: the token's probability in each.
+        mass: probability that a token drawn from the draft's distribution is accepted.
         bias: see `RatioTarget.bias`; 0 if the rule is exact.
     """
 
@@ -89,7 +89,7 @@ class RatioTarget:
         return torch.minimum(draft, target)
 
     def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
-        """Return the distribution of the correction, [vocab], not normalised; all zero stands for the target."""
+        """Return the correction's distribution [vocab], not normalised. If it is all zero, `target` takes its place."""
         return residual(target, draft)
 
     def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor | None:
@@ -106,19 +106,20 @@ class RatioTarget:
         return probabilities(logits, self.options)
 
     def judge(self, proposed: Proposed) -> Judged:
-        # The host computes nothing after a rejection; another device computes all at once and is waited for once.
+        # On a CPU tokens are judged one by one, so that nothing is computed after a rejection.  On
+        # another device all are computed at once, so that the host waits for it once.
         tokens = proposed.tokens
-        step = 1 if proposed.logits.is_cpu else len(tokens)
+        batch_size = 1 if proposed.logits.is_cpu else len(tokens)
         masses = []
         biases = []
-        for first in range(0, len(tokens), step):
-            part = slice(first, first + step)
-            target = self._target(proposed, part)
-            if step == 1:
+        for first in range(0, len(tokens), batch_size):
+            batch = slice(first, first + batch_size)
+            target = self._target(proposed, batch)
+            if batch_size == 1:
                 draft = proposed.rows[first][None]
             else:
                 draft = torch.stack([row.to(target.device) for row in proposed.rows])
-            for i, facts in enumerate(self._facts(target, draft, tokens[part])):
+            for i, facts in enumerate(self._facts(target, draft, tokens[batch])):
                 position = proposed.start + first + i
                 masses.append(facts.mass)
                 biases.append(facts.bias)
@@ -135,7 +136,7 @@ class RatioTarget:
         return proposed.launched[part]
 
     def _correction(self, position: int, target: Tensor, draft: Tensor) -> int:
-        """Draw from `replacement` of rows [vocab]."""
+        """Draw the correction at a position, given both distributions [vocab] there."""
         key = draw_key(self.options, position, Purpose.CORRECTION)
         return read_draw(pick(self.replacement(target, draft), key, otherwise=target))
 
@@ -159,7 +160,10 @@ class RatioTarget:
 
 
 def odds_of(masses: Sequence[float], biases: Sequence[float] = ()) -> Odds:
-    """Sum acceptance masses and biases over positions: a rejection has probability 1 - mass."""
-    chances = [min(1.0, max(0.0, 1 - mass)) for mass in masses]
-    variance = sum(chance * (1 - chance) for chance in chances)
-    return Odds(sum(chances), variance, sum(biases, 0.0))
+    """Return the expected number of rejections and its variance, and the sum of biases, over positions.
+
+    With p = 1 - mass, the probability of a rejection: rejections = sum(p), variance = sum(p * (1 - p)).
+    """
+    rejection_probs = [min(1.0, max(0.0, 1 - mass)) for mass in masses]
+    variance = sum(prob * (1 - prob) for prob in rejection_probs)
+    return Odds(sum(rejection_probs), variance, sum(biases, 0.0))

@@ -39,10 +39,13 @@ class Calibration:
     """The result of `calibrate`.
 
     Attributes:
-        rows: `ar`, the methods that auto picks from, and auto itself; without a draft also on all cores of the pair.
-        acceptance: accepted / judged draft tokens of `sd`. gamma: of `sd` and `ssd`. c: the window of `pearl`.
+        rows: `ar`, the methods that auto picks from, and auto itself. `ar` and `ngram`, which need no draft, also have
+            a row on all cores of the pair.
+        acceptance: accepted / judged draft tokens of `sd`.
+        gamma: the window of `sd` and `ssd`.
+        c: the window of `pearl`.
         advice, flags: the method to use, as a sentence and as command-line flags.
-        profile: for engines started later; with the forward times, seconds.
+        profile: what engines that are started later begin with, such as forward times in seconds.
     """
 
     rows: tuple[Figures, ...]
@@ -127,15 +130,15 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
         if row.speedup is not None:
             speedups[row.name] = row.speedup
     name = max(speedups, key=lambda name: speedups[name].value)
-    best = speedups[name]
-    if best.low <= 1 or best.value <= _MIN_SPEEDUP:
+    best_speedup = speedups[name]
+    if best_speedup.low <= 1 or best_speedup.value <= _MIN_SPEEDUP:
         return "nothing is faster than the target alone here, which leaves the other device free", (
             "--draft none --method ar"
         )
-    words = f"{name}: {best.value:.2f} times as fast as the target alone"
+    words = f"{name}: {best_speedup.value:.2f} times as fast as the target alone"
     ties = []
     for rival, speedup in speedups.items():
-        if rival != name and speedup.high > best.low and speedup.low > 1:
+        if rival != name and speedup.high > best_speedup.low and speedup.low > 1:
             ties.append(rival)
     if ties:
         words += f"; on these texts not told apart from {', '.join(ties)}"

@@ -93,7 +93,7 @@ def answer(
     answers = []
     for prompt, temperature in zip(prompts, cycle(temperatures), strict=False):
         answers.append(_Row(prompt, temperature))
-    rows = answers  # of the batch; finished ones are removed now and then
+    rows = answers  # those in the batch; see `_MIN_ALIVE` for when finished ones leave it
     unfinished = list(range(len(rows)))
     while unfinished:
         if len(unfinished) < _MIN_ALIVE * len(rows):
@@ -118,13 +118,13 @@ def along(
     model: PreTrainedModel, texts: Sequence[RecordedAnswer], top: int
 ) -> list[RecordedAnswer]:
     """Return the same texts with the `top` tokens that `model` finds likeliest at each place."""
-    judged = []
+    recorded_texts = []
     for text in texts:
         ids = torch.tensor([text.prompt + text.tokens], device=model.device)[:, :-1]
         states = hidden_states(model, ids)[0, len(text.prompt) - 1 :]
         top_ids, top_probs = _likeliest(states, head(model), top)
-        judged.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
-    return judged
+        recorded_texts.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
+    return recorded_texts
 
 
 def _likeliest(
@@ -132,9 +132,9 @@ def _likeliest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids, probabilities), each [rows, top], on the host, from states [rows, width]."""
     logits = (states @ matrix.T).float()
-    best = logits.topk(top)
-    probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
-    return best.indices.cpu(), probs.cpu()
+    top_logits = logits.topk(top)
+    probs = torch.exp(top_logits.values - logits.logsumexp(-1, keepdim=True))
+    return top_logits.indices.cpu(), probs.cpu()
 
 
 def _sample(
@@ -183,7 +183,8 @@ class _Batch:
         mask = self._mask[:, :end]
         positions = (mask.cumsum(-1) - 1).clamp_min_(0)[:, self._length :]
         cache = {self._cache_name: self._cache}
-        # `_likeliest` applies the head: on a slice of all states torch would copy its weights for every row.
+        # The head is applied in `_likeliest`, to the last states alone.  If the model applied it to a
+        # slice of all states, torch would copy the head's weights for every row.
         states = self._model.base_model(
             input_ids=self._fed,
             attention_mask=mask,

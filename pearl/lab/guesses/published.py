@@ -18,13 +18,14 @@ from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex, Occurrence
 from pearl.drafting.output_ngrams import Habits
 from pearl.protocol.messages import Source
 
-# SSSD's weights are not printed. These dampings are the best of a grid of 5 by 4 over 36 greedy answers (3,398 tokens)
-# of SmolLM2-135M to HumanEval, GSM8K and MT-bench. Guesses are then right 1.06 times as often as they say.
+# The paper on SSSD does not print its weights. These dampings are the best of a grid of 5 by 4,
+# over 36 greedy answers (3,398 tokens) of SmolLM2-135M to HumanEval, GSM8K and MT-bench: with them
+# guesses are right 1.06 times as often as their probabilities say.
 INPUT_FACTOR = 1.0
 SHORT_DAMPING = 0.65
 DEPTH_DAMPING = 0.9
 _WIDEST = 8  # children of a node
-_FIRST = 5000  # REST's continuations
+_FIRST = 5000  # continuations that REST reads at most
 
 
 class Copied(NgramIndex):
@@ -73,8 +74,8 @@ class Counted(Guesser):
 
     P of a guess from the text itself is scaled and damped; P of one from the datastore is not.
 
-    The prefixes are the text's last 1 to `LONGEST` tokens, each with a tree of its own, and a token has the largest of
-    its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
+    The prefixes are the text's last 1 to `LONGEST` tokens.  Each has a tree of its own; a token that several trees have
+    gets the largest of its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
     """
 
     most_occurrences = 100
@@ -89,26 +90,26 @@ class Counted(Guesser):
             source.learn(committed)
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
-        return at_least  # no longer prefix has a tree
+        return at_least  # longer prefixes have no tree
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         factor, damping, depth = self.weights
         places = [occurrence for occurrence in occurrences if occurrence[0] < len(self.tokens)]
-        best: dict[int, float] = {}
+        probs: dict[int, float] = {}
         for length in {matched for _, matched in places}:
             tree = [self.tokens[end] for end, matched in places if matched >= length]
             weight = factor * depth * (1 - damping**length) / len(tree)
             for token in set(tree):
-                best[token] = max(best.get(token, 0.0), weight * tree.count(token))
+                probs[token] = max(probs.get(token, 0.0), weight * tree.count(token))
         candidates = []
-        for token in nlargest(self.ranks, best, best.__getitem__):
-            followed = tuple(place for place in places if self.tokens[place[0]] == token)
-            candidates.append(Candidate(token, best[token], followed))
+        for token in nlargest(self.ranks, probs, probs.__getitem__):
+            token_occurrences = tuple(place for place in places if self.tokens[place[0]] == token)
+            candidates.append(Candidate(token, probs[token], token_occurrences))
         return candidates
 
 
 class CountedStore(StoreGuesses):
-    """Continuations of a datastore by their share."""
+    """Guesses continuations from a datastore; the probability of a token is its share of them."""
 
     def learn(self, committed: int) -> None:
         """There is nothing to learn: the share is the probability."""

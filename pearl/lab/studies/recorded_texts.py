@@ -104,14 +104,14 @@ def record(
     raw: bool = False,
     tick: Callable[[str], object] = lambda line: None,
 ) -> Iterator[RecordedText]:
-    """Yield each answer to a user's turn as it is done; a conversation continues after its own answers.
+    """Yield each answer to a user's turn when it is complete; the conversation goes on after this answer.
 
-    Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
+    A conversation ends early at a prompt that has come before, or that does not fit both contexts with its answer.
 
     Args:
         pair: target and draft.
-        options: text n, from 1 on, is drawn with its seed + n, as `pearl bench` draws its n-th.
-        tokens: most of an answer.
+        options: for sampling. The seed of the n-th text, from 1 on, is `options.seed` + n, as in `pearl bench`.
+        tokens: the most tokens of an answer.
         raw: use no chat template.
         tick: called with a line of progress.
     """
@@ -148,12 +148,12 @@ def answers(
     tick: Callable[[int], object] = lambda tokens: None,
     shaper: Shaper | None = None,
 ) -> list[list[int]]:
-    """Decode up to `limit` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
+    """Decode up to `limit` tokens per prompt, in batches of as many prompts as the target has slots.
 
     Args:
-        samplings: one per prompt.
+        samplings: for each prompt, how to sample, and the seed.
         tick: called after each forward with the number of tokens drawn.
-        shaper: of a single prompt's logits.
+        shaper: changes the logits; only for a single prompt.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     slots = target.capabilities.slots

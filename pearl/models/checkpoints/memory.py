@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 _REPORTED_FROM = 1e9  # bytes
-_SCARCE = 0.75  # share of a device's memory above which its size is told
+_SCARCE = 0.75  # a model that needs more than this share of the memory is reported with both
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
 _MEASURED_FROM = 1e8  # bytes of weights
@@ -40,7 +40,7 @@ class Need:
     Attributes:
         weights: in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
-        states: of recurrent layers, with the copies that a rollback goes back to.
+        states: the states of recurrent layers, and the copies of them that are kept for rollbacks.
     """
 
     weights: int
@@ -115,7 +115,12 @@ def needed(
 
 
 class _Weights(NamedTuple):
-    """Bytes of the weights once loaded, and of a number that is not quantised."""
+    """The size of loaded weights.
+
+    Attributes:
+        size: bytes of all weights.
+        item: bytes of a number that is not quantised.
+    """
 
     size: int
     item: int
@@ -147,7 +152,7 @@ def _loaded_weights(
 
 
 def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
-    """Return the bytes of tensors, of which those that are not quantised take `item` bytes a number."""
+    """Return the bytes of tensors: quantised ones as in the file, `item` bytes for each number of the others."""
     size = 0
     for tensor in tensors.values():
         if tensor.kind in GGUF_BLOCKS:
@@ -158,9 +163,9 @@ def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
 
 
 def _size_of_weights(directory: Path) -> int:
-    """Return the bytes of the files that all weights are read from; of a GGUF file's in bfloat16.
+    """Return the bytes of the files that have the weights. For a GGUF file, return those of its weights in bfloat16.
 
-    Mistral's repositories have them a second time, in consolidated files.
+    Mistral's repositories have the weights a second time, in consolidated files, which are not counted.
     """
     table = table_in(directory)
     if table is not None:
@@ -176,9 +181,9 @@ def _size_of_weights(directory: Path) -> int:
 
 
 def _sizes(directory: Path, item: int) -> CacheSizes | None:
-    """Measure the cache of a checkpoint that runs through transformers, with weights of `item` bytes; None: unknown.
+    """Measure the cache of a checkpoint that runs through transformers, with `item` bytes a number; None: unknown.
 
-    On the meta device its model takes no memory, and under a second.
+    The model is made on the meta device: it takes no memory, and less than a second.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -201,7 +206,9 @@ def cache_bytes(config: Config, positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """Return a line on the need, and on the memory where that is scarce; "" below 1 GB or if either is unknown.
+    """Return a line that says what the model needs and, if that is scarce, what memory there is.
+
+    Return "" if the need is below 1 GB, or if the need or the memory is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.
@@ -215,11 +222,11 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     if room is None:
         return ""
     if gpus == 1:
-        where = f"on {device}"
+        location = f"on {device}"
     else:
-        where = f"on {gpus} GPUs"
-    extent = "are free" if device.type == "cuda" else "is all there is"
-    memory = f"{gigabytes(room)} {extent} {where}"
+        location = f"on {gpus} GPUs"
+    availability = "are free" if device.type == "cuda" else "is all there is"
+    memory = f"{gigabytes(room)} {availability} {location}"
     if need.total > room:
         raise ModelError(f"Model {spec!r} needs {need}; {memory}. {_advice(device)}")
     if need.total > _SCARCE * room:
@@ -309,7 +316,13 @@ def _meminfo(proc: Path, name: str) -> list[int]:
 
 
 class _Usage(NamedTuple):
-    """A cgroup's limit, bytes in use, and of these pages of files that were not used lately."""
+    """The memory of a cgroup, in bytes.
+
+    Attributes:
+        limit: the most that it may use.
+        used: what it uses.
+        idle: the part of `used` that is cached files which were not read lately.
+    """
 
     limit: int
     used: int

@@ -21,7 +21,8 @@ from pearl.models.forward.quantised import QuantisedMatrix
 
 # Tensors that only quantised modules have.
 _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
-# Tensors for activations, keys and values that other engines quantise as they compute; here they stay whole.
+# Tensors with which other engines quantise activations, keys and values as they compute. Here these
+# are not quantised.
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
 _UNUSED = re.compile(r"bias|(input|output|q|k|v|kv)_(scale|zero_point|global_scale)")
 _GROUPED = 16  # the number of inputs of a group is a multiple of this
@@ -48,9 +49,9 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     words = torch.nn.functional.pad(words, (0, missing)).long() & 0xFFFFFFFF
     runs = words.unflatten(1, (-1, bits))  # 32 fields in `bits` words
     starts = torch.arange(32) * bits
-    first = starts // 32
-    second = (first + 1).clamp(max=bits - 1)
-    field = runs[..., first] >> starts % 32 | runs[..., second] << 32 - starts % 32
+    first_word = starts // 32
+    next_word = (first_word + 1).clamp(max=bits - 1)
+    field = runs[..., first_word] >> starts % 32 | runs[..., next_word] << 32 - starts % 32
     return (field & 2**bits - 1).to(torch.uint8).flatten(1)[:, :count].contiguous()
 
 
@@ -61,10 +62,10 @@ def _integers(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Return the matrix of unsigned steps: in 4 bits, or in 8 with a sign where they have more.
+    """Return the matrix of unsigned steps: of up to 4 bits as they are, of more bits as int8.
 
     Args:
-        zeros: zero points [out, groups]; None: half of the range, as in symmetric schemes.
+        zeros: zero points [out, groups]; None: 2 ** (bits - 1), as in symmetric schemes.
     """
     half = 2 ** (bits - 1)
     if bits <= 4:
@@ -84,8 +85,8 @@ class Tensors:
     """The tensors of a quantised module, each read at its use.
 
     Attributes:
-        parts: their names without that of the module, biases and tensors for activations left out.
-        unread: those of `parts` that no layout has read.
+        parts: names of the tensors within the module, such as "qweight", without those that no layout needs.
+        unread: those of `parts` that were neither read nor skipped.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Tensors:
         return self._get(f"{self.module}.{part}")
 
     def skip(self, part: str) -> None:
-        """Leave out a tensor that says nothing about the weights; the module may lack it."""
+        """Count a tensor as read, because the layout does not need it. The module may lack it."""
         self.unread.discard(part)
 
 
@@ -158,13 +159,15 @@ def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
         scales = scales[:, None]
     if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
         raise Unread(f"weight is {weight.dtype} with scales {list(scales.shape)}")
-    down, across = scales.shape
-    rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
-    # A last block that is not whole would be a group of another size.
-    has_groups = rows == 1 and inputs % across == 0
-    if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
+    scale_rows, scale_columns = scales.shape
+    block_rows = {1: outputs, outputs: 1}.get(scale_rows, _FP8_BLOCK)
+    # If the inputs are no multiple of a group, the last group of a row would be smaller.
+    has_groups = block_rows == 1 and inputs % scale_columns == 0
+    if scale_rows != -(-outputs // block_rows) or not (
+        has_groups or scale_columns in (1, inputs / _FP8_BLOCK)
+    ):
         raise Unread(f"weight {[outputs, inputs]} has scales {list(scales.shape)}")
-    scales = scales.float().repeat_interleave(rows, 0)[:outputs]
+    scales = scales.float().repeat_interleave(block_rows, 0)[:outputs]
     return QuantisedMatrix(weight, 8, scales.contiguous())
 
 
@@ -187,7 +190,7 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read steps with a sign, a byte each whatever their bits."""
+    """Read signed steps, each of which takes a byte even if it has fewer bits."""
     half = 2 ** (recipe.bits - 1)
     steps = (tensors.of("weight").to(torch.int16) + half).to(torch.uint8)
     zeros = None
@@ -212,7 +215,7 @@ def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
             f"weight_scale is {scales.dtype} {list(scales.shape)}, "
             f"weight_global_scale {list(divisor.shape)}"
         )
-    divisors = 2 * divisor.float().reshape(1, 1)  # the table has halves
+    divisors = 2 * divisor.float().reshape(1, 1)  # `FP4` counts in halves
     return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
 
 
@@ -261,7 +264,7 @@ def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe
         )
 
 
-# What reads the modules of each layout. A reader must read all of a module's tensors.
+# Layout -> the function that reads its modules. It must read or skip all tensors of a module.
 LAYOUTS: Mapping[str, Callable[[Tensors, Recipe], QuantisedMatrix]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -281,29 +284,31 @@ def matrices(
 ) -> dict[str, Make]:
     """Return a loader of each quantised matrix of a checkpoint, by weight name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Of the modules with one recipe and tensors of the
-    same names one is loaded at once, as a check.
+    Raises `Unread` for a setting or a tensor that is not read here.  Modules with the same recipe and the same tensor
+    names are laid out alike: to check them, the first of them is loaded at once.
 
     Args:
-        scheme: its `quantization_config`. names: of its tensors. get: reads a tensor.
+        scheme: the checkpoint's `quantization_config`.
+        names: names of its tensors.
+        get: reads the tensor of a name.
     """
     choose = chooser(scheme)
     loaders: dict[str, Make] = {}
-    tried = set()
+    checked_kinds = set()
     for tensors in _quantised(names, get):
         module = tensors.module
         recipe = choose(module)
         load = partial(_matrix, tensors, recipe)
         loaders[f"{module}.weight"] = load
-        if (recipe, tensors.parts) in tried:
+        if (recipe, tensors.parts) in checked_kinds:
             continue
-        tried.add((recipe, tensors.parts))
-        inputs = load().group
+        checked_kinds.add((recipe, tensors.parts))
+        group_size = load().group
         if tensors.unread:
             raise Unread(f"{module}.{min(tensors.unread)} is a tensor that nothing reads")
-        if inputs % _GROUPED:
-            raise Unread(f"{module} has groups of {inputs} inputs")
-    # A file may have no more than scales of a cache.
+        if group_size % _GROUPED:
+            raise Unread(f"{module} has groups of {group_size} inputs")
+    # With empty config_groups a checkpoint quantises only the KV cache.
     if not loaders and scheme.get("config_groups") != {}:
         raise Unread(
             f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights"

@@ -99,7 +99,8 @@ class LayerSpec:
     Attributes:
         rotated: how many of a head's numbers are rotated.
         gate: the activation of the gate, one of `linear_layers.gated`.
-        windows, ropes: of each layer, see `layer_kinds`; a window as long as the context is none.
+        windows: of each layer, see `layer_kinds`; 0 for a window that is at least as long as the context.
+        ropes: of each layer, see `layer_kinds`.
     """
 
     forward: Forward
@@ -151,7 +152,7 @@ class Layer:
         dtype: the dtype of rows.
 
     Attributes:
-        experts: in place of `gate_up` and `down`, which are then those of one of them.
+        experts: the layer's experts, or None. With experts, `gate_up` and `down` are those of the first.
     """
 
     def __init__(
@@ -214,19 +215,19 @@ class DecoderLayers:
     """Takes the weights of `model` away from it, and computes with them.
 
     Attributes:
-        weights: their dtype or, of quantised matrices, bits.
-        embedding: [vocab, hidden]. norm: the weights of the last norm.
-        taps: layers whose inputs `features` has, in that order; the number of layers stands for the
-            states that the last norm reads.
-        features: those of the last forward [n, len(taps) * hidden].
+        weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
+        embedding: [vocab, hidden].
+        norm: the weights of the last norm.
+        taps: layers whose inputs are kept as `features`, in that order; the number of layers stands for
+            the states that the last norm reads.
+        features: [n, len(taps) * hidden], as the last forward left them; None without taps.
         scoring: how positions are scored, with a window for each layer.
         residual_dtype: the dtype of the states between layers.
-        in_one_call: computes the layers for a `NativeAttention`: (attention, states before the first of
-            these layers, which become those after the last, first layer, end). None: they are computed
-            one by one.
+        in_one_call: in_one_call(attention, states, start, end) computes the layers from `start` to `end`
+            for a `NativeAttention`, in place. None: layers are computed one by one.
 
     Args:
-        context: a window at least as long is none.
+        context: most positions of a text; attention windows of at least this length are left out.
         is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
             and so queries, are rotated in the dtype of rows.
         family: the forward and the configuration, of a model that `described` does not know.
@@ -405,12 +406,12 @@ class DecoderLayers:
             x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
-        mixed = self._attend(layer, number, x, ropes, attends)
-        hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
-        fed = self.normalise(hidden, layer.mlp_norm)
+        attention_output = self._attend(layer, number, x, ropes, attends)
+        hidden = self._add(hidden, layer.out, attention_output, layer.after_attention)
+        mlp_input = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
-            return hidden + layer.experts(fed)
-        act = gated(layer.gate_up(fed), self.gate)
+            return hidden + layer.experts(mlp_input)
+        act = gated(layer.gate_up(mlp_input), self.gate)
         return self._add(hidden, layer.down, act, layer.after_mlp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -419,7 +420,7 @@ class DecoderLayers:
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
-            for row in logits:  # one by one: the last elements of a row are no vector
+            for row in logits:  # alone, so that torch splits every row into vectors alike
                 cap_scores(row, self.scales.logits_cap)
         return logits
 
@@ -440,16 +441,16 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return `hidden` plus the product of x, after its norm and multiplier."""
+        """Return hidden + multiplier * normalise(product(x)); without a norm, hidden + multiplier * product(x)."""
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:
             return product(x, hidden)
-        part = product(x)
+        update = product(x)
         if norm is not None:
-            part = self.normalise(part, norm)
+            update = self.normalise(update, norm)
         if multiplier != 1:
-            part = part * multiplier
-        return hidden + part
+            update = update * multiplier
+        return hidden + update
 
     def _attend(
         self,
@@ -461,25 +462,25 @@ class DecoderLayers:
     ) -> torch.Tensor:
         """Return the attention output of each row, [n, heads * head_dim]."""
         heads = self.heads
-        facing_heads = heads.query + heads.kv
+        num_rotated = heads.query + heads.kv
         states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
         rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(attends, NativeAttention):
             return attends.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
-        facing = states[:, :facing_heads]  # queries and keys
-        values = states[:, facing_heads:]
+        queries_keys = states[:, :num_rotated]
+        values = states[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries = self._head_norm(facing[:, : heads.query], layer.q_norm)
-            keys = self._head_norm(facing[:, heads.query :], layer.k_norm)
-            facing = torch.cat([queries, keys], 1)
-        return attends.attend(number, facing, values, rope)
+            queries = self._head_norm(queries_keys[:, : heads.query], layer.q_norm)
+            keys = self._head_norm(queries_keys[:, heads.query :], layer.k_norm)
+            queries_keys = torch.cat([queries, keys], 1)
+        return attends.attend(number, queries_keys, values, rope)
 
     def _head_norm(
         self,
         states: torch.Tensor,
         norm: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
+        """Normalise states [n, heads, head_dim]: each head alone or, if `norm` spans all heads, all together."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)
 

@@ -31,7 +31,7 @@ _TENSORS = ("weight", "scales", "bias")  # of a `KernelMatrix`
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
-    """Whether no earlier pair of row and choice has this pair's expert."""
+    """Return whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
     is_alike = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
     return tl.sum(is_alike.to(tl.int32), 0) == 0
@@ -62,7 +62,9 @@ def expert_gate_up(
     BIAS: constexpr,
     CLAMPS: constexpr,
 ):
-    """Compute act [16 * TOP, 16, N] of all rows x [16, K], for each pair that is the first with its expert.
+    """Compute act [16 * TOP, 16, N], the activations of all rows x [16, K] for each pair of row and choice.
+
+    A pair uses the expert that the row chose. It is left out if an earlier pair has the same expert.
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
     """
@@ -145,7 +147,7 @@ class ExpertProducts:
     """Computes a layer's experts, whose matrices are stacked.
 
     Args:
-        each: gate and up, and down, of each expert.
+        each: (gate_up, down) of each expert.
         limits: see `experts.Experts`.
 
     Attributes:
@@ -223,7 +225,7 @@ def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
 
 
 def _strides(stack: KernelMatrix) -> tuple[int, int]:
-    """Return the distance between experts of their weights, and of their scales."""
+    """Return the strides from one expert to the next: in the weights, and in the scales."""
     weight, scales, _ = stack.tensors()
     return weight.stride(0), scales.stride(0)
 

@@ -22,7 +22,7 @@ _CHECKED = 160  # tokens: more than one tile
 
 
 class Prompts:
-    """Computes prompts by `layers`, of any slot and start, in pieces that end at multiples of `PREFILL`.
+    """Computes the prompt of a slot with `layers`, from any position on, in pieces that end at multiples of `PREFILL`.
 
     Args:
         ropes: tables of all positions, by the layers' ropes; see `DecoderLayers.angles`.
