@@ -367,7 +367,8 @@ class DraftState:
         return message.known <= self._diverged and not is_correction
 
     def _is_foreseen(self, message: DraftTokens) -> bool:
-        """Return whether these tokens are of the branch that began this epoch, sent before the draft had our verdict.
+        """Return whether these tokens are of the branch that began this epoch,
+        sent before the draft had our verdict.
         """
         is_previous = message.epoch == self._request.epoch - 1
         return (

@@ -190,7 +190,8 @@ class DraftMachine(Machine):
         assert self.begun is not None
         seq = self.sequence
         has_bonus = self.begun.options.prepares_bonus and len(seq.tokens) >= self._until
-        end = len(seq.tokens) + has_bonus  # positions before it are still to be decided, from the prefix on
+        # The branches for positions from the prefix to `end` are still open.
+        end = len(seq.tokens) + has_bonus
         for branch in branches:
             assert branch.after is not None
             sent = self._branches.get(branch.after, ())

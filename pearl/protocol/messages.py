@@ -44,7 +44,7 @@ class Provenance(StrEnum):
 
     ACCEPTED = "accepted"  # drafted, and the target agreed
     CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
-    DIRECT = "direct"  # the target's own draw where no draft token was due (ar, prefill in sd, no draft)
+    DIRECT = "direct"  # the target's own draw, no draft token was due (ar, prefill in sd, no draft)
     BONUS = (
         "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
     )
@@ -176,7 +176,8 @@ class Finished(Message, frozen=True, tag=6):
 
 
 class Begin(Message, frozen=True, tag=7):
-    """The target gives the draft a whole prefix: of a new request, or of a request to resume after a resynchronisation.
+    """The target gives the draft a whole prefix: of a new request,
+    or of a request to resume after a resynchronisation.
     """
 
     request: Count

@@ -209,7 +209,8 @@ class Auto:
         return self.way
 
     def end(self) -> None:
-        """End the text. Half a stretch counts; a trial without a neighbour is compared with the best way's usual rate.
+        """End the text. Half a stretch counts; a trial without a neighbour is compared with the best way's
+        usual rate.
         """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()

@@ -107,7 +107,8 @@ class ProposalStore:
         return self._line.pop(0).source
 
     def branch(self, position: int, token: int) -> Proposal | None:
-        """Return the branch for `token` at `position` as a proposal of the main line; None if there is no such branch.
+        """Return the branch for `token` at `position` as a proposal of the main line;
+        None if there is no such branch.
         """
         branch = self.branches.get((position, token))
         return branch and replace(branch, after=None)

@@ -171,7 +171,8 @@ class Request:
         self._delivered = self._indexed = self.sequence.committed
 
     def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
-        """Return what the guessing index lacks of the text, (start, tokens); from now on the index counts as having it.
+        """Return what the guessing index lacks of the text, (start, tokens);
+        from now on the index counts as having it.
         """
         start = self._indexed
         self._indexed = len(self.sequence.tokens)

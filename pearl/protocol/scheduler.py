@@ -61,7 +61,8 @@ class Batch(Generic[_Command]):
         return max(0.0, self._start - now)
 
     def precedes(self, command: object) -> bool:
-        """Return whether the forward must run before `command`: an `Open` may give a request's slot to another request.
+        """Return whether the forward must run before `command`:
+        an `Open` may give a request's slot to another request.
         """
         return bool(self.commands) and isinstance(command, Open)
 

@@ -263,7 +263,8 @@ class Speeds:
         )
 
     def on(self, cores: Cores) -> ForwardTimes:
-        """Return the target's times on these cores; until they are measured, estimates from its times on its own cores.
+        """Return the target's times on these cores; until they are measured,
+        estimates from its times on its own cores.
         """
         if cores is self.cores:
             return self.target

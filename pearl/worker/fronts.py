@@ -1,4 +1,4 @@
-"""The fronts that are attached to a target worker: which requests are whose, their times and their results."""
+"""The fronts that are attached to a target worker: which front submitted each request, its times and its results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fronts:
         post: sends a message to a front.
 
     Attributes:
-        attached: all of them, busy or not.
+        attached: all attached fronts, busy or not.
     """
 
     def __init__(self, post: Post, settings: TargetSettings) -> None:
@@ -60,7 +60,9 @@ class Fronts:
         return peer in self.attached
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
+        """Attach a front; `welcome` sends the introduction later. Raises `RemoteProtocolError` or `RequestError` to
+        refuse it.
+        """
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(
                 f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}"
@@ -77,7 +79,7 @@ class Fronts:
         self._unwelcomed.clear()
 
     def lose(self, peer: Peer) -> list[int]:
-        """Forget a front that is gone; return its requests, whose results nobody reads."""
+        """Forget a front that is gone; return our numbers of its requests, whose results nobody reads."""
         self.attached.discard(peer)
         numbers = self._requests(peer)
         for number in numbers:
@@ -86,11 +88,14 @@ class Fronts:
         return numbers
 
     def _requests(self, peer: Peer) -> list[int]:
-        """Our numbers of all requests of a front."""
+        """Return our numbers of all requests of a front."""
         return [number for number, (owner, _) in self._owners.items() if owner == peer]
 
     def number(self, peer: Peer, submit: Submit) -> Submit:
-        """A front's request under a number of our own. Raises `RequestError` if it cannot be served."""
+        """Register a front's request, and return it under a number of our own.
+
+        Raises `RequestError` if the request cannot be served.
+        """
         number = next(self._numbers)
         problem = _problem(submit, self._settings, self._is_head)
         if problem is not None:
@@ -102,11 +107,13 @@ class Fronts:
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
-        """Our numbers of a front's request."""
+        """Return our numbers of the requests that the front has given the number `request`."""
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
 
     def watch(self, request: int) -> Stopwatch:
-        """The times of a request; of one that is none, for peers name such ones too, a watch that nobody reads."""
+        """Return the times of a request. If there is no such request (a peer may name any), return times that nobody
+        reads.
+        """
         return self._watches.get(request) or Stopwatch()
 
     @property
@@ -119,7 +126,7 @@ class Fronts:
         self._undelivered.append(message)
 
     def flush(self) -> None:
-        """Send what `deliver` has taken, in its order."""
+        """Send what `deliver` has taken, in the same order."""
         for message in self._undelivered:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())
@@ -142,7 +149,7 @@ class Fronts:
 
 
 def _problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | None:
-    """Why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
+    """Return why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
     if not submit.prompt:
         return "the prompt is empty: give at least one token"
     options = submit.options

@@ -1,4 +1,4 @@
-"""Whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
+"""Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from pearl.protocol.drafter import DrafterState
 from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
-_TOO_SLOW = 20.0  # times the seconds per token that were measured when it joined
-_LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
-# Slow tokens of one request in a row that end the draft; or as many as took `timeout` in all.
+# A token is slow if it takes more than 20 times the usual seconds per token, measured when the draft
+# joined. It is never slow below 10 ms, as a busy machine's noise is as large.
+_TOO_SLOW = 20.0
+_LEAST_SLOW = 0.01  # seconds
+# A draft is lost after eight slow tokens of one request in a row, or fewer that took `timeout` in all.
 _SLOW_TOKENS = 8
-# Times `timeout`: the longest silence a draft may announce, and the longest wait for a token.
+# Both as multiples of `timeout`: the longest silence a draft may announce; the longest wait for a token.
 _MOST_ALLOWED = 10
-# Heartbeats of an idle draft that the target waits for: a message was lost, resynchronise.
+# A heartbeat of an idle draft that the target waits for shows that a message was lost. At every second
+# one in a row the target resynchronises; at the eighth the draft is lost.
 _STALLED_BEATS = 2
-_STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
+_STALLED_FOR_GOOD = 8
 _AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
 
 
 class _Progress(NamedTuple):
-    """The furthest that a request has come: (committed tokens, tokens with the pending ones), and since when."""
+    """The furthest that a request has come, (committed tokens, committed and pending tokens), and since when."""
 
     lengths: tuple[int, int]
     since: float
@@ -37,16 +40,16 @@ class _SlowRun(NamedTuple):
 
 
 class DraftHealth:
-    """Health of the draft that is connected now. `timeout`: seconds of silence after which a draft is lost."""
+    """Health of the connected draft. `timeout`: seconds of silence after which a draft is lost."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.silence = Silence()
-        self._usual_pace = 0.0  # seconds per token, measured when it joined
+        self._usual_pace = 0.0  # seconds per token, measured when the draft joined
         self.joined()
 
     def joined(self) -> None:
-        """Start again: another draft has connected."""
+        """Forget all: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
         self._progress: dict[int, _Progress] = {}  # by waiting request
@@ -54,7 +57,7 @@ class DraftHealth:
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
-        """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
+        """Set the draft's usual seconds per token; return whether this is the first time since it connected."""
         is_news = not self._is_calibrated
         self._is_calibrated = True
         self._usual_pace = seconds
@@ -65,14 +68,14 @@ class DraftHealth:
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
-        """Tokens have come, so nothing is stalled."""
+        """Take in that tokens have come, so nothing is stalled."""
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
-        """The waiting requests that made no progress for too long, though the draft is not silent.
+        """Return the waiting requests that made no progress for too long, though the draft is not silent.
 
         Args:
-            waiting: request -> (committed tokens, tokens with the pending ones).
+            waiting: request -> (committed tokens, committed and pending tokens).
             now: seconds.
         """
         progress: dict[int, _Progress] = {}
@@ -88,9 +91,9 @@ class DraftHealth:
         return overdue
 
     def took(self, request: int, seconds: float, speeds: Speeds) -> None:
-        """Note the seconds that a token took. Raises `DraftLost` after several slow ones.
+        """Note the seconds that a token took. Raises `DraftLost` after several slow tokens of a request.
 
-        Counted per request, as one slow forward may yield a token for each of many.
+        They are counted per request, as one slow forward may yield a token for each of many requests.
         """
         if not seconds:  # unknown: the forward was fed more than one token
             return
@@ -108,13 +111,13 @@ class DraftHealth:
             )
 
     def stalled(self, work: str, awaited: bool) -> bool:
-        """Whether draft and target wait for each other, by a heartbeat of the draft: then a message was lost.
+        """Take in a heartbeat; return whether draft and target wait for each other, because a message was lost.
 
         Args:
             work: the draft's state.
-            awaited: whether the target waits for its tokens.
+            awaited: whether the target waits for the draft's tokens.
 
-        Raises `DraftLost` if giving it the whole prefix again has not helped.
+        Raises `DraftLost` if giving the draft the whole prefix again has not helped.
         """
         if work not in _AT_REST or not awaited:
             self._stalled_beats = 0
