@@ -1,4 +1,4 @@
-"""From the workers' parts to one Chrome Trace Event file.
+"""Merges the workers' parts of a trace into one Chrome Trace Event file.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
 (complete events "X" that nest within a track; "b" and "e" of requests, which may overlap; flows "s" and "f" bound to
@@ -29,8 +29,8 @@ DRAFTED = {
     REJECTED: "draft token rejected",
     DISCARDED: "draft token unused",
 }
-_MAX_HELD = 1000  # records of one wait
-WAIT = "wait: "  # begins the names of waits
+_MAX_HELD = 1000  # most records that are kept until the end of a wait
+WAIT = "wait: "  # prefix of the names of waits
 # Names of arrows
 VERDICT = "verdict"
 REJECTION = "verdict: rejection"
@@ -39,10 +39,11 @@ Event = dict[str, Any]
 
 
 def merge(trace: Path) -> None:
-    """Make the file `trace` from the parts beside it, and remove them.
+    """Make the file `trace` from the parts in its directory, and remove them.
 
-    Only the latest run is merged; the parts of earlier ones and foreign files stay, and so does the target's until the
-    draft's comes from its host. Raises `TraceError` if there are no parts, or the file cannot be written.
+    Only the latest run is merged; parts of earlier runs and foreign files stay. If the draft wrote its part on another
+    host and the part has not been copied here, the target's part stays too. Raises `TraceError` if there are no parts,
+    or the file cannot be written.
     """
     parts: list[Part] = []
     with damaged(trace, TraceError):
@@ -73,15 +74,15 @@ def _opened(part: Part) -> int:
 
 
 def lacks_draft(config: Any, drafts: int) -> bool:
-    """Whether the draft wrote its part on another host, and none has been copied here yet."""
+    """Return whether the draft wrote its part on another host, and no such part has been copied here yet."""
     return not drafts and config["draft"] != "none" and config["control"] != ON_ONE_HOST
 
 
 def _align(part: Part, target: Part) -> None:
-    """Align the clock of a part with the target's; on the target's machine they are the same.
+    """Align the clock of a part with the target's. On the target's machine both clocks are the same.
 
-    As NTP does, take the ping with the shortest round trip. Its answer was stamped halfway, give or take half of the
-    round trip: offset = (sent + returned) / 2 - received.
+    As in NTP, take the ping with the shortest round trip, and assume that its answer was stamped halfway: offset =
+    (sent + returned) / 2 - received. The uncertainty is half of the round trip.
     """
     if part.header.boot == target.header.boot:
         return
@@ -118,7 +119,7 @@ def _write(trace: Path, run: _MergedRun) -> None:
 class _MergedRun:
     """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
-    It keeps a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
+    Keeps only a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
     the target's clock.
     """
 
@@ -136,7 +137,7 @@ class _MergedRun:
     def _link(self, record: TraceRecord, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
-            if args["message"][1] is not None:  # the message of a request: its identity is unique
+            if args["message"][1] is not None:  # only messages of a request have a unique identity
                 self._sent[tuple(args["message"])] = record.start
         elif is_target:
             if record.name == "decide" and "corrected" in committed(args):
@@ -163,7 +164,10 @@ class _MergedRun:
                         yield _event("i", name, process, LOOP, time) | {"s": "g"}
 
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-        """Yield the draft's records; a forward comes after the decisions on what it drafted, with their outcomes."""
+        """Yield the draft's records, and add to each forward the outcomes of the tokens that it drafted.
+
+        A forward is yielded only before the next forward, so after the decisions that give its outcomes.
+        """
         forward: TraceRecord | None = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
@@ -181,7 +185,7 @@ class _MergedRun:
             yield forward
 
     def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
-        """Add the outcomes of the tokens that were drafted in `forward`."""
+        """Add to `forward` the outcomes of the tokens that it drafted and `decision` sent."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # else its token was withheld
@@ -191,20 +195,24 @@ class _MergedRun:
                 forward.args.setdefault(drafted, []).extend(outcomes)
 
     def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """Arrows from where the target sent verdicts to where `record` read them; both ends lie within a slice."""
+        """Yield an arrow for each verdict that `record` read, from where the target sent it; both ends lie within a
+        slice.
+        """
         read = (record.start + record.end) // 2
         for message in map(tuple, record.args["messages"]):
             if message[0] == "Verdict" and message in self._sent:
                 name = REJECTION if message in self._rejections else VERDICT
                 arrow = {"cat": "flow", "id": next(self._ids)}
-                # It may be read before its sender returns from sending.
+                # The middle of the read may lie before the sending: a read may begin earlier, and clocks differ a little.
                 sent = self._us(min(self._sent[message], read))
                 yield _event("s", name, 1, LOOP, sent) | arrow
                 end = _event("f", name, process, record.track, self._us(read))
                 yield end | arrow | {"bp": "e"}
 
     def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """The event of a record that lies on a track; a request lies on none and gives two events, begin and end."""
+        """Yield the event of a record that lies on a track; for a request, which lies on none, a begin and an end
+        event.
+        """
         if record.kind == "clock":
             return
         name = record.name
@@ -225,7 +233,7 @@ class _MergedRun:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
-        """The document without its events."""
+        """Return the document without its events."""
         workers = []
         for process, part in enumerate(self._parts, start=1):
             worker = {"process": process} | asdict(part.header)
@@ -261,7 +269,7 @@ def _event(phase: str, name: str, process: int, track: int, time: float = 0.0) -
 
 
 def _descriptions(part: Part, process: int) -> Iterator[Event]:
-    """The name and the place of a process and of its tracks."""
+    """Yield the names and the order of a process and its tracks."""
     header = part.header
     process_args = {
         "process_name": {"name": f"{header.role} (process {header.pid})"},
@@ -276,7 +284,7 @@ def _descriptions(part: Part, process: int) -> Iterator[Event]:
 
 
 def incident(decision: dict[str, Any]) -> str | None:
-    """A note on a failure or a recovery; None for other decisions."""
+    """Return a note on a failure or recovery that a decision is about; None for other decisions."""
     event = decision["event"]
     match event["type"]:
         case "DraftGone":
@@ -296,7 +304,7 @@ def incident(decision: dict[str, Any]) -> str | None:
 
 
 def committed(decision: dict[str, Any]) -> list[str]:
-    """The sources of the tokens that a decision of the target commits."""
+    """Return the sources of the tokens that a decision of the target commits."""
     sources: list[str] = []
     for message in messages(decision, "Deliver", "Committed"):
         sources += message["provenance"]
@@ -306,10 +314,10 @@ def committed(decision: dict[str, Any]) -> list[str]:
 def split_waits(
     records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
 ) -> Iterator[TraceRecord]:
-    """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
+    """Split each wait at the time when the message that ended it was sent; the rest is a wait for transport.
 
-    Messages after which the loop still waits (the first tokens of a window) interrupt a wait; the last one counts. If
-    that one came from a consumer the wait is not split: messages of an ended request change nothing.
+    Several messages may interrupt a wait without ending it, such as the first tokens of a window; the last one counts.
+    A wait is not split if its last message came from a consumer.
     """
     held: list[TraceRecord] = []
     for record in records:

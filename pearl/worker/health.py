@@ -49,7 +49,7 @@ class DraftHealth:
         self.joined()
 
     def joined(self) -> None:
-        """Forget all: another draft has connected."""
+        """Start anew: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
         self._progress: dict[int, _Progress] = {}  # by waiting request
