@@ -63,7 +63,7 @@ class DraftState:
         self._is_paused = False
         self._withheld = -1  # the position for which the draft sends no token
         self._received = 0  # end of the tokens received, used or not
-        # The first position where the draft diverged and no verdict has reported it; -1: none.
+        # The first position where the draft diverged, if no verdict has reported that yet; -1: none.
         self._diverged = -1
 
     # ---- what the draft may do ----
@@ -94,7 +94,7 @@ class DraftState:
 
     @property
     def resyncs_too_often(self) -> bool:
-        """Whether the draft was resynced more often than is allowed, so that this request drops it."""
+        """Whether the draft was resynced more often than is allowed, so that this request goes on without it."""
         num_generated = self._request.sequence.committed - len(self._request.submit.prompt)
         allowed = _RESYNCS + num_generated // _TOKENS_PER_RESYNC
         return not self.is_lost and self._request.counts.resyncs > allowed
@@ -154,7 +154,7 @@ class DraftState:
     def _grant(self) -> int:
         """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
 
-        c changes only here, where the draft learns of it: otherwise, the target could wait for tokens beyond the
+        c changes only here, where the draft gets a new limit; otherwise the target could wait for tokens beyond the
         draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
         """
         request = self._request
@@ -180,7 +180,7 @@ class DraftState:
     # ---- what the draft is sent ----
 
     def begin(self, do: Do) -> None:
-        """Send the draft the whole prefix, if it is to draft for this request."""
+        """Send the draft the whole prefix, if the draft is to draft for this request."""
         if not self.is_drafting:
             return
         request = self._request
@@ -194,7 +194,7 @@ class DraftState:
         do(Send(Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
-        """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
+        """Send the draft a verdict: the tokens committed since the last verdict, and the draft's new limit."""
         request = self._request
         seq = request.sequence
         start = self.known

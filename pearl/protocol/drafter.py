@@ -259,7 +259,7 @@ class DraftMachine(Machine):
         budget = 0
         count = length - seq.fed
         if not hedge:
-            # A last token fed before a verdict made it final is fed again: its row is gone.
+            # A last token that was fed before a verdict committed it is fed again: its row is gone.
             seq.fed = min(seq.fed, length - 1)
             is_alone = all(machine is self or machine.begun is None for machine in self._machines)
             count = prefill_chunk(seq, is_alone=is_alone)

@@ -122,10 +122,10 @@ class Submit(Message, frozen=True, tag=3):
     """A front asks for a text.
 
     Attributes:
-        request: the front's own number.
-        limit: the total length at which to end.
+        request: the front's own number of this request.
+        limit: total length at which the text ends, the prompt included.
         preview: whether to send `Preview`s.
-        client: whose request it is; the waiting requests of several clients are served in turns.
+        client: who makes the request; waiting requests of several clients are served in turns.
     """
 
     request: Count

@@ -50,7 +50,7 @@ _SHARE = 0.01
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
-# For a draft that must prefill the text first: further tokens that must be left for a trial.
+# If the draft must prefill the text first, a trial needs so many more tokens to be left.
 _READING = 256
 # After three successive stretches of the best way below 0.6 of its usual rate all others become due.
 _SLOWED = 3
@@ -109,7 +109,8 @@ class Auto:
         # Rate of each way's last stretch in this text; for `ar` at first an estimate.
         self._made: dict[str, float] = {}
         self._is_fleeing = False  # the way in use is on trial because the best way has become slow
-        # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
+        # The stretch being timed: its start, the end of its last step, its tokens and steps.
+        # `_skipped`: tokens before that stretch.
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
@@ -133,7 +134,7 @@ class Auto:
 
     @property
     def speedup(self) -> float | None:
-        """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
+        """Speed of the best way with a draft / speed of `ngram`; None until a way with a draft has been compared."""
         scores: list[float] = []
         for method in WAYS:
             if METHODS[method].drafts and self.estimates[method].count:
@@ -173,12 +174,12 @@ class Auto:
         return self.way
 
     def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
-        """A target forward has ended; return the way to change to, or None to go on.
+        """Take in a target forward that has ended; return the way to change to, None to go on.
 
         Args:
-            at: seconds of a monotonic clock.
-            tokens: committed since the previous forward.
-            left: tokens until the text's limit.
+            at: when the forward ended, seconds of a monotonic clock.
+            tokens: number of tokens committed since the previous forward.
+            left: number of tokens left until the text's limit.
             has_drafted: whether the draft has sent tokens since this way began.
         """
         self._since_trial += tokens
@@ -245,7 +246,7 @@ class Auto:
 
         From a trial, change to the best way. From the best way, change to the way with the highest rate in this text.
         """
-        rates = dict(self._made)  # of the other ways
+        rates = dict(self._made)  # without the way in use
         rates.pop(self.way, None)
         if self.way != self.best:
             share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))

@@ -144,7 +144,7 @@ class Request:
         self._undelivered: list[Provenance] = []
 
     def use(self, way: str) -> None:
-        """Method auto: decode with `way` from here on."""
+        """Decode with `way` from now on (method auto)."""
         options = self.submit.options.changed_method(way)
         self._decode_by(options)
 

@@ -104,7 +104,7 @@ class Scheduler:
         return False
 
     def admit(self) -> tuple[Submit, int] | None:
-        """Take the next request off the queue: (request, slot); None if none waits or no slot is free.
+        """Take the next request off the queue; return (request, slot), None if none waits or no slot is free.
 
         Chooses the free slot whose KV cache holds the longest prefix of the prompt; among equals, the least recently
         released.

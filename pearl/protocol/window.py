@@ -107,8 +107,8 @@ class Window:
             # The target idles for the first window; the draft drafts on past it.
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
-            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has
-            # c - 1 tokens when the target is free. Its next token takes t_draft; starting without it saves that wait.
+            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that is running, so c - 1
+            # tokens are there when the target is free. Waiting for one more would take t_draft.
             return Window(1 if fresh else max(1, c - 1), length + 2 * c)
         # While the target verifies a branch, however long, the draft fills the window after the branch.
         return Window(1, length + pending + c) if fresh else Window(c, length - 1 + 2 * c)

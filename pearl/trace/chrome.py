@@ -203,7 +203,7 @@ class _MergedRun:
             if message[0] == "Verdict" and message in self._sent:
                 name = REJECTION if message in self._rejections else VERDICT
                 arrow = {"cat": "flow", "id": next(self._ids)}
-                # The middle of the read may lie before the sending: a read may begin earlier, and clocks differ a little.
+                # The middle of a read may lie before the sending: the read began earlier, or the clocks differ a bit.
                 sent = self._us(min(self._sent[message], read))
                 yield _event("s", name, 1, LOOP, sent) | arrow
                 end = _event("f", name, process, record.track, self._us(read))

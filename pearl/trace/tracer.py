@@ -37,7 +37,7 @@ _TARGET_CAUSES = {
 }
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
 _ROUNDING_NS = 1000
-_MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
+_MAX_CATCH_UP = 2  # most tokens that a draft forward is fed after a verdict; more are a prefill
 
 _Command = TypeVar("_Command")
 _Event = TypeVar("_Event")

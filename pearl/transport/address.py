@@ -19,7 +19,7 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
-_SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
+_SHORT = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
 

@@ -57,7 +57,7 @@ _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
-_EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
+_EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's own parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -288,7 +288,7 @@ class ZmqConnection(_Socket):
             client_key = _public(keys.client)
         super().__init__(zmq.DEALER, _QUEUE)
         self._failure = ""  # why the connection cannot be used any more
-        self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
+        self._is_pending = True  # `receive` has returned neither a message nor a refusal yet
         if keys is not None:
             self._socket.curve_serverkey = server_key
             self._socket.curve_publickey = client_key

@@ -261,7 +261,7 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     if config.datastore is None:
         return None
     store = Datastore(Path(config.datastore), vocab_size)
-    # A draft may have fewer ids: they are compared with the target's.
+    # A draft may have fewer ids; its vocabulary is compared with the target's instead.
     if tokenizer.vocab_size >= store.header.vocab_size:
         check_tokenizer(store.header, tokenizer, store.directory)
     return store

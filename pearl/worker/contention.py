@@ -18,7 +18,7 @@ _COMPUTES = 0.5
 
 
 class ThreadTime(NamedTuple):
-    """Seconds of one thread: on a core, and ready without one."""
+    """Seconds that one thread ran on a core, and seconds that it was ready but had no core."""
 
     ran: float = 0.0
     waited: float = 0.0

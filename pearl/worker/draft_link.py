@@ -35,7 +35,7 @@ from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
-# Between pings to a draft that is waited for: a dead process's socket refuses them at once.
+# Between pings to a silent draft: the socket of a dead process refuses them at once.
 PROBE_SECONDS = 0.1
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
 _IGNORED = DraftTokens(-1, 0, 0, ())  # of no request; replaces what is not examined
@@ -116,7 +116,7 @@ class DraftLink:
             self._channel = None
 
     def send(self, message: Message) -> None:
-        """Send at once, if there is a draft."""
+        """Send at once, if there is a draft; before a verdict, send the hidden states that go with it."""
         if self.peer is not None:
             self._sent_ns = time.monotonic_ns()
             if isinstance(message, Verdict):
@@ -169,7 +169,8 @@ class DraftLink:
         if heartbeat.work == "prefill":
             self.health.announced(heartbeat.seconds)
         waiting = list(coordinator.waiting)
-        # Over a slow link a heartbeat may be older than our last message; it is not once a later ping was answered.
+        # Over a slow link, the draft may have sent the heartbeat before our last message arrived. Once the draft has
+        # answered a later ping, that is ruled out.
         is_news = self._answered_ns > self._sent_ns
         if self.health.stalled(heartbeat.work, bool(waiting) and is_news):
             log.warning(

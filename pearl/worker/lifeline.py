@@ -38,7 +38,7 @@ def _continue_when_orphaned() -> None:
 
 
 class Lifeline:
-    """Reads the settings, then watches stdin in a thread. `closed` is set when the launcher has closed it."""
+    """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher is gone."""
 
     def __init__(self) -> None:
         line = sys.stdin.buffer.readline()

@@ -31,8 +31,8 @@ class WorkerSettings(BaseModel):
         address: where the target listens or is to listen.
         directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
         tensors: how dense draft rows travel; None: as configured.
-        run: names the run in traces. Empty: named by `directory`; so a worker with another directory than the target's
-            is given the target's directory, as it is on the target's host.
+        run: name of the run in traces; empty: `directory` is the name. A worker on another host than the target gets
+            the target's directory as name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -43,7 +43,7 @@ _SETTINGS = (  # those that speeds depend on
     "target_pace",
     "draft_pace",
 )
-# How long a start's measurement is used: something else may have kept the machine busy.
+# How long the measurement of a start is used: other programs may have slowed it.
 _TIMES_SECONDS = 24 * 3600.0
 
 

@@ -70,7 +70,7 @@ from pearl.worker.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
-# Until a lost draft is reported: a front that ends closes both workers, and the draft may be first.
+# Delay before a lost draft is reported: a front that ends closes both workers, and the draft may end first.
 _LOSS_SECONDS = 0.5
 # Share of a forward's usual time on a device during which the draft's tokens are handled.
 _HANDLING = 0.8
