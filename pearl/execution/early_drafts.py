@@ -1,4 +1,4 @@
-"""The thread that a draft computes on: once a token is drawn it starts the next forward without waiting for the loop.
+"""The thread that a draft computes on. Once a token is drawn, the thread starts the next forward without being asked.
 
 While that forward runs, the loop sends the token and gets the next command of its state machine. Nearly always this
 command asks for the forward that is running; otherwise the running forward is discarded. No forward is started early

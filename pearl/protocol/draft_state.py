@@ -1,4 +1,4 @@
-"""The target's view of the draft in one request: the prefix sent to it, how far it may draft, what it has sent.
+"""The target's view of the draft in one request: the prefix it was sent, how far it may draft, what it has sent.
 
 Decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """

@@ -58,7 +58,7 @@ class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
     Args:
-        slot: the slot of the model; a request may reuse the cache of the one before.
+        slot: the slot of the model; a request may reuse the cache of the request before.
         context: tokens that a slot holds; no position from there on is drafted.
         machines: the machines of all slots, this one included.
     """

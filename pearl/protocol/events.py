@@ -54,7 +54,7 @@ class Forwarded(OfRequest, frozen=True):
     Attributes:
         beside: tokens in the same forward that are not of this request's text: other requests' tokens, or the window of
             Lookahead decoding. None if the forward was fed parts of prompts.
-        fed: the command's tokens and the guesses fed with them. None if no guesses were fed.
+        fed: the command's tokens and the guesses fed with them. None stands for the command's tokens alone.
     """
 
     seconds: float = 0.0
@@ -110,8 +110,8 @@ class Drafted(OfRequest, frozen=True):
     """The draft's forward is done.
 
     Attributes:
-        tokens: tokens proposed for the next positions, at most the budget. Empty if the forward fed only a part of a
-            long prefix.
+        tokens: tokens proposed for the next positions, at most the budget. There are none if the forward fed a part of
+            a long prefix, drafted branches, or was one of several that search for a block.
         seconds: duration of the forward.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
         draw: seconds that drawing the tokens took.
@@ -180,8 +180,8 @@ class Guess(Struct, frozen=True):
     """Guess, without a model, what may follow the text; `alternatives` are guesses too.
 
     Attributes:
-        base: length of the text that earlier `Guess`es gave and that has not changed; in the first `Guess`, of the
-            prompt.
+        base: length of the text that earlier `Guess`es gave and that has not changed since. In the first `Guess`: the
+            length of the prompt.
         tokens: the text's tokens from position `base` on.
         committed: number of committed tokens. Guesses may follow the last committed token and any token after it.
         limit: the first position that needs no guess.

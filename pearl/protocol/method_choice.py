@@ -86,7 +86,7 @@ class Auto:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
         rates: running mean of the tokens per second of each way's stretches.
-        untimed: the only way for texts that depend on who proposed what.
+        untimed: the way of texts that depend on who proposed what; each keeps to one way.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
@@ -160,7 +160,7 @@ class Auto:
         """Begin a text of at most `left` new tokens; return its way.
 
         `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
-        `one_core`: likewise on one core.
+        `one_core`: the same, on one core.
         """
         self._reference = self._trial = None
         self._comparisons.clear()

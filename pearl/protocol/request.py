@@ -33,7 +33,7 @@ class Tally:
         num_siblings: fed guesses that are runners-up of the draft.
         guessed_by_source: committed guesses by who guessed them (`Source`); if two did, by the surer one.
         accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
-            confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
+            confirmed saved the draft a forward; "branch" where they were prepared for the outcome of a rejection.
         num_draft_stops: windows that the stop policy ended before their bound.
         num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
         num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
@@ -43,8 +43,8 @@ class Tally:
         draft_speedup: method auto: speed of the best way with a draft / speed of `ngram`, by the comparisons in this
             and earlier texts; None if no such way was compared yet.
         settled: method auto: the best way at the end of this text; empty if no way with a draft was ever compared.
-        compared: method auto: for each other way, speed of the `settled` way / speed of that way, by this text's
-            comparisons.
+        compared: method auto: for each other way, speed of the best way at the end of this text / speed of the other
+            way, by this text's comparisons.
         target_steps: forwards by phase.
         stale: messages of the draft dropped because their tokens were of no use any more.
         duplicate: messages of the draft dropped because their tokens had come before.

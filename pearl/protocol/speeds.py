@@ -110,7 +110,7 @@ class ForwardTimes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Interpolate anew: `like` may have changed."""
+        """Forget what was interpolated: `like` may have changed."""
         self._sorted = None
 
     def seconds(self, fed: int) -> float:

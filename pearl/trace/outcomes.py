@@ -65,7 +65,7 @@ class Outcomes:
                 text[position] = _Committed(token, source)
 
     def read(self, event: dict[str, Any]) -> None:
-        """Apply an event of the draft to its text, as `DraftMachine` does."""
+        """Apply an event of the draft to the draft's text, as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
             self._prepared.pop(event["request"], None)

@@ -155,8 +155,8 @@ class DraftLink:
         message = self.with_needed_rows(received)
         if message is None:
             return
-        # A block is found by a search of as many levels as it has tokens. A level is one forward of many rows, or many
-        # forwards.
+        # Tokens of a block may take `block` times as long: they come from a search of as many levels, and each level is
+        # one forward of many rows, or many forwards.
         levels = 1
         if message.request in coordinator.running:
             levels = coordinator.running[message.request].request.block
