@@ -10,8 +10,8 @@ from pearl.protocol.drafter import DrafterState
 from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
-# A token is slow if it takes more than 20 times the usual seconds per token, measured when the draft
-# joined. It is never slow below 10 ms, as a busy machine's noise is as large.
+# A token is slow if it takes more than 20 times the usual seconds per token (measured when the draft
+# joined), more than 10 ms (a busy machine's noise is as large) and more than two target forwards.
 _TOO_SLOW = 20.0
 _LEAST_SLOW = 0.01  # seconds
 # A draft is lost after eight slow tokens of one request in a row, or fewer that took `timeout` in all.
