@@ -1,4 +1,4 @@
-"""What happened, in numbers: the statistics of one request, folded from the coordinator's counts and a few times."""
+"""What happened, in numbers: the statistics of one request, from the coordinator's counts and a few times."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ from pearl.spec.methods import METHODS
 
 ESTIMATED = "estimated"  # a basis of `Statistics.speedup`
 MOST_CORE_WAIT = (
-    0.05  # a share of a reply's time: a reply that waited longer for its cores has no speedup
+    0.05  # share of a reply's time; if it waited for its cores longer than that, it has no speedup
 )
-_LEAST_FORWARDS = 4  # of one token: fewer are too few for an estimate
+_LEAST_FORWARDS = 4  # forwards of one token that an estimate needs
 
 
 @dataclass
 class Statistics(Tally):
-    """One request. Names as vLLM's where they mean what vLLM means by them; only committed tokens count.
+    """One request. A name that vLLM has too means the same as in vLLM. Only committed tokens count.
 
     Attributes:
-        num_prompt_tokens, num_generated_tokens: tokens; generated ones include an EOS.
-        draft_acceptance_rate: accepted / drafted, as vLLM's; a token that an earlier rejection discarded counts too.
-        acceptance_rate: accepted / judged: the alpha of the papers.
-        mean_run_length: committed tokens a run, its correction (or bonus) included: 1 / (1 - alpha) in theory. A run
-            may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`, which
-            includes a step's correction or bonus too.
-        expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
-            of the total variation distances between draft and target. None where nothing was judged so.
-        expected_rejections_sd: the standard deviation of `num_rejections` from that.
-        bias: of a rule that is not exact the sum over these positions of the total variation distance between the
-            target's distribution and the one that is committed by: the text's own distance is at most its mean. 0 for
-            an exact rule.
-        tokens_per_step: tokens of steps (forwards after the prefill) over steps: those accepted, guessed, corrected,
-            drawn or bonus; without the token that the prefill gave, so it is 1 for method ar.
-        queue_seconds: from the submission to the start of the prefill: other requests came first.
+        num_prompt_tokens: tokens of the prompt.
+        num_generated_tokens: generated tokens, an EOS included.
+        draft_acceptance_rate: accepted / drafted tokens, as in vLLM; tokens discarded after an earlier rejection count
+            as drafted.
+        acceptance_rate: accepted / judged tokens: the alpha of the papers.
+        mean_run_length: committed tokens per run, the correction (or bonus) at its end included: 1 / (1 - alpha) in
+            theory. A run may last over many steps, so this is not vLLM's mean acceptance length, which is
+            `tokens_per_step`: that includes a step's correction or bonus too.
+        expected_rejections: sum over the judged positions of the probability that the token is rejected. For rule ratio
+            the probability is the total variation distance between draft and target. None if no judgement had such
+            probabilities.
+        expected_rejections_sd: expected standard deviation of `num_rejections` around that sum.
+        bias: sum over the judged positions of the total variation distance between the target's distribution and the
+            one that tokens are committed by. The distance between the distributions of whole texts is at most the mean
+            of this sum. 0 for an exact rule.
+        tokens_per_step: tokens of steps / steps (forwards after the prefill). Counts accepted, guessed, corrected,
+            drawn and bonus tokens, but not the token that the prefill gave. So it is 1 for method ar.
+        queue_seconds: from the submission to the start of the prefill, while other requests come first.
         seconds: from the submission to the last commit.
         seconds_to_first_token: TTFT, from the submission.
-        itl_p50, itl_p99: inter-token latency, quantiles of the seconds between a token and the one before it; 0 where
+        itl_p50, itl_p99: quantiles of the inter-token latency: seconds between a token and the token before it; 0 if
             both came with one commit.
-        tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
+        tokens_per_second: of decoding: tokens after the first commit / seconds after it; 1 / TPOT.
         target_wait_seconds: cause -> seconds.
         draft_wait_seconds: seconds that the draft waited for verdicts, as it reported with its last tokens.
-        speedup: how many times as fast as the target alone, as far as this reply itself shows. None where nothing was
-            guessed (method ar), where it does not show, and where other requests or programs disturbed it: more than
-            `MOST_CORE_WAIT`, or other requests at the same time.
-        speedup_basis: the way without a draft, "ngram" say, that method auto compared its best way with in this reply;
-            or `ESTIMATED`: tokens_per_second times the mean time of this reply's own forwards of one token, on the
-            cores that they had; empty: there is no `speedup`.
-        core_wait: the share of the time since the prefill began in which a thread that computes for the target was
-            ready to run but had no core, because others had it: of the thread that waited longest.
-        t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
-        t_target_spread: the same while the target has the draft's cores too.
+        speedup: how many times as fast as the target alone this reply was, by its own measurements. None if nothing was
+            guessed (method ar), if the measurements are too few, or if others disturbed them: other requests ran at the
+            same time, or `core_wait` exceeds `MOST_CORE_WAIT`.
+        speedup_basis: how `speedup` was found; empty without `speedup`. If method auto compared its best way with a way
+            without a draft in this reply: that way, such as "ngram". Otherwise `ESTIMATED`: tokens_per_second times the
+            mean seconds of this reply's own forwards of one token, on the cores that they had.
+        core_wait: share of the time since the prefill began in which a computing thread of the target was ready to run
+            but had no core, because other threads had it. The share of the thread that waited longest.
+        t_draft: running estimate of a draft forward, seconds.
+        t_target: running estimates of a target forward, seconds by number of fed tokens.
+        t_target_spread: as `t_target`, while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
         window: the last value of c; 0 without a draft.
         draft_lost: whether the draft was lost during the request.
@@ -98,7 +102,7 @@ class Statistics(Tally):
 
     @property
     def late_tokens(self) -> int:
-        """Tokens committed in these seconds."""
+        """Tokens committed in `late_seconds`."""
         return round((self.tokens_per_second or 0.0) * self.late_seconds)
 
     def to_json(self) -> str:
@@ -106,7 +110,7 @@ class Statistics(Tally):
 
     @staticmethod
     def from_json(text: str) -> Statistics:
-        """Decode the fields that this version knows: the target that wrote them may be a newer one."""
+        """Decode the fields that this version knows: the target that wrote the statistics may be a newer version."""
         return msgspec.json.decode(text, type=Statistics)
 
 
@@ -117,12 +121,12 @@ class Sums:
     texts: list[Statistics] = field(default_factory=list, kw_only=True)
 
     def total(self, name: str) -> Any:
-        """The sum of an attribute of `Statistics`."""
+        """Return the sum of an attribute of `Statistics` over all texts."""
         return sum(map(attrgetter(name), self.texts))
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first commits."""
+        """Tokens per second, counted after each text's first commit."""
         return _ratio(self.total("late_tokens"), self.total("late_seconds"))
 
     @property
@@ -139,7 +143,7 @@ class Sums:
 
     @property
     def accepted_per_run(self) -> float | None:
-        """Accepted draft tokens of a finished run, on average."""
+        """Mean number of accepted draft tokens per finished run."""
         accepted = 0
         runs = 0
         for text in self.texts:
@@ -150,7 +154,7 @@ class Sums:
 
     @property
     def mean_run_length(self) -> float | None:
-        """Committed tokens per run, its correction or bonus included."""
+        """Mean number of committed tokens per run, its correction or bonus included."""
         accepted = self.accepted_per_run
         if accepted is None:
             return None
@@ -162,9 +166,10 @@ class Figure:
     """A figure as summary and chat print it.
 
     Attributes:
-        value: its value, None where there is none.
-        is_brief: whether the status line below a reply of the chat has it.
-        remark: a remark in brackets; empty if there is none.
+        value: returns the figure's value, None if it has none.
+        form: format of the value.
+        is_brief: whether the status line below a chat reply shows the figure.
+        remark: returns a remark to print in brackets; empty if there is none.
     """
 
     name: str
@@ -174,7 +179,7 @@ class Figure:
     remark: Callable[[Statistics], str] = lambda s: ""
 
     def text(self, s: Statistics) -> str | None:
-        """The value as text; None if there is no value."""
+        """Return the value as text; None if there is no value."""
         value = self.value(s)
         if value is None:
             return None
@@ -243,10 +248,10 @@ FIGURES = (
 
 
 def brief(s: Statistics) -> str:
-    """The status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
+    """Return the status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
 
-    It goes on with the speedup over the target alone, if the reply shows one, and with the method that auto settled on,
-    if that uses no draft.
+    If the reply has a speedup over the target alone, the line shows it. If auto settled on a method without a draft,
+    the line names the method.
     """
     parts = [f"{s.num_generated_tokens} tokens"]
     for figure in FIGURES:
@@ -265,11 +270,12 @@ class Stopwatch:
     """When things happened to a request, in seconds of one monotonic clock.
 
     Attributes:
-        submitted: when it arrived.
-        begun: when work on it began.
-        first, last: its first and its last commit.
-        gaps: (seconds since the commit before, tokens) of each commit but the first.
-        waiting: what it waits for, and since when; None: it does not wait.
+        submitted: when the request arrived.
+        begun: when work on the request began.
+        first: time of the first commit; None before it.
+        last: time of the last commit.
+        gaps: for each commit but the first, (seconds since the commit before, tokens).
+        waiting: (cause, start) of the current wait; None if the request does not wait.
         core_wait: as `Statistics.core_wait`.
     """
 
@@ -294,7 +300,7 @@ class Stopwatch:
         self.generated += tokens
 
     def wait(self, cause: str, now: float) -> None:
-        """Note that the request waits from `now` on, unless it waits already."""
+        """Note that a wait begins at `now`, unless the request waits already."""
         self.waiting = self.waiting or (cause, now)
 
     def resume(self, now: float) -> None:
@@ -305,9 +311,10 @@ class Stopwatch:
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
-        """The smallest inter-token latency, seconds, that at least `share` of all do not exceed; None without any.
+        """Return the inter-token latency, seconds, at quantile `share`; None if there are no latencies.
 
-        Tokens of one commit arrive together: all but the first of them have a latency of 0.
+        That is the smallest latency such that at least `share` of all latencies are no larger. Tokens of one commit
+        arrive together: all but the first of them have a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:
@@ -320,7 +327,7 @@ class Stopwatch:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first commit over the time after it."""
+        """Tokens after the first commit / seconds after it."""
         seconds = 0.0
         count = 0
         for gap, tokens in self.gaps:
@@ -334,7 +341,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 class Speedup(NamedTuple):
-    """`Statistics.speedup` and `speedup_basis`."""
+    """The values of `Statistics.speedup` and `speedup_basis`."""
 
     value: float | None = None
     basis: str = ""
@@ -359,7 +366,7 @@ def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
 def fold(
     counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int
 ) -> Statistics:
-    """The statistics of one finished request."""
+    """Return the statistics of one finished request."""
     speedup = _speedup(counts, watch)
     runs = counts.provenance[Provenance.CORRECTED] + counts.provenance[Provenance.BONUS]
     tally = {field.name: getattr(counts, field.name) for field in fields(Tally)}

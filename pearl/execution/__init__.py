@@ -1,1 +1,1 @@
-"""Carries out what the state machines command; workers and the simulator run the same."""
+"""Carries out the commands of the state machines; workers and the simulator share this code."""

@@ -1,4 +1,4 @@
-"""One forward for several requests, or one each where they cannot be computed together."""
+"""One forward for several requests, or one per request if they cannot be computed together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def compute_together(
     compute: Callable[[Sequence[_Command]], Sequence[_Event]],
     failed: Callable[[_Command, ForwardError], _Event],
 ) -> Sequence[_Event]:
-    """The event that answers each command. If one of them fails, each is computed alone, so that no other fails too."""
+    """Return the event that answers each command.
+
+    If the common forward fails, each command is computed alone, so that only those fail that cannot be computed.
+    """
     if len(commands) > 1:
         try:
             return compute(commands)

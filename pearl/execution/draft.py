@@ -18,7 +18,7 @@ class DraftExecutor:
         self.proposer = proposer
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None if it needs no answer."""
+        """Carry out `command`; return the event that answers it, None if it needs no answer."""
         match command:
             case Open():
                 self.proposer.open(command)
@@ -33,11 +33,11 @@ class DraftExecutor:
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """One forward of the model for several requests; the event that answers each."""
+        """Compute one forward of the model for several requests; return the event that answers each command."""
         events: list[Drafted] = []
         for launched in self.proposer.launch_together(commands):
             try:
                 events.append(self.proposer.collect(launched))
-            except NumericalError as error:  # in one request, and so no failure of the others
+            except NumericalError as error:  # concerns only this request
                 events.append(Drafted(failure=str(error), request=launched.command.request))
         return events

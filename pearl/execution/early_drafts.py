@@ -1,12 +1,13 @@
-"""The thread that a draft computes on: once a token is drawn it starts the next forward without waiting for the loop.
+"""The thread that a draft computes on. Once a token is drawn, the thread starts the next forward without being asked.
 
-The loop then sends the token and gets the next command of its state machine while that forward runs. It is nearly
-always the forward that is running; if not, the running one is discarded. No forward is started early while a message
-waits to be read, or past the position up to which the draft may draft.
+While that forward runs, the loop sends the token and gets the next command of its state machine. Nearly always this
+command asks for the forward that is running; otherwise the running forward is discarded. No forward is started early
+while a message waits to be read, or past the position up to which the draft may draft.
 
-On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
-not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back. Where guesses or
-branches are expected to gain more than the wait costs, the token is awaited instead, and fed together with them.
+On a GPU recorded forwards are chained: the next forward is launched while the one before still runs, and is fed a token
+that the host does not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back.
+Where guesses or branches are expected to gain more than waiting costs, the host waits for the token and feeds guesses
+or branches with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pearl.protocol.events import Draft, Drafted, Rollback
 _PATIENCE = 3.0  # seconds
 _LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
 _LONGEST_NAP = 5e-4  # seconds
-_UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
+_UNKNOWN = Drafted((-1,))  # stands for a token that is not known yet; no command has this id
 
 Outcome = Event | list[Drafted] | Step | BaseException | None
 
@@ -38,8 +39,8 @@ class EarlyDraft:
     """A forward that was started before it was requested.
 
     Attributes:
-        command: the command that it is expected to answer.
-        outcome: its event, its step where it is still to be collected, or what it has raised.
+        command: the command that the forward is expected to answer.
+        outcome: the event; or the `Step`, if still to be collected; or the exception that the forward raised.
     """
 
     command: Draft
@@ -65,7 +66,7 @@ class Ahead:
         self._prepare = prepare
         self._proposer = executor.proposer
         self._due = 0.0  # when the last launched forward should be done
-        self._took = 0.0  # seconds, the last forward of one token and its draw
+        self._took = 0.0  # seconds of the last forward of one token, its draw included
         self._lead = 0.0  # seconds before the end of one forward at which the next is launched
         self._commands: SimpleQueue[object] = SimpleQueue()
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
@@ -73,9 +74,9 @@ class Ahead:
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None at once for a command without an answer.
+        """Carry out `command` and return the event that answers it; return None at once if it needs no answer.
 
-        Raises what this command, or an unanswered one before it, has raised.
+        Raises what this command has raised, or an earlier command that needed no answer.
         """
         self._commands.put(command)
         if isinstance(command, Draft):
@@ -83,7 +84,7 @@ class Ahead:
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """Carry out several at once; the event that answers each. Raises as `execute`."""
+        """Carry out several commands at once; return the event that answers each. Raises as `execute`."""
         if len(commands) == 1:
             self._commands.put(commands[0])
             return [self._answer()]
@@ -119,9 +120,9 @@ class Ahead:
             self._outcomes.put(error)
 
     def _serve(self) -> None:
-        """Carry out commands; between two of them a forward has been started early, or none has."""
+        """Carry out commands; a forward may be started early between two of them."""
         early: EarlyDraft | None = None
-        failure: BaseException | None = None  # of a command without an answer, due to the next
+        failure: BaseException | None = None  # of an unanswered command; the next one raises it
         while (command := self._commands.get()) is not None:
             if failure is not None:
                 outcome: Outcome = failure
@@ -154,7 +155,7 @@ class Ahead:
         return early
 
     def _attempt(self, command: object, discarded: EarlyDraft | None = None) -> Outcome:
-        """The outcome of `command`, before which the forward `discarded` is undone."""
+        """Return the outcome of `command`; first undo the forward that was started early, `discarded`."""
         try:
             if discarded is not None and not _undoes(command, discarded.command):
                 start = discarded.command.start
@@ -184,7 +185,7 @@ class Ahead:
     def _collect(
         self, command: Draft, launched: Step
     ) -> tuple[Drafted | BaseException, EarlyDraft | None]:
-        """The event of `command`, and the forward that was launched before it was known."""
+        """Return the event of `command`, and the forward that was launched before this event was known, if any."""
         early = self._launch_next(command, launched)
         try:
             drafted = self._proposer.collect(launched)
@@ -201,7 +202,7 @@ class Ahead:
         return drafted, early
 
     def _launch_next(self, command: Draft, launched: Step) -> EarlyDraft | None:
-        """Launch the forward after `launched` shortly before that ends, if it is worth it."""
+        """Launch the forward after `launched`, shortly before `launched` ends, if that is worth it."""
         if command.budget <= 1 or launched.following is None:
             return None
         if self._proposer.awaits(command, self._lead):
@@ -217,14 +218,14 @@ class Ahead:
             return EarlyDraft(following, error)
 
     def _wait_until_late(self, launched: Step) -> None:
-        """Sleep until `_lead` seconds before the forward should end, in naps, in case it ends earlier."""
+        """Sleep until `_lead` seconds before the forward should end; in short naps, as it may end earlier."""
         latest = self._due - self._lead
         while not launched.done and time.monotonic() < latest:
             time.sleep(min(max(0.0, latest - time.monotonic()), _LONGEST_NAP))
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:
-    """The command that follows unless a message changes that; None if drafting pauses."""
+    """Return the command that follows unless a message changes that; None if drafting pauses."""
     budget = command.budget - len(drafted.tokens)
     if not drafted.tokens or budget <= 0 or drafted.paused:
         return None
@@ -234,12 +235,14 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _undoes(command: object, discarded: Draft) -> bool:
-    """Whether `command` itself removes the early forward: a rollback of its request."""
+    """Return whether `command` itself removes the early forward: it is a rollback of the same request."""
     return isinstance(command, Rollback) and command.request == discarded.request
 
 
 def _same(command: object, early: Draft) -> bool:
-    """Whether one forward answers both. Their budgets may differ, as the bound may have grown."""
+    """Return whether one forward answers both commands. Their budgets may differ,
+    as the draft's limit may have grown.
+    """
     # Field by field, because comparing whole commands costs time between two forwards.
     return (
         isinstance(command, Draft)

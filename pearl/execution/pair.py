@@ -19,9 +19,9 @@ from pearl.protocol.messages import Committed, Submit
 def decode(
     submit: Submit, target: ModelRunner, draft: ModelRunner | None = None
 ) -> Iterator[Committed]:
-    """Yield what is committed. Caches must be empty; speeds are learned from this request alone.
+    """Yield the tokens that are committed. Both caches must be empty; speeds are learned from this request alone.
 
-    On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.
+    If the two models are on devices of different kinds, the rule must not need distributions. Raises `ForwardError`.
     """
     executor = TargetExecutor(target)
     coordinator = Coordinator(executor, piece=target.capabilities.prompt_piece)

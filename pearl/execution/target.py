@@ -56,15 +56,16 @@ class _Request:
     """The state of one request.
 
     Attributes:
-        text: finds stop strings; None if there are none.
-        prompt: the tokens that it began with.
-        shaper: changes its logits; None if nothing changes them.
-        index: what guesses are made from; None before the first `Guess`.
-        fed: the tokens of its last forward.
-        logits: [rows, vocab], of the last ones of these.
-        launched: results for these rows that judging needs, launched with the forward; None if it was not.
-        draws: [rows, 2], the target's own draws, likewise.
-        logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
+        text: finds stop strings; None if the request has none.
+        prompt: the tokens that the request began with.
+        shaper: changes the request's logits; None if nothing changes them.
+        index: source of guesses; None before the first `Guess`.
+        fed: the tokens of the request's last forward.
+        logits: [rows, vocab], the rows of the last tokens in `fed`.
+        launched: results for these rows that judging needs, launched with the forward; None if not launched.
+        draws: [rows, 2], the target's own draws from these rows, launched with the forward; None if not launched.
+        logprobs: see `RequestOptions`.
+        raw: as `logits`, before the shaper changes them.
         decided: log probabilities of decided tokens by position, until delivered.
     """
 
@@ -87,7 +88,7 @@ class _Request:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise `GrammarError` for a row without a possible token, if a grammar is the reason."""
+        """Raise `GrammarError` instead of `NumericalError` if the request's grammar leaves no token possible."""
         try:
             yield
         except NumericalError as error:
@@ -96,7 +97,7 @@ class _Request:
             raise self.shaper.stuck from error
 
     def positions(self) -> list[int]:
-        """The positions that the rows are for."""
+        """Return the positions that the rows are for."""
         num_tokens = len(self.fed.tokens)
         depth: Sequence[int] = range(num_tokens)
         if self.fed.parents is not None:
@@ -105,11 +106,11 @@ class _Request:
         return [self.fed.start + 1 + depth[node] for node in range(first, num_tokens)]
 
     def row(self, node: int) -> int:
-        """The index in `logits` of the row of a token of the last forward."""
+        """Return the index in `logits` of the row of a node of the last forward."""
         return node - len(self.fed.tokens) + len(self.logits)
 
     def say(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
+        """Keep the log probabilities of decided tokens from `position` on, computed from `rows` of the last forward."""
         if self.logprobs is None or not tokens:
             return
         logits = self.raw[list(rows)].float()
@@ -136,9 +137,9 @@ class _Share:
     """One request's share of a forward.
 
     Attributes:
-        fed: the command's tokens and guesses.
-        window: nodes of the request's index, fed after these; None: the index has none.
-        feed: both.
+        fed: the command's tokens and the guesses fed with them.
+        window: nodes from the request's index, fed after `fed`; None if the index has none.
+        feed: `fed` and `window`, as the runner takes them.
     """
 
     command: Forward
@@ -153,15 +154,16 @@ class TargetExecutor:
 
     Args:
         runner: the target model.
-        text_stream: (prompt, stops) -> a TextStream that finds the stop strings.
-        datastore, habits: sources of guesses beside the text; habits learn what is committed.
-        spread: called with the cores to compute on; None: there is no choice.
-        launches: whether judging is launched before a forward has ended, so that a device goes from one to the other
-            without waiting for the host. None: on every device but the host, where it would compute draws that a
-            rejection makes needless.
-        guides: make the guides of grammars.
-        head: guesses too, for methods that take its guesses; the runner keeps features for it.
-        gives_states: whether the draft reads hidden states, which the runner keeps.
+        text_stream: function (prompt, stops) -> a TextStream that finds the stop strings.
+        datastore: source of guesses besides the text.
+        habits: source of guesses too; it learns what is committed.
+        spread: called with the cores to compute on; None if there is no choice.
+        launches: whether to launch judging before a forward has ended, so that the device need not wait for the host in
+            between. None: on every device but the CPU, where it would cost time for draws that a rejection makes
+            useless.
+        guides: makes the guides of grammars.
+        head: the target's head, which guesses too, for methods that take its guesses; the runner keeps features for it.
+        gives_states: whether the draft reads the target's hidden states, which the runner then keeps.
     """
 
     def __init__(
@@ -191,14 +193,14 @@ class TargetExecutor:
         self._requests: dict[int, _Request] = {}
 
     def needs_rows(self, number: int) -> bool | None:
-        """Whether judging the request takes the draft's distributions; None: it was not opened."""
+        """Return whether judging the request takes the draft's distributions; None if the request was not opened."""
         if number not in self._requests:
             return None
         return self._requests[number].spec.needs is not Needs.NOTHING
 
     @memory_errors
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None if it needs no answer.
+        """Carry out `command`; return the event that answers it, None if it needs no answer.
 
         Raises `ForwardError` if the result cannot be used.
         """
@@ -242,7 +244,9 @@ class TargetExecutor:
         )
 
     def _guess(self, request: _Request, guess: Guess) -> GuessTree:
-        """See `Guess`. A runner that takes no trees gets a chain after the text."""
+        """Return the tree of guesses that `guess` asks for; for a runner that takes no trees,
+        a chain after the text.
+        """
         if request.index is None:
             request.index = self._make_index(request)
         index = request.index
@@ -261,7 +265,7 @@ class TargetExecutor:
         return guess_tree(index, anchors, guess.most, guess.limit, is_tree, most_nodes)
 
     def _fed(self, request: _Request, command: Forward) -> FedTokens:
-        """The command's tokens, and the guesses after and beside them that are worth it."""
+        """Return the command's tokens with the guesses, after and next to them, that are worth feeding."""
         fed = FedTokens(command.start, command.tokens)
         if command.guess is None:
             return fed
@@ -284,8 +288,11 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Log the states of `tokens`, which the text has from the first position of the last forward on, if that fed a
-        tree: it is settled only before the next. The position up to which they were fed.
+        """Return the position up to which the last forward was fed `tokens`: the text from the forward's first position
+        on.
+
+        If the forward was fed a tree, also log the states of these tokens: the tree is settled only before the next
+        forward.
         """
         path = request.fed.walk(-1, tokens)
         if request.fed.parents is not None:
@@ -293,7 +300,11 @@ class TargetExecutor:
         return request.fed.start + len(path)
 
     def states(self, verdict: Verdict) -> Iterable[HiddenStates]:
-        """What to send the draft before a verdict, if it reads hidden states: those of tokens committed and fed."""
+        """Return the messages to send the draft before a verdict: the hidden states of tokens that are committed and
+        fed.
+
+        Empty if the draft reads no hidden states.
+        """
         request = self._requests.get(verdict.request)
         if request is None or not request.fed.tokens or not self._gives_states:
             return ()
@@ -323,9 +334,10 @@ class TargetExecutor:
     def forward(
         self, commands: Sequence[Forward], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Forwarded]:
-        """One forward of the model for several requests; the event that answers each. Raises as `execute`.
+        """Compute one forward of the model for several requests; return the event that answers each. Raises as
+        `execute`.
 
-        `meanwhile`: called while a device computes: work of the host for which none has to wait.
+        `meanwhile`: called while a device computes; does work of the host that nothing else waits for.
         """
         shares = [self._share(command) for command in commands]
         began = time.perf_counter()
@@ -336,7 +348,7 @@ class TargetExecutor:
             meanwhile()
         self.runner.synchronize()
         now = time.perf_counter()
-        num_fed = sum(len(share.feed.tokens) for share in shares)  # windows of indexes too
+        num_fed = sum(len(share.feed.tokens) for share in shares)  # includes the windows of indexes
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
         events: list[Forwarded] = []
         for share in shares:
@@ -352,7 +364,9 @@ class TargetExecutor:
         return events
 
     def _share(self, command: Forward) -> _Share:
-        """Make the feed of a command, with guesses and a window from the request's index if it has them."""
+        """Return a command's share: its tokens, the guesses fed with them,
+        and a window if the request's index has one.
+        """
         request = self._requests[command.request]
         length = self.runner.length(request.slot)
         assert length == command.start, (length, command)
@@ -369,7 +383,7 @@ class TargetExecutor:
         return _Share(command, request, fed, window, feed)
 
     def _take_rows(self, share: _Share, rows: torch.Tensor) -> None:
-        """Give the request the logits of its rows, and launch what judging needs of them."""
+        """Give the request the logits of its rows, and launch what judging needs."""
         fed = share.fed
         request = share.request
         if share.window is not None:
@@ -386,11 +400,11 @@ class TargetExecutor:
             self._launch(request)
 
     def _take_window(self, share: _Share, window: GuessWindow, rows: torch.Tensor) -> None:
-        """Draw after the last level of the window, and give the index these draws."""
+        """Draw from the rows of the window's last level, and give the draws to the index."""
         fed = share.fed
         request = share.request
         assert request.index is not None
-        if fed.parents is None:  # a chain continues the text at once
+        if fed.parents is None:  # a chain gets no `Keep` later: drop the window now
             self.runner.keep(range(len(fed.tokens)), request.slot)
         start = fed.start + window.levels + 1  # the position that column 0's row is for
         positions = range(start, start + window.columns)
@@ -401,7 +415,7 @@ class TargetExecutor:
         """Launch what judging needs, and the target's own draws."""
         positions = request.positions()
         request.launched = request.rule.launch(request.logits, positions)
-        if request.spec.is_proposal_invariant:  # it is the draws
+        if request.spec.is_proposal_invariant:  # judging needs just the draws
             request.draws = request.launched
         elif (
             not request.direct.is_filtered
@@ -441,7 +455,7 @@ class TargetExecutor:
     def _reuse(
         self, request: _Request, index: NgramIndex, judge: Judge, rows: list[int], accepted: int
     ) -> None:
-        """Give the index the tokens that are discarded, and the target's draws after all of them but the last."""
+        """Give the index each discarded token but the last, with the target's draw after it."""
         rows = rows[accepted + 1 :]
         if rows:
             positions = range(judge.start + accepted + 1, judge.start + len(judge.tokens))
@@ -450,7 +464,7 @@ class TargetExecutor:
 
     @memory_errors
     def sample(self, sample: Sample) -> Sampled:
-        """Draw from the target alone. Raises `ForwardError`."""
+        """Draw from the target alone; see `Sample`. Raises `ForwardError`."""
         request = self._requests[sample.request]
         tokens: list[int] = []
         rows: list[int] = []
@@ -471,7 +485,10 @@ class TargetExecutor:
         return Sampled(tuple(tokens), request.stop_after(tokens))
 
     def logprobs(self, number: int, start: int, count: int) -> tuple[Logprobs, ...]:
-        """Log probabilities of `count` decided tokens from `start` on, once; empty if the request wants none."""
+        """Return the log probabilities of `count` decided tokens from `start` on, and forget them.
+
+        Empty if the request wants none.
+        """
         request = self._requests.get(number)
         if request is None or request.logprobs is None:
             return ()
@@ -479,7 +496,7 @@ class TargetExecutor:
 
 
 def _with_window(feed: Feed, window: GuessWindow) -> Feed:
-    """Return one tree of `feed`, whose first token is the text's last, and a window after that token."""
+    """Return `feed` and the window as one tree; the window follows the first token of `feed`, the text's last token."""
     size = len(feed.tokens)
     parents = list(feed.parents or range(-1, size - 1))
     for parent in window.parents:
@@ -489,7 +506,7 @@ def _with_window(feed: Feed, window: GuessWindow) -> Feed:
 
 
 def _shaped(shaper: Shaper | None, fed: FedTokens, logits: torch.Tensor) -> torch.Tensor:
-    """The logits with penalties, biases and grammar of the text before each row."""
+    """Return the logits after penalties, biases and grammar, by the text before each row."""
     if shaper is None:
         return logits
     shaper.hold(fed.start)

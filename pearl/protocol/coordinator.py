@@ -1,6 +1,6 @@
-"""The target's side of the protocol: a state machine for each running request, and what outlives them.
+"""The target's side of the protocol: a state machine for each running request, and what is kept between requests.
 
-Events in (`handle`), commands out. `request_machine` has what happens to one request, `scheduler` which ones run.
+Events in (`handle`), commands out. `request_machine` decides what happens to one request, `scheduler` which ones run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pearl.protocol.speeds import Speeds
 
 
 class Coordinator:
-    """The target.
+    """Runs the state machines of all requests in the target.
 
     Args:
         verifier: judges and draws with the rows of a request's last forward.
@@ -39,11 +39,11 @@ class Coordinator:
         """Take one event, for the request that it names or for all; return the commands it leads to, in order.
 
         Raises `LocalProtocolError` for an event that the request's state does not allow, and `RemoteProtocolError` for
-        a message that the draft had no right to send; nothing has changed then.
+        a message that the draft had no right to send; either leaves everything unchanged.
         """
         machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
         if machine is not None and type(event) is not Submit:
-            # First: this is what passes between two forwards.
+            # First, because these events come between two forwards, where time matters.
             return self._pass(event, machine)
         match event:
             case Submit():
@@ -69,7 +69,7 @@ class Coordinator:
         self.draft_context = 0
         if isinstance(event, DraftJoined):
             self.draft_context = event.context
-            if event.seconds:  # not comparable with its predecessor's
+            if event.seconds:  # replaces the time of an earlier draft
                 self.speeds.t_draft = event.seconds
         commands: list[object] = []
         for machine in list(self.running.values()):
@@ -77,7 +77,7 @@ class Coordinator:
         return commands
 
     def _pass(self, event: object, machine: RequestMachine) -> list[object]:
-        """Give an event to a request's machine; if that ends the request, begin another."""
+        """Give an event to a request's machine; if that ends the request, begin waiting ones."""
         commands = machine.handle(event)
         if machine.state is State.IDLE:
             commands += self._release(machine)
@@ -93,7 +93,7 @@ class Coordinator:
         return self._admit()
 
     def _admit(self) -> list[object]:
-        """Begin requests that wait, in the slots that are free."""
+        """Begin waiting requests in the free slots."""
         commands: list[object] = []
         while (admitted := self.scheduler.admit()) is not None:
             submit, slot = admitted
@@ -113,7 +113,7 @@ class Coordinator:
 
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
-        """Running requests that wait for the draft's tokens: (committed tokens, tokens with the pending ones)."""
+        """Running requests that wait for draft tokens -> (committed tokens, committed and pending tokens)."""
         lengths: dict[int, tuple[int, int]] = {}
         for number, machine in self.running.items():
             if machine.state in WAITING:
@@ -122,7 +122,7 @@ class Coordinator:
 
     @property
     def state(self) -> State:
-        """That of the request which began last."""
+        """The state of the request that began last; IDLE if none is running."""
         if not self.running:
             return State.IDLE
         return next(reversed(self.running.values())).state

@@ -1,4 +1,4 @@
-"""The target's view of the draft in one request: the prefix that it has, how far it may draft, what it has sent.
+"""The target's view of the draft in one request: the prefix it was sent, how far it may draft, what it has sent.
 
 Decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
@@ -54,7 +54,7 @@ class DraftState:
         #: Whether the draft has sent anything since it last began.
         self.has_sent = False
         self._grants = 0
-        # The most tokens that any grant allowed beyond the prefix: the bound for a branch.
+        # The most tokens that any grant allowed beyond the prefix: the maximum length of a branch.
         self._furthest = 0
         # Reset at each new epoch:
         self._epoch = 0
@@ -63,7 +63,7 @@ class DraftState:
         self._is_paused = False
         self._withheld = -1  # the position for which the draft sends no token
         self._received = 0  # end of the tokens received, used or not
-        # The first position where the draft diverged and no verdict has reported it; -1: none.
+        # The first position where the draft diverged, if no verdict has reported that yet; -1: none.
         self._diverged = -1
 
     # ---- what the draft may do ----
@@ -86,7 +86,7 @@ class DraftState:
 
     @property
     def withholds(self) -> bool:
-        """Whether the draft sends no token for the position behind what is pending, by its stop policy."""
+        """Whether the draft, by its stop policy, sends no token for the position after the pending tokens."""
         return (
             self._withheld == len(self._request.sequence.tokens)
             and self._epoch == self._request.epoch
@@ -94,14 +94,17 @@ class DraftState:
 
     @property
     def resyncs_too_often(self) -> bool:
-        """Whether the draft was resynced more often than is allowed, so that this request drops it."""
+        """Whether the draft was resynced more often than is allowed, so that this request goes on without it."""
         num_generated = self._request.sequence.committed - len(self._request.submit.prompt)
         allowed = _RESYNCS + num_generated // _TOKENS_PER_RESYNC
         return not self.is_lost and self._request.counts.resyncs > allowed
 
     @property
     def needed(self) -> int:
-        """How many unfed tokens the target waits for before a forward; fewer near `limit` and the draft's context."""
+        """How many unfed tokens the target waits for before a forward.
+
+        Fewer than the window's if the request's limit or the draft's context comes first.
+        """
         request = self._request
         if not self.is_drafting:
             return 1
@@ -118,7 +121,8 @@ class DraftState:
     def next_block(self) -> int:
         """Length of the next block: pending tokens that are judged as a whole.
 
-        Shorter at the end of the text (a bonus token there is in no block), and if the draft has paused: no more come.
+        A block is shorter at the end of the text, where a bonus token is part of no block. It is also shorter if the
+        draft has paused, because no more tokens come.
         """
         request = self._request
         text_left = request.submit.limit - request.sequence.committed - request.method.bonus
@@ -129,7 +133,7 @@ class DraftState:
 
     @property
     def _num_draftable(self) -> int:
-        """Positions after the prefix that can be drafted at all: up to `limit` and the draft's context."""
+        """Number of positions after the prefix that can be drafted at all: up to `limit` and the draft's context."""
         return min(self._request.submit.limit, self.context) - self._request.sequence.committed
 
     @property
@@ -150,7 +154,7 @@ class DraftState:
     def _grant(self) -> int:
         """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
 
-        c changes only here, where the draft learns of it: otherwise, the target could wait for tokens beyond the
+        c changes only here, where the draft gets a new limit; otherwise the target could wait for tokens beyond the
         draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
         """
         request = self._request
@@ -176,7 +180,7 @@ class DraftState:
     # ---- what the draft is sent ----
 
     def begin(self, do: Do) -> None:
-        """Send the draft the whole prefix, if it is to draft for this request."""
+        """Send the draft the whole prefix, if the draft is to draft for this request."""
         if not self.is_drafting:
             return
         request = self._request
@@ -190,7 +194,7 @@ class DraftState:
         do(Send(Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
-        """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
+        """Send the draft a verdict: the tokens committed since the last verdict, and the draft's new limit."""
         request = self._request
         seq = request.sequence
         start = self.known
@@ -228,8 +232,8 @@ class DraftState:
             end = message.start + len(message.tokens)
             if end > message.after[0] + 1 + self._furthest:
                 return self._drop()
-        # Only a branch may exceed the request's limit, which the draft does not know: the main
-        # line ends at `_until`.
+        # The draft does not know the request's limit, so a branch may exceed it; the main line ends
+        # at `_until`, which does not.
         message = _part(message, 0, request.submit.limit - message.start)
         self._speeds.observe_draft(message.seconds)
         self.has_sent = True
@@ -238,7 +242,7 @@ class DraftState:
         return self._take(message)
 
     def _take(self, message: DraftTokens) -> Received:
-        """Take tokens of the main line, or of the branch that it has become."""
+        """Take tokens of the main line, or of a branch that has become the main line."""
         request = self._request
         is_committed = message.start < request.sequence.committed
         if request.runs_ahead and (is_committed or self._is_astray(message)):
@@ -252,7 +256,9 @@ class DraftState:
         return self._append(message)
 
     def _is_outdated(self, message: DraftTokens) -> bool:
-        """Whether nobody needs these tokens any more, or the method in use takes none."""
+        """Return whether the tokens are of no use: the request is ending, the method takes none, or their epoch is
+        over.
+        """
         request = self._request
         if request.ending or not request.method.drafts:
             return True
@@ -292,7 +298,7 @@ class DraftState:
         return Received.PENDING
 
     def _compare(self, message: DraftTokens) -> Received:
-        """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
+        """Compare late tokens with those that the target has committed; if all agree, append the rest."""
         request = self._request
         counts = request.counts
         seq = request.sequence
@@ -319,7 +325,9 @@ class DraftState:
         return Received.COMPARED
 
     def _keep_branch(self, message: DraftTokens) -> Received:
-        """Keep a branch if its position is not committed yet; if exactly its outcome was committed, `_compare` it."""
+        """Keep a branch whose position is still open. If the branch is for the committed token at which the draft
+        diverged, `_compare` it.
+        """
         assert message.after is not None
         position, token = message.after
         request = self._request
@@ -342,7 +350,7 @@ class DraftState:
         return Received.NOTHING
 
     def _is_open(self, position: int, token: int) -> bool:
-        """Whether `token` may still be committed at `position` where the main line has another, or none yet."""
+        """Return whether `token` may still be committed at `position` where the main line has another, or none yet."""
         request = self._request
         tokens = request.sequence.tokens
         if position < request.sequence.committed:
@@ -352,12 +360,16 @@ class DraftState:
         return request.method.bonus and position == len(tokens)
 
     def _is_astray(self, message: DraftTokens) -> bool:
-        """Whether these tokens continue a wrong draft token that the draft did not know of, so cannot be right."""
+        """Return whether these tokens cannot be right: they follow a wrong draft token that the draft did not yet know
+        of.
+        """
         is_correction = message.after is not None and message.after[0] == self._diverged
         return message.known <= self._diverged and not is_correction
 
     def _is_foreseen(self, message: DraftTokens) -> bool:
-        """Whether these tokens are of the branch that this epoch began with, sent before the draft had our verdict."""
+        """Return whether these tokens are of the branch that began this epoch,
+        sent before the draft had our verdict.
+        """
         is_previous = message.epoch == self._request.epoch - 1
         return (
             message.after is not None and is_previous and message.after == self._request.opened_by
@@ -371,7 +383,7 @@ class DraftState:
 
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
-    """The message with only its tokens [`start`:`end`]."""
+    """Return the message with only its tokens [`start`:`end`]."""
     if start == 0 and end >= len(message.tokens):
         return message
     is_lookup = start > 0 and message.source is Source.MODEL

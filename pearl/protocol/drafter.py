@@ -58,9 +58,9 @@ class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
     Args:
-        slot: of the model, whose cache the next request may begin with.
+        slot: the slot of the model; a request may reuse the cache of the request before.
         context: tokens that a slot holds; no position from there on is drafted.
-        machines: those of all slots, this one among them.
+        machines: the machines of all slots, this one included.
     """
 
     role: ClassVar[str] = "draft"
@@ -77,7 +77,7 @@ class DraftMachine(Machine):
         self.state = DrafterState.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
-        # The request that the running forward is for, should another have begun since.
+        # The request that the running forward is for; `begun` may be a later one.
         self.computing = -1
         self.epoch = 0
         self.draft_until = 0
@@ -87,7 +87,7 @@ class DraftMachine(Machine):
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
         self._searched = 0.0  # seconds of the forwards that have searched for the next block so far
-        self._hedges = False  # the running forward is for other outcomes alone
+        self._hedges = False  # the running forward drafts only branches
         self._overtaken = False  # the running forward's tokens would continue an outdated prefix
         self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # tokens sent for each outcome
         self._followed: tuple[int, int] | None = None  # the outcome whose branch the text follows
@@ -157,7 +157,7 @@ class DraftMachine(Machine):
         self._go_on(do)
 
     def _send_drafted(self, event: Drafted, do: Do) -> None:
-        """Append what was drafted to the text, as pending, and send it."""
+        """Append the drafted tokens to the text, as pending, and send them."""
         assert self.begun is not None
         start = len(self.sequence.tokens)
         self.sequence.extend(event.tokens)
@@ -186,11 +186,12 @@ class DraftMachine(Machine):
         do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send new tokens of the continuations for other outcomes."""
+        """Send the new tokens of branches (continuations for other outcomes)."""
         assert self.begun is not None
         seq = self.sequence
         has_bonus = self.begun.options.prepares_bonus and len(seq.tokens) >= self._until
-        end = len(seq.tokens) + has_bonus  # of positions that are still to be decided
+        # The branches for positions from the prefix to `end` are still open.
+        end = len(seq.tokens) + has_bonus
         for branch in branches:
             assert branch.after is not None
             sent = self._branches.get(branch.after, ())
@@ -215,7 +216,7 @@ class DraftMachine(Machine):
             do(Send(message))
 
     def _part(self) -> None:
-        """The prefix has changed: drop the tokens being drafted, and the branches."""
+        """Take in that the prefix has changed: drop the tokens being drafted, and the branches."""
         self._overtaken = True
         self._paused = False
         self._withheld = -1
@@ -251,14 +252,14 @@ class DraftMachine(Machine):
             self._forward(do)
 
     def _forward(self, do: Do, hedge: int = 0) -> None:
-        """Start a forward: for the text; if `hedge` is positive, for branches of up to so many tokens."""
+        """Start a forward: for the text, or, if `hedge` is positive, for branches of at most `hedge` tokens."""
         assert self.begun is not None
         seq = self.sequence
         length = len(seq.tokens)
         budget = 0
         count = length - seq.fed
         if not hedge:
-            # A last token fed before a verdict made it final is fed again: its row is gone.
+            # A last token that was fed before a verdict committed it is fed again: its row is gone.
             seq.fed = min(seq.fed, length - 1)
             is_alone = all(machine is self or machine.begun is None for machine in self._machines)
             count = prefill_chunk(seq, is_alone=is_alone)
@@ -287,7 +288,7 @@ class DraftMachine(Machine):
 
     @property
     def _may_hedge(self) -> bool:
-        """Whether it waits for a verdict, and may draft branches until it comes."""
+        """Whether the machine waits for a verdict and may draft branches meanwhile."""
         assert self.begun is not None
         seq = self.sequence
         is_full = self.draft_until <= len(seq.tokens) or self._paused
@@ -302,7 +303,7 @@ class DraftMachine(Machine):
     # ---- following the target ----
 
     def _apply(self, verdict: Verdict) -> bool:
-        """Commit the verdict's tokens; whether the prefix then has the verdict's digest."""
+        """Commit the verdict's tokens; return whether the prefix then has the verdict's digest."""
         seq = self.sequence
         for token in verdict.tokens:
             if seq.pending[:1] == [token]:
@@ -315,7 +316,7 @@ class DraftMachine(Machine):
                 if prepared:
                     seq.extend(prepared)
                     self._followed = outcome
-        if verdict.epoch > self.epoch:  # the target has discarded what else we drafted
+        if verdict.epoch > self.epoch:  # the target has discarded our pending tokens
             self.epoch = verdict.epoch
             self._overtaken = True
             if self._followed is None or self._followed[0] < verdict.start:
@@ -353,7 +354,7 @@ class Drafter:
 
     Args:
         context: tokens that a slot holds.
-        slots: how many requests it drafts for side by side.
+        slots: how many requests are drafted for side by side.
         piece: see `Capabilities.prompt_piece`.
     """
 
@@ -363,12 +364,12 @@ class Drafter:
         self.machines: list[DraftMachine] = []
         for slot in range(slots):
             self.machines.append(DraftMachine(slot, context, self.machines, piece))
-        self._turn = 0  # of the slot that a request takes where none is free
+        self._turn = 0  # the slot that the next request takes if none is free
 
     def handle(self, event: object) -> list[object]:
         """Take one event, for the slot whose request it names; return the commands it leads to, in order.
 
-        Raises as `Machine.handle`.
+        Raises the errors of `Machine.handle`.
         """
         if type(event) is Drafted:
             return self._computing(event).handle(event)
@@ -378,7 +379,7 @@ class Drafter:
                 return machine.handle(event)
         if type(event) is Begin:
             return self._free(event.tokens).handle(event)
-        return self.machines[0].handle(event)  # of no request here, such as a late verdict
+        return self.machines[0].handle(event)  # no slot has this request, as with a late verdict
 
     def _computing(self, event: Drafted) -> DraftMachine:
         for machine in self.machines:
@@ -387,8 +388,10 @@ class Drafter:
         return self.machines[0]
 
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
-        """The free slot whose cache has most of the prefix; if none is free, the target has given up the oldest, whose
-        `Finish` is on its way.
+        """Return the machine of the free slot whose cache has most of the prefix.
+
+        If no slot is free, return the next one in turn: the target has ended the oldest request, and its `Finish` is on
+        the way.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:

@@ -1,10 +1,10 @@
 """Inside one process: events that go into a state machine, commands that come out.
 
 Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; each `Forward` and `Draft` is
-answered by exactly one event. `request` -1: none.
+answered by exactly one event. `request` is -1 if an event or command concerns no request.
 
-What a forward's rows decide the target's machine asks a `Verifier` for, as soon as it handles the forward's end:
-nothing can come between a question and its answer.
+When a forward has ended, the target's machine asks a `Verifier` at once what the rows decide: no event can come between
+question and answer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Phase(StrEnum):
 class Cause(Enum):
     """Why the target waits."""
 
-    HELD_ROW = "held row"  # a row is there, the draft token that it judges is not
+    HELD_ROW = "held row"  # a row is there, but not the draft token that the row judges
     WINDOW = "window"  # the window is not full yet
     IDLE = "idle"  # no request
 
 
 class OfRequest(Struct, frozen=True, kw_only=True):
-    """An event or a command of one request; -1: of none."""
+    """An event or a command of one request; `request` is -1 if there is none."""
 
     request: int = -1
 
@@ -52,9 +52,9 @@ class Forwarded(OfRequest, frozen=True):
     """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
 
     Attributes:
-        beside: tokens fed beside the request's own: for other requests, or for Lookahead decoding's window; None:
-            parts of prompts were among all that was fed.
-        fed: the command's tokens and guesses; None: the command's tokens alone.
+        beside: tokens in the same forward that are not of this request's text: other requests' tokens, or the window of
+            Lookahead decoding. None if the forward was fed parts of prompts.
+        fed: the command's tokens and the guesses fed with them. None stands for the command's tokens alone.
     """
 
     seconds: float = 0.0
@@ -67,10 +67,10 @@ class Odds(Struct, frozen=True):
     """Expectations for some judgements, from the two distributions at each judged position.
 
     Attributes:
-        rejections: expected number: the sum of the probabilities of rejection.
-        variance: of that number: the sum of p * (1 - p).
+        rejections: expected number of rejections: the sum of their probabilities p.
+        variance: variance of the number of rejections: the sum of p * (1 - p).
         bias: sum of the total variation distances between the committed distribution and the target's; 0 for an exact
-            rule. The text's own distance is at most its mean.
+            rule. The distance between the distributions of whole texts is at most the mean of this sum.
     """
 
     rejections: float = 0.0
@@ -86,21 +86,21 @@ class Odds(Struct, frozen=True):
 
 
 class DraftJoined(Struct, frozen=True):
-    """A draft has connected; its model holds `context` tokens, and a token takes it `seconds` (0: unknown)."""
+    """A draft has connected. Its model holds `context` tokens and takes `seconds` per token (0: unknown)."""
 
     context: int
     seconds: float = 0.0
 
 
 class DraftGone(Struct, frozen=True):
-    """The draft died, fell silent or broke the protocol; or it cannot go on with `request`, and only with that."""
+    """The draft is lost: for all requests if `request` is None, otherwise for this request only."""
 
     reason: str
     request: int | None = None
 
 
 class Failed(OfRequest, frozen=True):
-    """A result cannot be used, which ends only this request. `kind`: a class name of pearl.errors."""
+    """A result cannot be used; this ends the request, and no other. `kind`: a class name of pearl.errors."""
 
     reason: str
     kind: str = "ForwardError"
@@ -110,16 +110,17 @@ class Drafted(OfRequest, frozen=True):
     """The draft's forward is done.
 
     Attributes:
-        tokens: proposed for the positions that follow, at most the budget; none if only a part of a long prefix was
-            fed.
-        seconds: of the forward.
+        tokens: tokens proposed for the next positions, at most the budget. There are none if the forward fed a part of
+            a long prefix, drafted branches, or was one of several that search for a block.
+        seconds: duration of the forward.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
-        draw: seconds of drawing them.
-        failure: why none could be drawn: the logits are not finite. Ends only this request's drafting.
-        cached: how many of `tokens`, from the first on, the KV cache holds already.
-        paused: whether the stop policy ends drafting until these tokens are judged; with none: it withholds one.
-        branches: continuations for other outcomes as far as drafted, each whole from its outcome on.
-        fed: tokens fed in the forward, those of other requests too; 0: unknown.
+        draw: seconds that drawing the tokens took.
+        failure: why no token could be drawn: the logits are not finite. Ends drafting for this request only.
+        cached: how many of `tokens`, from the first on, are already in the KV cache.
+        paused: whether the stop policy ends drafting until these tokens are judged. With no tokens: the policy
+            withholds the drafted one.
+        branches: continuations for other outcomes. Each has all its tokens drafted so far, those sent before included.
+        fed: tokens fed in the forward, other requests' tokens included; 0: unknown.
         seen: as `DraftTokens.runners_up`.
     """
 
@@ -139,7 +140,7 @@ class Drafted(OfRequest, frozen=True):
 
 
 class Open(OfRequest, frozen=True):
-    """Start a request in slot `slot`; in the draft, once for each whole prefix."""
+    """Start a request in slot `slot`. The draft does this for each whole prefix that it is given."""
 
     prompt: tuple[int, ...]
     options: RequestOptions
@@ -159,15 +160,15 @@ class Rollback(OfRequest, frozen=True):
 
 
 class Keep(OfRequest, frozen=True):
-    """Let these nodes of the tree fed last, each the parent of the next, continue the text in the KV cache."""
+    """Let a path of the tree fed last continue the text in the KV cache. `path`: nodes, each the parent of the next."""
 
     path: tuple[int, ...]
 
 
 class Alternative(Struct, frozen=True):
-    """Tokens of the draft that may stand in the text from `position` on, in place of its own.
+    """A runner-up and the tokens prepared after it: they may replace the text's tokens from `position` on.
 
-    `chances`: of each token, if those before it are right.
+    `chances`: the probability of each token, given that the tokens before it are right.
     """
 
     position: int
@@ -179,14 +180,16 @@ class Guess(Struct, frozen=True):
     """Guess, without a model, what may follow the text; `alternatives` are guesses too.
 
     Attributes:
-        base: length of the text that is as in the last `Guess` (at first: the prompt).
-        tokens: the text's tokens from there on.
-        committed: number of committed tokens; guesses may follow the last of them, and any token after it.
+        base: length of the text that earlier `Guess`es gave and that has not changed since. In the first `Guess`: the
+            length of the prompt.
+        tokens: the text's tokens from position `base` on.
+        committed: number of committed tokens. Guesses may follow the last committed token and any token after it.
         limit: the first position that needs no guess.
-        trust: of each pending token the probability that it is right if those before it are.
+        trust: for each pending token, the probability that it is right if the pending tokens before it are.
         most: maximum number of guesses from the text.
-        worth: (chances, fed tokens) -> how many of the guesses are to be fed. The chance of a guess is the estimated
-            probability that the target takes the path to it, itself included; chances never rise.
+        worth: function (chances, fed tokens) -> how many of the guesses to feed. The chance of a guess is the estimated
+            probability that the target commits all tokens of the path to the guess, and the guess itself. Chances never
+            rise.
         head: whether the target's head guesses too, if there is one.
     """
 
@@ -204,7 +207,7 @@ class Guess(Struct, frozen=True):
 class Forward(OfRequest, frozen=True):
     """Feed `tokens` from position `start` on, and guesses; keep the rows of the last `rows` tokens and of the guesses.
 
-    Answer: Forwarded.  `guess`: None: feed no guesses.
+    Answered by `Forwarded`. `guess`: None to feed no guesses.
     """
 
     phase: Phase
@@ -215,14 +218,14 @@ class Forward(OfRequest, frozen=True):
 
 
 class Draft(OfRequest, frozen=True):
-    """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answer: Drafted.
+    """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answered by `Drafted`.
 
     Attributes:
-        budget: 0: only feed.
-        pending: tokens already proposed behind the known prefix.
-        hedge: if positive, draft continuations for other outcomes, each of up to so many tokens, and none of the text.
-            `Drafted.paused` then says that no more of them are worth a forward.
-        bonus: whether the target's own draw behind the text is such an outcome too.
+        budget: 0: feed only.
+        pending: number of tokens already proposed after the known prefix.
+        hedge: 0: continue the text. If positive: draft only continuations for other outcomes (branches), each of at
+            most so many tokens. `Drafted.paused` then means that no more branches are worth a forward.
+        bonus: whether to draft branches for the bonus token after the text too.
         prompt: whether `tokens` are of the prefix that the request began with.
     """
 
@@ -242,13 +245,16 @@ class Send(Struct, frozen=True):
 
 
 class Deliver(Struct, frozen=True):
-    """Send to the front whose request this is."""
+    """Send to the front that submitted the request."""
 
     message: Message
 
 
 class End(Struct, frozen=True):
-    """A request is over: tell its front. `counts`: `request.Counts`; `window`: c as last used; `failure`: its cause."""
+    """A request has ended: tell its front.
+
+    `counts`: `request.Counts`. `window`: c as last used. `failure`: why the request failed; None if it did not.
+    """
 
     request: int
     reason: FinishReason
@@ -259,7 +265,7 @@ class End(Struct, frozen=True):
 
 
 class DraftDropped(OfRequest, frozen=True):
-    """The draft cannot go on with this request, whose text the target writes alone: log it."""
+    """The target goes on with this request without the draft: log the reason."""
 
     reason: str
 
@@ -277,8 +283,8 @@ class Judge(OfRequest, frozen=True):
     """Judge draft `tokens` from position `start` on.
 
     Attributes:
-        rows: the draft distribution of each (opaque).
-        nodes: the last forward's token whose row judges each.
+        rows: the draft distribution of each token (opaque).
+        nodes: for each token, the node of the last forward whose row judges it.
     """
 
     start: int
@@ -288,9 +294,10 @@ class Judge(OfRequest, frozen=True):
 
 
 class Sample(OfRequest, frozen=True):
-    """Draw position `position` from the target alone, by the row of token `node` of the last forward.
+    """Draw the token at `position` from the target alone, with the row of `node` of the last forward.
 
-    `follow`: if the draw is a child of that node, draw the position after it too, and so on.
+    `follow`: if the drawn token was fed as a child of `node`, also draw the next position with the child's row, and so
+    on.
     """
 
     position: int
@@ -299,11 +306,11 @@ class Sample(OfRequest, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
+    """The first `accepted` tokens were accepted; `token` is the correction after them, None if all were accepted.
 
-    `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
-    `odds`: of the judged positions; None if the rule does not have the draft's distributions.
-    `is_candidate`: whether `token` is no correction but the accepted one of several candidates.
+    `stop_after`: how many of the accepted tokens and the correction complete a stop string; None if they complete none.
+    `odds`: expectations for the judged positions; None if the rule does not have the draft's distributions.
+    `is_candidate`: whether `token` is accepted too: it is one of several candidates for its position, no correction.
     """
 
     accepted: int
@@ -314,7 +321,8 @@ class Judged(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True):
-    """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
+    """The target's own draws. All draws but the last were fed as guesses: they are nodes of the tree, each the parent
+    of the next.
 
     `stop_after`: number of `tokens` that complete a stop string; None if none does.
     """
@@ -324,7 +332,7 @@ class Sampled(Struct, frozen=True):
 
 
 class Verifier(Protocol):
-    """Computes what the rows of a request's last forward decide; raises `ForwardError` where they cannot be used."""
+    """Computes what the rows of a request's last forward decide; raises `ForwardError` if the rows cannot be used."""
 
     def judge(self, judge: Judge) -> Judged: ...
 

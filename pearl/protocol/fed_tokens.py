@@ -1,4 +1,4 @@
-"""The tokens of one forward: a chain of the text, and guesses after or beside it, as a tree."""
+"""The tokens of one forward: consecutive tokens of the text, and guesses after or next to them, as a tree."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pearl.protocol.sequence import TokenSequence
 
 
 class FedTokens:
-    """A node is the index of a token in the forward, -1 the token before its first one.
+    """The tree of tokens of one forward. A node is a token's index in the forward; -1 is the token before the first
+    one.
 
     Example: after the text 5 6, whose last token stands at `start` 1, the guesses 7 and 8 for one position are fed as
     tokens (6, 7, 8) with parents (-1, 0, 0).
 
     Args:
         start: position of the first token.
-        tokens: those of the text first.
-        parents: the node before each token; None: each follows the one before it.
-        guessers: who guessed each of the last tokens.
+        tokens: the text's tokens, then the guesses.
+        parents: the parent node of each token. None if each token follows the token before it.
+        guessers: who guessed each guess; the guesses are the last `len(guessers)` tokens.
 
     Attributes:
-        path: nodes of the tokens that the text has from `start` on.
+        path: nodes of the tokens that belong to the text, from `start` on.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class FedTokens:
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        """(node, token) -> the child of the node that is this token."""
+        """(node, token) -> the child of this node that has this token."""
         parents: Sequence[int] = range(-1, len(self.tokens) - 1)
         if self.parents is not None:
             parents = self.parents
@@ -48,11 +49,11 @@ class FedTokens:
         return {edge: node for node, edge in enumerate(edges)}
 
     def child(self, node: int, token: int) -> int | None:
-        """The node of `token` after `node`, if it was fed there."""
+        """Return the child of `node` that has this token; None if it was not fed there."""
         return self._children.get((node, token))
 
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
-        """The nodes of `tokens`, which follow `node`, as far as they were fed."""
+        """Return the nodes of `tokens`, which follow `node`, up to the first token that was not fed."""
         children = self._children
         nodes: list[int] = []
         for token in tokens:
@@ -64,19 +65,19 @@ class FedTokens:
         return nodes
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
-        """Nodes whose rows are for `position` and the `count` - 1 positions after it."""
+        """Return the nodes whose rows are for `position` and the `count` - 1 positions after it."""
         index = position - 1 - self.start
         return tuple(self.path[index : index + count])
 
     def guesser(self, node: int | None) -> Source | None:
-        """Who guessed a token; None for a token that was no guess."""
+        """Return who guessed a node's token; None if it was not a guess."""
         if node is None:
             return None
         index = node - len(self.tokens) + len(self.guessers)
         return self.guessers[index] if index >= 0 else None
 
     def follow(self, sequence: TokenSequence) -> None:
-        """Count unfed tokens of the sequence that are among the guesses as fed."""
+        """Extend `path` by the guesses that match the sequence's unfed tokens, and count these tokens as fed."""
         if not self.guessers:
             return
         del self.path[max(0, sequence.fed - self.start) :]

@@ -22,7 +22,7 @@ class LookAhead:
         self._trust: tuple[float, ...] = ()  # of the pending tokens when guesses were last planned
 
     def guess(self) -> Guess:
-        """What to guess of the tokens that may follow the text, or stand in place of what is pending."""
+        """Return the guesses to look for: tokens that may follow the text or replace pending tokens."""
         request = self._request
         seq = request.sequence
         seen = request.proposals.seen(len(seq.tokens) - seq.committed)
@@ -45,7 +45,7 @@ class LookAhead:
         )
 
     def num_worthwhile(self, chances: Sequence[float], fed: int) -> int:
-        """How many guesses of these `chances` to feed together with `fed` tokens of the text."""
+        """Return how many guesses to feed together with `fed` tokens of the text. `chances`: see `Guess.worth`."""
         if not chances:
             return 0
         seq = self._request.sequence
@@ -57,13 +57,13 @@ class LookAhead:
         return worthwhile(chances, fed + self._request.beside, expected, self._speeds.target.hoped)
 
     def _acceptance(self, seen: Seen | None) -> float:
-        """The probability that a pending token is right if those before it are."""
+        """Return the probability that a pending token is right if the tokens before it are."""
         if seen is None:
             return self._speeds.acceptance
         return self._speeds.foresight.agrees(seen)
 
     def _alternatives(self, pending: Sequence[Seen | None]) -> tuple[Alternative, ...]:
-        """The likeliest runners-up of pending tokens, each with what the draft has prepared after it."""
+        """Return the likeliest runners-up of pending tokens, each with the branch prepared after it."""
         request = self._request
         foresight = self._speeds.foresight
         candidates: list[tuple[float, Alternative]] = []
@@ -77,7 +77,7 @@ class LookAhead:
         return tuple(alternative for _, alternative in candidates[: request.options.siblings])
 
     def _alternative(self, position: int, share: float, rival: int) -> Alternative:
-        """The runner-up `rival`, of probability `share`, and the branch after it."""
+        """Return the runner-up `rival`, of probability `share`, with the branch prepared after it."""
         tokens: tuple[int, ...] = (rival,)
         chances: tuple[float, ...] = (share,)
         branch = self._request.proposals.branch(position, rival)

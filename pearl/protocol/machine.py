@@ -1,6 +1,7 @@
 """Base of the state machines: a table of the events each state allows and the states that may follow.
 
-An event that the table does not allow raises an error with the last transitions, and leaves the machine as it was.
+An event that the table does not allow raises an error that lists the last transitions, and leaves the machine
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _STORY = 12  # transitions in an error message
 class Machine:
     """One state machine: `handle(event)` returns the commands that the event leads to, in order.
 
-    A subclass gives the table, the events that are legal in every state (by themselves they change none), its handlers,
-    and `state`.
+    A subclass defines `transitions`, `handlers`, `state` and `anytime`. The events in `anytime` are legal in every
+    state; they change the state only where `transitions` lists them.
     """
 
     role: ClassVar[str]
@@ -43,7 +44,7 @@ class Machine:
         """Take one event; return the commands it leads to, in order.
 
         Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
-        that the peer had no right to send; the machine is then as it was.
+        that the peer had no right to send; either leaves the machine unchanged.
         """
         kind = type(event)
         before = self.state

@@ -44,11 +44,11 @@ class Provenance(StrEnum):
 
     ACCEPTED = "accepted"  # drafted, and the target agreed
     CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
-    DIRECT = "direct"  # the target's own draw where no draft token was due (ar, prefill in sd, going alone)
+    DIRECT = "direct"  # the target's own draw, no draft token was due (ar, prefill in sd, no draft)
     BONUS = (
         "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
     )
-    GUESSED = "guessed"  # fed beside or in place of draft tokens, and the target agreed
+    GUESSED = "guessed"  # a guess, not a draft token, and the target agreed
 
 
 class FinishReason(Enum):
@@ -65,10 +65,10 @@ class Source(StrEnum):
     NGRAM = "n-gram"
     DATASTORE = "datastore"
     BRANCH = "branch"
-    LOOKUP = "lookup"  # the model, which confirmed a guess in the forward for the token before
-    RUNNER_UP = "runner-up"  # the model, which nearly drew it
-    HEAD = "head"  # of the target
-    JACOBI = "jacobi"  # the target, from a wrong beginning
+    LOOKUP = "lookup"  # the draft model: it confirmed a guess in the forward that drafted the token before
+    RUNNER_UP = "runner-up"  # the draft model: likely by its row, but it drew another token
+    HEAD = "head"  # the target's head
+    JACOBI = "jacobi"  # the target, in a forward whose earlier tokens were wrong
 
 
 class SparseRow(Record, frozen=True):
@@ -79,19 +79,19 @@ class SparseRow(Record, frozen=True):
 
 
 FRAME = 0
-CHANNEL = 1  # a distribution in a raw frame behind the header, or over the tensor channel
+CHANNEL = 1  # the distribution comes in a raw frame after the header (0), or over the channel (1)
 WireRow = (
     SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None
 )  # None: left out of a trace; never on the wire
 
 if TYPE_CHECKING:
-    Rows = tuple[Any, ...]  # in a process tensors; see `decoding.distribution`
+    Rows = tuple[Any, ...]  # tensors, inside a process; see `decoding.distribution`
 else:
     Rows = Annotated[tuple[WireRow, ...], Meta(max_length=MAX_RUN)]
 
 
 class Message(Record, frozen=True, tag=0):
-    """Base of the message types; each has a number of its own, for ever."""
+    """Base of the message types; each type has a unique tag that never changes."""
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -122,10 +122,10 @@ class Submit(Message, frozen=True, tag=3):
     """A front asks for a text.
 
     Attributes:
-        request: the front's own number.
-        limit: the total length at which to end.
+        request: the front's own number of this request.
+        limit: total length at which the text ends, the prompt included.
         preview: whether to send `Preview`s.
-        client: whose request it is; the waiting requests of several clients are served in turns.
+        client: who makes the request; waiting requests of several clients are served in turns.
     """
 
     request: Count
@@ -142,7 +142,7 @@ class Logprobs(Record, frozen=True):
     and biases; at least `LEAST_LOGPROB`.
 
     Attributes:
-        top: the likeliest tokens with theirs, the likeliest first.
+        top: (token, log probability) of the likeliest tokens, the likeliest first.
     """
 
     logprob: Logarithm
@@ -150,7 +150,7 @@ class Logprobs(Record, frozen=True):
 
 
 class Committed(Message, frozen=True, tag=4):
-    """Final tokens from position `start` on, with one provenance each; `logprobs` too, where asked for."""
+    """Final tokens from position `start` on, each with its provenance; `logprobs` are empty unless requested."""
 
     request: Count
     start: Position
@@ -160,7 +160,7 @@ class Committed(Message, frozen=True, tag=4):
 
 
 class Preview(Message, frozen=True, tag=5):
-    """Pending tokens from position `start` on: a guess, replaced by what is committed. Only on request."""
+    """Pending tokens from position `start` on; the committed tokens replace them. Sent only if `Submit.preview`."""
 
     request: Count
     start: Position
@@ -176,7 +176,9 @@ class Finished(Message, frozen=True, tag=6):
 
 
 class Begin(Message, frozen=True, tag=7):
-    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation."""
+    """The target gives the draft a whole prefix: of a new request,
+    or of a request to resume after a resynchronisation.
+    """
 
     request: Count
     epoch: Count
@@ -187,19 +189,23 @@ class Begin(Message, frozen=True, tag=7):
 
 
 class DraftTokens(Message, frozen=True, tag=8):
-    """Tokens proposed for the positions from `start` on, in their order.
+    """Tokens proposed for the positions from `start` on, in order.
 
     Attributes:
-        seconds: how long a token of the forward that made them took; 0: unknown.
-        rows: the distribution that each was drawn from (see `decoding.distribution`); empty if the rule needs none.
+        seconds: seconds per token of the forward that drafted them; 0: unknown.
+        rows: the distribution that each token was drawn from (see `decoding.distribution`); empty if the rule needs
+            none.
         waited: seconds that the draft has waited for verdicts in all of this request so far.
-        source: who guessed them.
-        after: None for the main line; else the outcome (position, token) under which they hold: that this token is
-            committed at this position, where the main line has another. They continue what came for it before.
-        paused: whether the draft's stop policy ends drafting until these tokens are judged; where the draft withholds
-            a token, until the target has committed its own for the position behind them.
-        known: length of the prefix that the draft had when it drafted them.
-        runners_up: what the row of each token says of it and of others; empty if the target takes no siblings.
+        source: who guessed these tokens.
+        after: None for the main line. For a branch, the outcome (position, token) that it is prepared for: the target
+            commits this token at this position, where the main line has another token or none yet. A branch may come in
+            several messages; `tokens` continue what was sent before.
+        paused: whether the draft's stop policy ends drafting until these tokens are judged. If the rule lets the draft
+            withhold tokens: whether drafting ends until the target has committed its own token for the position after
+            these.
+        known: length of the prefix that the draft knew when it drafted these tokens.
+        runners_up: for each token, what its row says of the token and its runners-up; empty if the target takes no
+            siblings.
     """
 
     request: Count
@@ -219,8 +225,8 @@ class DraftTokens(Message, frozen=True, tag=8):
 class Verdict(Message, frozen=True, tag=9):
     """Tokens committed from position `start` on; draft up to (not including) position `draft_until`.
 
-    `epoch` is one higher than before where the draft's continuation has become invalid. `digest` is the rolling hash
-    of the whole committed prefix, these tokens included.
+    `epoch` is higher than before if the draft's continuation has become invalid. `digest` is the rolling hash of the
+    whole committed prefix, these tokens included.
     """
 
     request: Count
@@ -232,8 +238,9 @@ class Verdict(Message, frozen=True, tag=9):
 
 
 class HiddenStates(Message, frozen=True, tag=18):
-    """For a draft that is a head: the target's hidden states of committed tokens from position `start` on, before the
-    verdict on them. `states`: bfloat16 LE [n, features].
+    """The target's hidden states of committed tokens from position `start` on, for a draft that is a head.
+
+    Sent before the verdict on these tokens. `states`: bfloat16 LE [n, features].
     """
 
     request: Count
@@ -242,7 +249,7 @@ class HiddenStates(Message, frozen=True, tag=18):
 
 
 class Resync(Message, frozen=True, tag=10):
-    """The draft's prefix has a gap or another digest: it requests the whole prefix."""
+    """The draft requests the whole prefix: tokens are missing, or the digest of its prefix differs."""
 
     request: Count
     epoch: Count
@@ -261,9 +268,10 @@ class Cancel(Message, frozen=True, tag=12):
 
 
 class Heartbeat(Message, frozen=True, tag=13):
-    """From a work loop: number of forwards, and the current work on so many `tokens`.
+    """What a work loop is doing: forwards so far (`step`), and its current work, on `tokens` tokens.
 
-    `seconds`: how long it should take; for "calibrated", which admits a draft, what a token takes it.
+    `seconds`: how long the work should take. For the work "calibrated", which admits a draft: the draft's seconds per
+    token.
     """
 
     step: Count
@@ -279,21 +287,23 @@ class Ping(Message, frozen=True, tag=14):
 
 
 class Pong(Message, frozen=True, tag=15):
-    """Answer to a Ping: `sent` as received, `received` the answerer's monotonic clock, nanoseconds."""
+    """Answer to a Ping: `sent` is copied from it, `received` is the answerer's monotonic clock, nanoseconds."""
 
     sent: Count
     received: Count
 
 
 class Trace(Message, frozen=True, tag=17):
-    """Begin recording `number`; not `on`: end it. Echoed by the receiver once done."""
+    """Begin recording `number` if `on`, otherwise end it. The receiver returns the message once that is done."""
 
     number: Count
     on: bool
 
 
 class Error(Message, frozen=True, tag=16):
-    """Something went wrong at the sender. `request` -1: about none. `kind`: a class name of pearl.errors."""
+    """Something went wrong at the sender. `request`: -1 if no request is concerned. `kind`: a class name of
+    pearl.errors.
+    """
 
     request: Annotated[int, Meta(ge=-1)]
     kind: Name

@@ -1,15 +1,16 @@
 """Method auto: find the fastest way of decoding (most tokens per second) by trying the ways out on running requests.
 
 A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`, and `head`
-where the target has one.  Most stretches use the best way so far; a trial uses another way for one stretch.  The
-trial's rate divided by that of the neighbouring stretches, which use the best way, is one comparison.  A way becomes
+where the target has a head.  Most stretches use the best way so far; a trial uses another way for one stretch.  One
+comparison is the trial's rate divided by the rate of the neighbouring stretches, which use the best way.  A way becomes
 the best once its mean is half a standard error above the best's.  A way that lost is tried again once enough tokens
 have been generated that the trial costs only a small share of them.
 `ngram` is the first best way: without useful guesses it is the same as the target alone.
 
-A busy machine can slow one way to a fifth within a second, and not another, so a way is left within ten tokens if it
-makes less than 0.7 of what another has made: a trial for the best way, and the best way for a trial of that other one.
-One of the ways is then `ar`, the target alone on one of its cores, where it may compute on several.
+A busy machine can slow one way to a fifth within a second, and leave another as fast as before.  So a way is left
+within ten tokens if its rate falls below 0.7 of another way's: a trial is left for the best way, and the best way is
+left for a trial of the faster way.  Where the target may compute on several cores, one of the ways is `ar`, the target
+alone on one core.
 
 Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
@@ -36,7 +37,7 @@ _STEPS = 8
 # A way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate.
 _CLEARLY = 0.7
 _SOON = 4
-# At least so many tokens and steps show that the best way has become slow.
+# Minimum length (both) of the last steps by which the best way is found to have become slow.
 _RECENT_TOKENS = 8
 _RECENT_STEPS = 3
 # Standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded
@@ -49,7 +50,7 @@ _SHARE = 0.01
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
-# For a draft that must prefill the text first: further tokens that must be left for a trial.
+# If the draft must prefill the text first, a trial needs so many more tokens to be left.
 _READING = 256
 # After three successive stretches of the best way below 0.6 of its usual rate all others become due.
 _SLOWED = 3
@@ -59,14 +60,14 @@ _SILENT = 32  # tokens: timing waits this long for the first draft token, then b
 
 @dataclass(frozen=True)
 class Estimate:
-    """How fast a way is: the log of its rate relative to the other ways; the mean of `count` comparisons."""
+    """How fast a way is: the log of its rate relative to other ways, as the mean of `count` comparisons."""
 
     score: float = 0.0
     count: int = 0
 
 
 class Comparison(NamedTuple):
-    """Two ways on neighbouring stretches of one text. `gain`: the log of the rate of `method` over `reference`'s."""
+    """Two ways on neighbouring stretches of one text. `gain`: log(rate of `method` / rate of `reference`)."""
 
     method: str
     reference: str
@@ -85,7 +86,7 @@ class Auto:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
         rates: running mean of the tokens per second of each way's stretches.
-        untimed: the way of texts that depend on who proposed what: these keep to one.
+        untimed: the way of texts that depend on who proposed what; each keeps to one way.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
@@ -100,39 +101,40 @@ class Auto:
         self._has_drafted = False  # in this text: the draft's KV cache holds most of it
         # The best way's rate, for comparisons in a text where it has no stretch yet.
         self._usual = 0.0
-        self._slow = 0  # successive stretches of the best way that were much slower than that
+        self._slow = 0  # successive stretches of the best way much slower than `_usual`
         self._reference: float | None = None  # rate of the best way's last stretch in this text
         # (way, rate) of a trial that is not compared yet.
         self._trial: tuple[str, float] | None = None
         self._comparisons: list[Comparison] = []  # of this text
-        # Rate of each way's last stretch in this text; of `ar` in any.
+        # Rate of each way's last stretch in this text; for `ar` at first an estimate.
         self._made: dict[str, float] = {}
-        self._is_fleeing = False  # the way in use is tried because the best has become slow
-        # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
+        self._is_fleeing = False  # the way in use is on trial because the best way has become slow
+        # The stretch being timed: its start, the end of its last step, its tokens and steps.
+        # `_skipped`: tokens before that stretch.
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
         self._recent: deque[_Step] = deque()  # its last steps
 
     def add_head(self) -> None:
-        """The target has a head: method `head` is a way too."""
+        """Add the way `head`: the target has a head."""
         self.ways = (WAYS[0], HEAD, *WAYS[1:])
         self.estimates.setdefault(HEAD, Estimate())
         self._waited.setdefault(HEAD, 0)
 
     def add_one_core(self) -> None:
-        """The target may compute on several cores: the target alone on one of them is a way too."""
+        """Add the way `ar`, the target alone on one core: the target may compute on several."""
         self.ways = (*self.ways, ONE_CORE)
         self.estimates.setdefault(ONE_CORE, Estimate())
         self._waited.setdefault(ONE_CORE, 0)
 
     def has_choice(self, has_draft: bool) -> bool:
-        """Whether there is more than one way, with or without a draft."""
+        """Return whether there is more than one way, with or without a draft."""
         return has_draft or (ONE_CORE in self.ways and not METHODS[self.best].drafts)
 
     @property
     def speedup(self) -> float | None:
-        """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
+        """Speed of the best way with a draft / speed of `ngram`; None until a way with a draft has been compared."""
         scores: list[float] = []
         for method in WAYS:
             if METHODS[method].drafts and self.estimates[method].count:
@@ -143,7 +145,7 @@ class Auto:
 
     @property
     def gains(self) -> dict[str, float]:
-        """How many times as fast as another way the best one is, by this text's comparisons of the two."""
+        """How many times as fast as each other way the best way is, by this text's comparisons of the two."""
         logs: dict[str, list[float]] = {}
         for comparison in self._comparisons:
             if comparison.method == self.best:
@@ -155,10 +157,10 @@ class Auto:
     def begin(
         self, left: int, alone: float = 0.0, one_core: float = 0.0, has_draft: bool = True
     ) -> str:
-        """A text of at most `left` new tokens begins; return its way.
+        """Begin a text of at most `left` new tokens; return its way.
 
         `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
-        `one_core`: likewise on one core.
+        `one_core`: the same, on one core.
         """
         self._reference = self._trial = None
         self._comparisons.clear()
@@ -172,12 +174,12 @@ class Auto:
         return self.way
 
     def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
-        """A target forward has ended; return the way to change to, or None to go on.
+        """Take in a target forward that has ended; return the way to change to, None to go on.
 
         Args:
-            at: seconds of a monotonic clock.
-            tokens: committed since the previous forward.
-            left: tokens until the text's limit.
+            at: when the forward ended, seconds of a monotonic clock.
+            tokens: number of tokens committed since the previous forward.
+            left: number of tokens left until the text's limit.
             has_drafted: whether the draft has sent tokens since this way began.
         """
         self._since_trial += tokens
@@ -208,7 +210,9 @@ class Auto:
         return self.way
 
     def end(self) -> None:
-        """The text ends. Half a stretch counts; a trial without a neighbour is compared with the usual rate."""
+        """End the text. Half a stretch counts; a trial without a neighbour is compared with the best way's
+        usual rate.
+        """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()
         if self._trial is not None and self._usual:
@@ -217,7 +221,7 @@ class Auto:
         self._restart()
 
     def _start(self) -> None:
-        """Begin a stretch with `self.way`, a trial if it is not the best."""
+        """Begin a stretch with `self.way`; the stretch is a trial unless this is the best way."""
         if self.way != self.best:
             self._since_trial = self._waited[self.way] = 0
         self._has_drafted |= METHODS[self.way].drafts
@@ -238,11 +242,11 @@ class Auto:
         return self._rate > 0 and self._steps >= _STEPS and self._tokens >= _TOKENS
 
     def _refuge(self) -> str | None:
-        """The way to leave the one in use for, because it is clearly slower; None if it is not.
+        """Return the way to change to because the way in use is clearly slower; None to stay.
 
-        A trial is left for the best way, the best way for the one that made most.
+        From a trial, change to the best way. From the best way, change to the way with the highest rate in this text.
         """
-        rates = dict(self._made)  # of the other ways
+        rates = dict(self._made)  # without the way in use
         rates.pop(self.way, None)
         if self.way != self.best:
             share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
@@ -255,7 +259,10 @@ class Auto:
         return refuge if rate < _CLEARLY * rates[refuge] else None
 
     def _recent_rate(self) -> float | None:
-        """Tokens per second of the last steps but the slowest, which may be a hiccup of the machine."""
+        """Return the tokens per second of the last steps; None if they are too few.
+
+        The slowest step is left out: it may be a hiccup of the machine.
+        """
         steps = self._recent
         tokens = sum(step.tokens for step in steps)
         while len(steps) > _RECENT_STEPS and tokens - steps[0].tokens >= _RECENT_TOKENS:
@@ -267,7 +274,7 @@ class Auto:
         return (tokens - slowest.tokens) / seconds if seconds > 0 else None
 
     def _flee(self, refuge: str) -> None:
-        """Try this way now: the load on the machine has probably changed, so older comparisons say little."""
+        """Try `refuge` now: the load on the machine has probably changed, so older comparisons say little."""
         self.way = refuge
         self._is_fleeing = True
         self._forget()
@@ -308,7 +315,7 @@ class Auto:
             self._compare(method, trial_rate, neighbours)
 
     def _compare(self, method: str, rate: float, reference: float) -> None:
-        """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
+        """Add a comparison: `method` reached `rate` tokens per second, the best way `reference`. Update `best`."""
         best = self.estimates[self.best]
         estimate = self.estimates[method]
         count = min(estimate.count + 1, _MEMORY)
@@ -324,7 +331,7 @@ class Auto:
             self._usual = rate
 
     def _due(self, left: int, left_for_reading: int) -> str | None:
-        """The way whose trial is due now, if any."""
+        """Return the way whose trial is due now; None if there is none."""
         if self._since_trial < _LEAST_PATIENCE or left < 2 * _TOKENS:
             return None
         for method in self.ways:
@@ -335,7 +342,7 @@ class Auto:
         return None
 
     def _patience(self, method: str) -> float:
-        """Tokens between two trials of a way; more, the more it lost by."""
+        """Return how many tokens to wait between two trials of a way: the slower the way was, the more."""
         estimate = self.estimates[method]
         if not estimate.count:
             return 0

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class AutoText:
     """Chooses the way of one text, and times it for `Auto`.
 
-    Makes no choice for a method other than auto; then it only gives the draft its cores back.  Under a rule whose text
-    depends on what was proposed the choice does not depend on times: `Auto.untimed`.
+    For a method other than auto there is no choice: then this only gives the draft its cores back.  If the rule's text
+    depends on what was proposed, the way is `Auto.untimed`, whatever the measured times.
 
     Args:
         running: all running requests, this one included.
 
     Attributes:
-        is_timed: whether ways are timed on this text: one text at a time. The others use the best way so far.
+        is_timed: whether ways are timed on this text. One text at a time is timed; the others use the best way so far.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AutoText:
         self._committed = 0  # committed tokens, prompt included, at the last timed forward
 
     def begin(self, do: Do) -> None:
-        """Choose the way to begin with."""
+        """Choose the first way of the text."""
         auto = self._speeds.auto
         submit = self._request.submit
         self._committed = len(submit.prompt)
@@ -65,7 +65,7 @@ class AutoText:
             self._use(auto.best, do)
 
     def step(self, at: float, do: Do) -> None:
-        """A forward ended at `at` seconds (0: unknown); time it, and perhaps change to another way."""
+        """Time the forward that ended at `at` seconds (0: unknown), and perhaps change to another way."""
         committed = self._request.sequence.committed
         if not self.is_timed or self._draft.is_lost or not at:
             return
@@ -82,7 +82,7 @@ class AutoText:
             self._draft.begin(do)
 
     def lose_draft(self) -> None:
-        """The draft is gone: go on with guesses alone, untimed, even if another draft joins."""
+        """Take in that the draft is gone: decode by `ngram` from now on, untimed, even if another draft joins."""
         if self.is_timed:
             self._speeds.auto.end()
             self.is_timed = False
@@ -107,7 +107,7 @@ class AutoText:
         self._place(do)
 
     def _place(self, do: Do) -> None:
-        """Let the target use the draft's cores while no running request drafts; else give them back."""
+        """Let the target use the draft's cores while no running request drafts; otherwise give them back."""
         cores = self._cores()
         if cores is not self._speeds.cores:
             self._speeds.spread(cores)

@@ -19,10 +19,10 @@ class Proposal(Struct, frozen=True):
     """Tokens guessed for the positions from `start` on.
 
     Attributes:
-        rows: a draft distribution for each token, opaque here; None for each if the rule needs none.
-        after: None for the main line; else the outcome (position, token) under which it holds: that this token is
-            committed at this position, just before `start`, where the main line has another.
-        seen: what the draft's row says of each token and its runners-up; empty where it does not.
+        rows: the draft distribution of each token, opaque here; empty, or None for each, if the rule needs none.
+        after: None for the main line. For a branch, the outcome (position, token) that it is prepared for: this token
+            is committed at this position, just before `start`, where the main line has another token.
+        seen: what the draft's row says of each token and its runners-up; empty if the draft did not say.
     """
 
     start: int
@@ -37,7 +37,7 @@ class Proposal(Struct, frozen=True):
         assert self.after is None or self.after[0] + 1 == self.start, (self.after, self.start)
 
     def followed_by(self, more: Proposal) -> Proposal:
-        """This one and the tokens that continue it."""
+        """Return this proposal with the tokens of `more`, which continue it."""
         return replace(
             self,
             tokens=self.tokens + more.tokens,
@@ -51,14 +51,16 @@ class Proposal(Struct, frozen=True):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Of each token. The first token of a forward is the model's; later ones come from its lookup."""
+        """Who guessed each token. The first token of a model's forward is the model's; the later ones come from its
+        lookup.
+        """
         if self.source is Source.MODEL:
             return (Source.MODEL, *[Source.LOOKUP] * (len(self.tokens) - 1))
         return (self.source,) * len(self.tokens)
 
 
 class _Token(NamedTuple):
-    """A token of the main line: its draft distribution, who guessed it, what its row says of it."""
+    """A token of the main line: its draft distribution, who guessed it, what the draft's row says of it."""
 
     row: Any
     source: Source
@@ -84,17 +86,17 @@ class ProposalStore:
         self._line += map(_Token, rows, proposal.sources, proposal.seen or nothing)
 
     def seen(self, count: int) -> list[Seen | None]:
-        """What the draft says of the first `count` tokens of the main line; None where it says nothing."""
+        """Return what the draft says of the first `count` tokens of the main line; None where it says nothing."""
         return [token.seen for token in self._line[:count]]
 
     def rows(self, count: int) -> tuple[Any, ...]:
-        """The draft distributions of the first `count` tokens of the main line."""
+        """Return the draft distributions of the first `count` tokens of the main line."""
         return tuple([token.row for token in self._line[:count]])
 
     def accept(self, committed: int) -> Source:
-        """The main line's first token was committed, as the last of `committed` tokens; return who guessed it.
+        """Remove the main line's first token, now the last of `committed` tokens; return who guessed it.
 
-        Drops branches for other outcomes there.
+        Drops the branches for other outcomes at this position.
         """
         if self.branches:
             self.branches = {
@@ -105,11 +107,13 @@ class ProposalStore:
         return self._line.pop(0).source
 
     def branch(self, position: int, token: int) -> Proposal | None:
-        """The branch that holds where `token` is committed at `position`, as a proposal of the main line."""
+        """Return the branch for `token` at `position` as a proposal of the main line;
+        None if there is no such branch.
+        """
         branch = self.branches.get((position, token))
         return branch and replace(branch, after=None)
 
     def clear(self) -> None:
-        """Drop all of them."""
+        """Drop all proposals."""
         self._line.clear()
         self.branches.clear()

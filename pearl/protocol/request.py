@@ -24,27 +24,31 @@ class Tally:
         num_cached_tokens: prompt tokens whose KV was reused from the request before.
         num_prefill_tokens: tokens committed before the first step: the prefill's row gives one.
         num_draft_tokens: draft tokens that reached the target, judged or not.
-        num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
-        num_accepted_draft_tokens: those accepted.
+        num_judged_draft_tokens: draft tokens that were accepted or corrected. The others were discarded after an
+            earlier rejection.
+        num_accepted_draft_tokens: draft tokens that were accepted.
         run_histogram: accepted tokens of a finished run -> number of such runs.
         provenance: committed tokens by where they came from.
-        num_guesses: guesses that the target was fed; those committed are `provenance`'s "guessed".
-        num_siblings: the draft's runners-up among them.
-        guessed_by_source: those committed by who guessed them, "n-gram", "datastore" or "runner-up": the surer of two.
+        num_guesses: guesses that the target was fed. `provenance`'s "guessed" counts the committed guesses.
+        num_siblings: fed guesses that are runners-up of the draft.
+        guessed_by_source: committed guesses by who guessed them (`Source`); if two did, by the surer one.
         accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
-            confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
+            confirmed saved the draft a forward; "branch" where they were prepared for the outcome of a rejection.
         num_draft_stops: windows that the stop policy ended before their bound.
         num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
         num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
         num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        ways: method auto: committed tokens by the way that was in use (see `auto`).
+        ways: method auto: committed tokens by the way that was in use (see `method_choice`).
         rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
-        draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
-            in this and earlier texts; None: not compared yet.
-        settled: method auto: the best way at the end of this text; empty where no way with a draft was ever compared.
-        compared: method auto: another way -> how many times as fast as it `settled` is, by this text's comparisons.
+        draft_speedup: method auto: speed of the best way with a draft / speed of `ngram`, by the comparisons in this
+            and earlier texts; None if no such way was compared yet.
+        settled: method auto: the best way at the end of this text; empty if no way with a draft was ever compared.
+        compared: method auto: for each other way, speed of the best way at the end of this text / speed of the other
+            way, by this text's comparisons.
         target_steps: forwards by phase.
-        stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
+        stale: messages of the draft dropped because their tokens were of no use any more.
+        duplicate: messages of the draft dropped because their tokens had come before.
+        resyncs: how often the draft was sent the whole prefix again.
     """
 
     num_cached_tokens: int = 0
@@ -83,13 +87,13 @@ class Counts(Tally):
     """The counters of a running request.
 
     Attributes:
-        odds: summed over the judgements that report them.
+        odds: sum of the `Odds` of all judgements that have them.
         late: draft tokens that agree, but came after the target had committed its own draw.
-        loss: why the draft was lost; empty: it was not.
+        loss: why the draft was lost; empty if it was not.
         run: accepted tokens since the last correction or bonus.
-        lone_forwards, lone_seconds: this text's forwards of one token, and their time: what the target alone would
-            take for each token.
-        was_shared: whether other requests were running during any of its steps.
+        lone_forwards: this text's forwards of one token. The target alone takes about as long for each token.
+        lone_seconds: total time of these forwards.
+        was_shared: whether other requests were running during any step of this one.
     """
 
     provenance: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
@@ -126,7 +130,7 @@ class Request:
         self.opened_by: tuple[int, int] | None = None
         #: End position of the branch that this epoch began with; 0: there was none.
         self.foreseen_end = 0
-        #: Other requests' tokens in the last forward.
+        #: Tokens in the last forward that were not of this request's text.
         self.beside = 0
         #: Whether a forward after the prefill has begun.
         self.has_stepped = False
@@ -140,21 +144,21 @@ class Request:
         self._undelivered: list[Provenance] = []
 
     def use(self, way: str) -> None:
-        """Method auto: decode with `way` from here on."""
+        """Decode with `way` from now on (method auto)."""
         options = self.submit.options.changed_method(way)
         self._decode_by(options)
 
     def _decode_by(self, options: RequestOptions) -> None:
-        """What follows from the options is found out here: it is asked for a dozen times between two forwards."""
+        """Set the options, and compute once what follows from them: it is read a dozen times between two forwards."""
         method = options.method_spec
-        #: Those of the method in use: the one requested, or the way that method auto has chosen.
+        #: The options with the method in use: the requested method, or the way that method auto has chosen.
         self.options = options
         self.method = method
         #: Whether the draft's runners-up are fed to the target too.
         self.takes_siblings = options.sends_runners_up
         is_of_use = self.block == 1 or not method.drafts
         has_index = options.look_ahead > 0 and method.look_ahead > 0
-        #: Whether guesses are fed to the target. Not with a draft under a block rule: they fill no block.
+        #: Whether guesses are fed to the target. Not with a draft under a block rule: guesses are not part of a block.
         self.looks_ahead = (has_index and is_of_use) or self.takes_siblings
         overlaps = (method.pre_verify or method.post_verify) and options.commits_draws
         #: Whether the target commits its own draws right away instead of waiting for the draft's tokens.
@@ -167,7 +171,9 @@ class Request:
         self._delivered = self._indexed = self.sequence.committed
 
     def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
-        """The text that the guessing index does not have yet: its start, and its tokens."""
+        """Return what the guessing index lacks of the text, (start, tokens);
+        from now on the index counts as having it.
+        """
         start = self._indexed
         self._indexed = len(self.sequence.tokens)
         return start, tuple(self.sequence.tokens[start:])
@@ -179,7 +185,10 @@ class Request:
         self.counts.num_draft_tokens += len(proposal.tokens)
 
     def commit(self, token: int | None, provenance: Provenance, is_stop: bool) -> None:
-        """Commit `token`; None: accept the first pending token. Does nothing once the request is ending."""
+        """Commit `token`, or the first pending token if `token` is None. Does nothing once the request is ending.
+
+        `is_stop`: whether the token completes a stop string.
+        """
         if self.ending:
             return
         self.is_fresh = token is not None
@@ -234,13 +243,15 @@ class Request:
         self.counts.run = 0
 
     def learn(self, foresight: Foresight, token: int) -> None:
-        """Compare what the draft's row said of the first pending token with the target's `token`."""
+        """Update `foresight`: the draft's row said something of the first pending token, and the target has drawn
+        `token`.
+        """
         (seen,) = self.proposals.seen(1)
         if seen is not None:
             foresight.learn(seen, self.sequence.tokens[self.sequence.committed], token)
 
     def count_guess(self, guesser: Source | None) -> None:
-        """Count a committed token by who guessed it; None: nobody."""
+        """Count a committed token by who guessed it; None if nobody did."""
         if guesser is not None:
             by_source = self.counts.guessed_by_source
             by_source[guesser] = by_source.get(guesser, 0) + 1

@@ -3,13 +3,16 @@
 Events in (`handle`), commands out. All methods are settings of this one machine (`spec.methods`); what differs between
 acceptance rules, models and transports is behind the commands and the verifier.
 
-A forward feeds unfed tokens and yields a row for the position after each; then `_decide` uses the rows at hand. A row
-and a draft token: judge. A row for which no draft token will come: draw from it. A row whose token is still on its way:
-hold it. No row: feed what is unfed, once the window is full enough.
+A forward feeds unfed tokens and yields a row for the position after each. Then `_decide` uses the available rows:
 
-A request that looks ahead has guesses, made without a model, fed beside and after what is unfed, as a tree: where the
-text turns out to follow them, its rows are there already. If the rule then commits the target's own draw whatever was
-proposed, no row is held either: the target draws from it at once, and the draft, sent the token, catches up.
+* there is a row and a draft token for its position: judge the token;
+* there is a row, and no draft token will come: draw from the row;
+* there is a row, and its draft token is still to come: hold the row;
+* there is no row: feed the unfed tokens, once the window is full enough.
+
+A request that looks ahead also feeds guesses, made without a model, as a tree after and next to the unfed tokens. Where
+the text turns out to follow a guess, the row after it is already there. If the rule commits the target's own draw
+whatever was proposed, no row is held: the target draws at once, and the draft goes on after the tokens it is sent.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class State(Enum):
     PREFILL = "prefill"  # a forward of the prompt is running
     PRE_VERIFY = "pre-verify"  # a forward of one token (and guesses) is running
     POST_VERIFY = "post-verify"  # a forward of several tokens (and guesses) is running
-    HELD = "held"  # a row is there, the draft token to judge with it is not
+    HELD = "held"  # a row is there, but not the draft token that the row judges
     GATHERING = "gathering"  # waits for enough draft tokens to start a forward
 
 
@@ -83,7 +86,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.HELD: {DraftTokens: _DECIDED, DraftGone: _ALONE | _ENDED, Cancel: _ENDED},
     State.GATHERING: {DraftTokens: _STEPS, DraftGone: _ALONE, Cancel: _ENDED},
 }
-# Legal in every state: peers do not wait for our forwards. Where a state does not list one, the state stays the same.
+# Legal in every state: peers do not wait for our forwards. Events that a state does not list leave it unchanged.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
 
 
@@ -91,12 +94,12 @@ class RequestMachine(Machine):
     """The target's machine for one request, in slot `slot`.
 
     Args:
-        sequence: the slot's, with the text whose cache the request may begin with.
-        speeds: the target's estimates, which this machine adds to.
+        sequence: the slot's sequence. It still has the last request's text, whose cache this request may reuse.
+        speeds: the target's estimates, which this machine updates.
         verifier: judges and draws with the rows of the request's last forward.
         draft_context: tokens that the draft's model holds; 0: no draft.
         window: c as last used.
-        running: the machines of all running requests, this one among them.
+        running: the machines of all running requests, this one included.
     """
 
     role: ClassVar[str] = "target"
@@ -160,7 +163,7 @@ class RequestMachine(Machine):
 
     def _take_guesses(self, fed: FedTokens) -> None:
         self._fed = fed
-        self.sequence.cached = fed.start  # of a tree, `_settle` keeps one path
+        self.sequence.cached = fed.start  # `_settle` keeps one path of a tree
         if fed.parents is None:
             self.sequence.cached += len(fed.tokens)
         counts = self.request.counts
@@ -228,7 +231,7 @@ class RequestMachine(Machine):
     # ---- what to do next ----
 
     def _decide(self, do: Do) -> None:
-        """Called whenever no forward is running: the one place where the next step is chosen."""
+        """Choose the next step: the only place that does. Called whenever no forward is running."""
         request = self.request
         try:
             is_held = self._use_rows()
@@ -250,7 +253,7 @@ class RequestMachine(Machine):
             self._forward(Phase.PRE_VERIFY, do)
 
     def _use_rows(self) -> bool:
-        """Judge and draw with the rows at hand; whether the next one is held for a draft token."""
+        """Judge and draw with the available rows; return whether the next row is held for a draft token."""
         request = self.request
         seq = self.sequence
         while not request.ending:
@@ -266,15 +269,15 @@ class RequestMachine(Machine):
             elif request.block == 1:
                 return True
             else:
-                seq.fed = seq.committed - 1  # the row comes again with those of a block
+                seq.fed = seq.committed - 1  # feed it again with a block, for its row
                 return False
         return False
 
     def _num_judged(self) -> int:
-        """How many pending tokens the rows of the last forward can judge: for a block rule, a block or none.
+        """Return how many pending tokens the rows of the last forward can judge.
 
-        The bonus token is drawn from the target even if a draft token for it has come: the text must not depend on
-        timing.
+        Under a block rule that is a whole block or nothing. A bonus token is drawn from the target even if a draft
+        token for its position has come: the text must not depend on timing.
         """
         request = self.request
         seq = self.sequence
@@ -291,7 +294,9 @@ class RequestMachine(Machine):
 
     @property
     def _row_is_direct(self) -> bool:
-        """Whether the next row judges no draft token but is drawn from: for a bonus, or where none will come."""
+        """Whether the next row judges no draft token but is drawn from: for a bonus token, or because no draft token
+        will come.
+        """
         if self._has_bonus or not self.draft.is_drafting:
             return True
         return self.draft.withholds and self.sequence.first_pending is None
@@ -301,7 +306,7 @@ class RequestMachine(Machine):
         return self.request.method.bonus and not self.request.is_fresh
 
     def _judge(self, count: int) -> None:
-        """Judge the first `count` pending tokens, and commit the verdict."""
+        """Judge the first `count` pending tokens, and commit the result."""
         request = self.request
         start = self.sequence.committed
         judge = Judge(
@@ -326,7 +331,9 @@ class RequestMachine(Machine):
             request.commit(judged.token, provenance, judged.stop_after == num_judged)
 
     def _sample(self) -> None:
-        """Draw the next token from the target's row, and those after it while the draw was fed as a guess."""
+        """Draw the next token from the target's row. If the token was fed as a guess, draw the token after it too, and
+        so on.
+        """
         request = self.request
         position = self.sequence.committed
         (node,) = self._fed.nodes(position, 1)
@@ -342,9 +349,9 @@ class RequestMachine(Machine):
         request.commit(sampled.tokens[0], provenance, sampled.stop_after == 1)
 
     def _commit_draws(self, sampled: Sampled, node: int) -> None:
-        """Commit draws, comparing them with the draft's tokens as far as these have come.
+        """Commit the target's draws; compare them with the draft tokens that have come.
 
-        All draws but the last are guesses that were fed, after `node`; the last follows them.
+        All draws but the last were fed as guesses, as a path after `node`.
         """
         request = self.request
         num_accepted = 0
@@ -384,9 +391,11 @@ class RequestMachine(Machine):
     # ---- forwards ----
 
     def _forward(self, phase: Phase, do: Do) -> None:
-        """Start a forward of unfed tokens and of guesses: of the prompt, or of what the phase's name says.
+        """Start a forward: of the prompt's next chunk if `phase` is PREFILL, otherwise of all unfed tokens and of
+        guesses.
 
-        The token at the last position before `limit` is not fed: no token follows it.
+        PRE_VERIFY becomes POST_VERIFY if several tokens are fed. The token at the last position before `limit` is not
+        fed: no token follows it.
         """
         request = self.request
         seq = self.sequence
@@ -407,7 +416,7 @@ class RequestMachine(Machine):
         request.has_stepped |= phase is not Phase.PREFILL
         rows = max(0, seq.fed + 1 - seq.committed)
         do(Forward(phase, start, tokens, rows, guess, request=request.number))
-        self.state = State(phase.value)  # named alike
+        self.state = State(phase.value)  # states are named like phases
 
     def _settle(self, do: Do) -> None:
         """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
@@ -421,7 +430,7 @@ class RequestMachine(Machine):
     # ---- the end, and beginning again ----
 
     def _announce(self, do: Do) -> None:
-        """Send draft and front what was committed, and the front what is pending."""
+        """Send the committed tokens to draft and front, and the pending ones to a front that wants previews."""
         self.draft.announce(do)
         self.request.deliver(do)
         if self.request.submit.preview and self.sequence.first_pending is not None:
@@ -450,7 +459,7 @@ class RequestMachine(Machine):
         do(end)
         self.sequence.drop_pending()
         if self.sequence.cached < self.sequence.fed:
-            # A tree that is not settled yet is this request's.
+            # The slot's next request does not know this request's last tree.
             self._settle(do)
         request.proposals.clear()
         self.state = State.IDLE

@@ -14,7 +14,7 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-# Chunked prefill: tokens of a prompt in one forward, which ends at a multiple of this; messages are read in between.
+# Chunked prefill: the most prompt tokens in one forward. Chunks end at multiples of it; messages are read in between.
 # With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
 PREFILL_CHUNK = 512
 SHARED_CHUNK = 64
@@ -23,7 +23,7 @@ _GATHERING = 1.2
 
 
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
-    """The number of unfed prompt tokens to feed in the next forward."""
+    """Return the number of unfed prompt tokens to feed in the next forward."""
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
     count = min(len(sequence.tokens) - sequence.fed, chunk - sequence.fed % chunk)
     if sequence.piece > 1 and sequence.fed < sequence.prompt:
@@ -36,9 +36,9 @@ _Command = TypeVar("_Command", Forward, Draft)
 
 
 class Batch(Generic[_Command]):
-    """The forwards of one model that are due: one forward computes them all.
+    """Commands of one model that wait for a forward; one forward computes them all.
 
-    It starts as soon as the worker has nothing else to do, but for `delay`.
+    The forward starts once the worker has nothing else to do and the `delay` is over.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,12 @@ class Batch(Generic[_Command]):
         self._start = 0.0  # when the forward is to begin at the latest; 0: not delayed
 
     def delay(self, waiting: Collection[int], now: float, speeds: Speeds) -> float:
-        """Seconds to wait before the forward, so that requests that wait for their draft can join it.
+        """Return the seconds to wait before the forward, so that requests that wait for their draft can join it.
 
-        One draft forward serves several requests, so their draft tokens arrive together, but in a message each. A
-        request that misses the target forward waits for a whole one: t_target is saved for each of the `waiting`. The
-        delay, paid by each that is ready, never costs more in total.
+        One draft forward serves several requests, so their draft tokens arrive almost together, in one message per
+        request. A request that misses the target forward waits for a whole one, so joining saves t_target for each of
+        the `waiting`. Each ready request pays the delay, so the delay is at most t_target * waiting / ready: it costs
+        no more than it can save. It is also at most 1.2 draft forwards.
         """
         if not waiting:
             return 0.0
@@ -60,11 +61,13 @@ class Batch(Generic[_Command]):
         return max(0.0, self._start - now)
 
     def precedes(self, command: object) -> bool:
-        """Whether the forward comes before `command`, which may give the slot of a request to another."""
+        """Return whether the forward must run before `command`:
+        an `Open` may give a request's slot to another request.
+        """
         return bool(self.commands) and isinstance(command, Open)
 
     def take(self) -> list[_Command]:
-        """Begin the forward."""
+        """Return the commands of the forward that begins now, and remove them."""
         commands = self.commands
         self.commands = []
         self._start = 0.0
@@ -84,7 +87,7 @@ class Scheduler:
     def __init__(self, slots: int = 1, piece: int = 1) -> None:
         self.sequences = [TokenSequence(piece=piece) for _ in range(slots)]
         self._free = list(range(slots))  # least recently released first
-        self._queues: dict[str, deque[Submit]] = {}  # by client, the next to be served first
+        self._queues: dict[str, deque[Submit]] = {}  # by client; the first client is served next
 
     def submit(self, submit: Submit) -> None:
         self._queues.setdefault(submit.client, deque()).append(submit)
@@ -101,7 +104,7 @@ class Scheduler:
         return False
 
     def admit(self) -> tuple[Submit, int] | None:
-        """Take the next request off the queue: (request, slot); None if none waits or no slot is free.
+        """Take the next request off the queue; return (request, slot), None if none waits or no slot is free.
 
         Chooses the free slot whose KV cache holds the longest prefix of the prompt; among equals, the least recently
         released.

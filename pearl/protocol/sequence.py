@@ -1,4 +1,4 @@
-"""One sequence as one side has it: the committed prefix, the pending tokens behind it, and what the KV cache holds."""
+"""One sequence as target or draft has it: the committed prefix, the pending tokens, and what the KV cache holds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _BASE = 1_000_003_579_127
 
 
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
-    """The rolling polynomial hash of a prefix, carried on over `tokens`. O(1) a token; never 2**61 or more."""
+    """Return a prefix's rolling polynomial hash, extended by `tokens`. O(1) per token; the hash is below 2**61."""
     for token in tokens:
         digest = (digest * _BASE + token + 1) % _MODULUS
     return digest
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -27,8 +27,8 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 class TokenSequence:
     """`tokens[:committed]` is the prefix, the rest is pending; the KV cache holds `tokens[:fed]`.
 
-    `cached` counts the tokens in the cache, valid or not: if it exceeds `fed`, a rollback is due before the next
-    forward. `prompt` is the length it began with.
+    `cached` counts the tokens in the cache, valid or not: if `cached` exceeds `fed`, a rollback is due before the next
+    forward. `prompt` is the length of the prefix that the sequence began with.
 
     Args:
         piece: see `Capabilities.prompt_piece`.
@@ -48,11 +48,11 @@ class TokenSequence:
         return self.tokens[self.committed] if self.committed < len(self.tokens) else None
 
     def held(self, prefix: Sequence[int]) -> int:
-        """How many tokens of `prefix`, from the first on, the cache holds."""
+        """Return how many tokens of `prefix`, from the first on, the cache holds."""
         return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
-        """Begin with a whole prefix, keeping the part of the cache that it has in common with the old text.
+        """Begin with a whole prefix; keep the cache of the tokens that this prefix has in common with the old text.
 
         The last token is always fed again, to get its row.
         """
@@ -64,16 +64,16 @@ class TokenSequence:
         self.digest = extend_digest(0, prefix)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends pending tokens."""
+        """Append pending tokens."""
         self.tokens.extend(tokens)
 
     def accept(self) -> None:
-        """Commits the first pending token."""
+        """Commit the first pending token."""
         self.digest = extend_digest(self.digest, [self.tokens[self.committed]])
         self.committed += 1
 
     def correct(self, token: int) -> None:
-        """Commits `token` in place of the first pending one, if any; whatever else is pending is discarded."""
+        """Discard all pending tokens, and commit `token` in their place."""
         self.drop_pending()
         self.tokens.append(token)
         self.accept()

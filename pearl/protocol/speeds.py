@@ -1,6 +1,6 @@
 """Measured speeds: forward times of both models, acceptance, and what method auto has found out.
 
-Pure arithmetic on numbers that others measured.  Times are seconds.
+Pure arithmetic on numbers measured elsewhere.  Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1
 _AGED_WEIGHT = 1 / 256
 _MAX_WEIGHT = 0.75
-# A new time counts as at most so many times the estimate: the forward may have had to prepare
-# others.
+# A new time is capped at so many times the estimate: the forward may have prepared memory or
+# kernels for later ones.
 _OUTLIER = 2.0
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
 _LASTS = 256
@@ -45,7 +45,12 @@ class Cores(Enum):
 
 
 class _Table(NamedTuple):
-    """Forward times by size, ascending: as measured, never falling, and as hoped for."""
+    """Forward times by size, sizes ascending.
+
+    Attributes:
+        times: as measured, but never more than a larger forward's.
+        hoped: see `ForwardTimes.hoped`.
+    """
 
     sizes: list[int]
     times: list[float]
@@ -57,8 +62,8 @@ class ForwardTimes:
 
     Args:
         known: (tokens fed, seconds).
-        like: times of the same model on other cores. A size measured only there is expected to differ here by as much
-            as the sizes measured on both do in sum.
+        like: times of the same model on other cores. The time of a size measured only there is scaled by: sum of the
+            times here / sum of the times there, over all sizes measured here.
     """
 
     def __init__(
@@ -79,8 +84,8 @@ class ForwardTimes:
     def observe(self, fed: int, seconds: float) -> None:
         """Take in a forward of `fed` tokens.
 
-        The first of a size may have had to prepare (kernels, memory), so it counts like an outlier, and not at all if
-        the second takes less.
+        The first forward of a size may include preparation (kernels, memory). So its time is capped as an outlier's is,
+        and is discarded if the second forward of the size takes less.
         """
         if seconds <= 0:
             return
@@ -98,33 +103,38 @@ class ForwardTimes:
         self._sorted = None
 
     def settle(self) -> None:
-        """Treat the times measured so far as established ones, as those of a profile are."""
+        """Treat all times measured so far as established, like times from a profile."""
         self._once.clear()
         self._seen.clear()
         self._forwards = 0
         self.refresh()
 
     def refresh(self) -> None:
-        """`like` may have changed."""
+        """Forget what was interpolated: `like` may have changed."""
         self._sorted = None
 
     def seconds(self, fed: int) -> float:
-        """A forward fed `fed` tokens: measured, or interpolated; 0 where nothing is known.
+        """Return the time of a forward of `fed` tokens, measured or interpolated; 0 if nothing is known.
 
-        Never more than a larger forward took, as seldom measured times may be outliers. Beyond the measured sizes the
-        nearest value stands.
+        Never more than the time of a larger forward, as seldom measured times may be outliers. Beyond the measured
+        sizes, the time of the nearest size.
         """
         table = self._sorted or self._table()
         return _interpolate(table.sizes, table.times, fed)
 
     @property
     def hoped(self) -> Callable[[int], float]:
-        """As `seconds`, but less for sizes not measured lately: a size that seems too slow is tried again."""
+        """A function like `seconds`, with shorter times for sizes not measured lately: a size that seems too slow is
+        tried again.
+        """
         table = self._sorted or self._table()
         return partial(_interpolate, table.sizes, table.hoped)
 
     def _bound(self, fed: int) -> float:
-        """The most that a first forward of a size counts as: beyond the largest size, each token as long as there."""
+        """Return the most that the first forward of a size counts as.
+
+        That is the interpolated time; beyond the largest size, its time in proportion to the tokens fed.
+        """
         table = self._table()
         if not table.sizes:
             return inf
@@ -147,7 +157,7 @@ class ForwardTimes:
         return self._sorted
 
     def _expected(self) -> dict[int, float]:
-        """The measured times, and those of `like` scaled to them for the sizes measured only there."""
+        """Return the measured times by size; for sizes measured only by `like`, its times, scaled."""
         if self.like is None or not self.like._known:
             return self._known
         here = sum(self._known.values())
@@ -181,13 +191,15 @@ Times = tuple[tuple[Annotated[int, Meta(ge=1)], Seconds], ...]
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of a pair on its devices between two texts, as an engine begins with it.
+    """The measured speeds of a pair on its devices, taken between two texts; an engine can start with them.
 
     Attributes:
-        t_draft: of a draft forward; 0: unknown.
-        acceptance: of judged draft tokens.
-        t_target, t_elsewhere: of the target on its own cores, and with the draft's too: (tokens fed, seconds).
-        best, ways: method auto's best way, and (way, score, comparisons) of each (`auto.Estimate`).
+        t_draft: seconds of a draft forward; 0: unknown.
+        acceptance: acceptance rate of judged draft tokens.
+        t_target: (tokens fed, seconds) of the target on its own cores.
+        t_elsewhere: (tokens fed, seconds) of the target on its own cores and the draft's.
+        best: method auto's best way.
+        ways: (way, score, number of comparisons) of each way; see `method_choice.Estimate`.
     """
 
     t_draft: Seconds = 0.0
@@ -209,10 +221,10 @@ class Speeds:
     """Running estimates of both models' forward times and of the acceptance rate.
 
     Attributes:
-        target: times on the cores that the target has now.
-        elsewhere: times on other cores, where they were measured.
-        foresight: which of the draft's tokens are right, as far as it tells more of them than that.
-        cores: those that the target has now. They are its own while a text uses the draft.
+        target: the target's times on the cores that it has now.
+        elsewhere: the target's times on other cores, where they were measured.
+        foresight: acceptance rates by what the draft's row says of a token.
+        cores: the cores that the target has now: its own while a text uses the draft.
     """
 
     t_draft: float = 0.0
@@ -237,7 +249,7 @@ class Speeds:
 
     @property
     def profile(self) -> Profile:
-        """To be taken between two texts."""
+        """These speeds as a `Profile`; to be taken between two texts."""
         ways: list[tuple[str, float, int]] = []
         for way, estimate in self.auto.estimates.items():
             ways.append((way, estimate.score, estimate.count))
@@ -251,7 +263,9 @@ class Speeds:
         )
 
     def on(self, cores: Cores) -> ForwardTimes:
-        """The target's times on these cores; as on its own, until they are measured."""
+        """Return the target's times on these cores; until they are measured,
+        estimates from its times on its own cores.
+        """
         if cores is self.cores:
             return self.target
         if cores not in self.elsewhere:
@@ -260,7 +274,7 @@ class Speeds:
         return self.elsewhere[cores]
 
     def spread(self, cores: Cores) -> None:
-        """The target computes on these cores from now on."""
+        """Take in that the target computes on these cores from now on."""
         times = self.on(cores)
         self.elsewhere[self.cores] = self.target
         self.target = times
@@ -281,11 +295,11 @@ class Speeds:
             self.acceptance += _ACCEPTANCE_WEIGHT * (outcome - self.acceptance)
 
     def t_target(self, fed: int) -> float:
-        """A target forward fed `fed` tokens."""
+        """Return the seconds of a target forward of `fed` tokens."""
         return self.target.seconds(fed)
 
     def rate_alone(self, cores: Cores) -> float:
-        """Tokens per second of the target alone on these cores; 0: unknown."""
+        """Return the tokens per second of the target alone on these cores; 0: unknown."""
         seconds = self.on(cores).seconds(1)
         return 1 / seconds if seconds else 0.0
 
@@ -295,9 +309,10 @@ class Speeds:
         return self.t_target(1) / self.t_draft if self.t_draft else 0.0
 
     def best_window(self, beside: int = 0) -> int:
-        """The c with most expected tokens per second. With a constant t_target it is Theorem 1's ratio.
+        """Return the window c with the most expected tokens per second. With a constant t_target it is Theorem 1's
+        ratio.
 
-        `beside`: tokens that other requests have in the target's forwards.
+        `beside`: tokens of other requests in the target's forwards.
         """
         if not self.ratio:
             return _DEFAULT_WINDOW

@@ -1,6 +1,7 @@
-"""How far to draft ahead, and how many guesses to feed: expected tokens per second, and the windows of each method.
+"""How far the draft drafts ahead, and how many guesses the target is fed.
 
-Pure arithmetic. Source: PEARL (Liu et al.), Theorem 1, and DESIGN section 2.
+Has the expected tokens per second, and the windows of each method. Pure arithmetic. Source: PEARL (Liu et al.), Theorem
+1, and DESIGN section 2.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from pearl.spec.methods import Method
 def expected_rate(
     window: int, acceptance: float, t_draft: float, t_target_1: float, t_target_c: float
 ) -> float:
-    """Committed tokens per second of PEARL with a fixed window under i.i.d. acceptance.
+    """Return PEARL's committed tokens per second with a fixed window under i.i.d. acceptance.
 
-    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a); pre leads to post with probability a,
-    post to post with a^c. A step lasts as long as the slower side: c drafts or one target forward.
+    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a). The next step is a post-verify step with
+    probability a after a pre-verify step, and with probability a^c after a post-verify step. A step lasts as long as
+    its slower side: c draft forwards or one target forward.
 
     Args:
         window: c, tokens.
         acceptance: a, in [0, 1].
-        t_draft, t_target_1, t_target_c: seconds of one draft forward and of target forwards fed 1 and c tokens.
+        t_draft: seconds of a draft forward.
+        t_target_1, t_target_c: seconds of a target forward that is fed 1 token, and c tokens.
     """
     power = acceptance**window
     post = acceptance / (1 + acceptance - power)  # stationary share of post-verify steps
@@ -34,19 +37,19 @@ def expected_rate(
 
 
 def whole_blocks(c: int, block: int) -> int:
-    """The multiple of `block` nearest to `c`; at least one block."""
+    """Return the multiple of `block` nearest to `c`; at least one block."""
     return max(1, (2 * c + block) // (2 * block)) * block
 
 
 def _whole(tokens: int, block: int) -> int:
-    """`tokens` rounded up to a multiple of `block`; at least one block."""
+    """Return `tokens` rounded up to a multiple of `block`; at least one block."""
     return max(1, -(-tokens // block)) * block
 
 
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """The number of guesses to feed beside `fed` tokens that gives most expected tokens per second.
+    """Return how many guesses to feed with `fed` tokens for the most expected tokens per second.
 
     Args:
         chances: probability that each guess is right, never rising.
@@ -67,15 +70,16 @@ def worthwhile(
 
 @dataclass(frozen=True)
 class Window:
-    """For one step: start the target once `needed` tokens are unfed; let the draft draft up to `draft_until`."""
+    """One step's window: the target starts once `needed` tokens are unfed; the draft drafts up to `draft_until`."""
 
     needed: int
     draft_until: int
 
     def in_blocks(self, block: int, length: int) -> Window:
-        """The same with whole blocks of `block` tokens; the last committed token is fed with them.
+        """Return this window with both sides rounded up to whole blocks of `block` tokens.
 
-        A row that is there for the next position judges nothing by itself, so none is computed before a block has come.
+        `needed` also counts the last committed token, which is fed with the blocks. A row for the next position judges
+        nothing without the rest of its block, so the target waits for a block before any forward.
         """
         needed = 1 + _whole(self.needed - 1, block)
         return Window(needed, length + _whole(self.draft_until - length, block))
@@ -84,12 +88,14 @@ class Window:
     def after(
         method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0
     ) -> Window:
-        """The window once `length` tokens are committed.
+        """Return the window once `length` tokens are committed.
 
         Args:
             c: the window, fixed or measured.
-            fresh: nothing drafted survives (prefill, rejection, bonus): a new window begins at `length`.
-            pending: tokens that wait for this all the same, if `fresh`: a branch of this outcome.
+            fresh: whether no drafted token survives (after a prefill, a rejection or a bonus token): a new window
+                begins at `length`.
+            pending: if `fresh`: number of tokens that are pending all the same, from a branch prepared for this
+                outcome.
         """
         if not method.drafts:
             return Window(1, length)
@@ -101,8 +107,8 @@ class Window:
             # The target idles for the first window; the draft drafts on past it.
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
-            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has
-            # c - 1 tokens when the target is free. Its next token takes t_draft; starting without it saves that wait.
+            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that is running, so c - 1
+            # tokens are there when the target is free. Waiting for one more would take t_draft.
             return Window(1 if fresh else max(1, c - 1), length + 2 * c)
-        # While the target verifies a branch, however long, the draft fills the window behind it.
+        # While the target verifies a branch, however long, the draft fills the window after the branch.
         return Window(1, length + pending + c) if fresh else Window(c, length - 1 + 2 * c)

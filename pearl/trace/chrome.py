@@ -29,8 +29,8 @@ DRAFTED = {
     REJECTED: "draft token rejected",
     DISCARDED: "draft token unused",
 }
-_MAX_HELD = 1000  # records of one wait
-WAIT = "wait: "  # begins the names of waits
+_MAX_HELD = 1000  # most records that are kept until the end of a wait
+WAIT = "wait: "  # prefix of the names of waits
 # Names of arrows
 VERDICT = "verdict"
 REJECTION = "verdict: rejection"
@@ -39,7 +39,7 @@ Event = dict[str, Any]
 
 
 def merge(trace: Path) -> None:
-    """Make the file `trace` from the parts beside it, and remove them.
+    """Make the file `trace` from the parts in its directory, and remove them.
 
     Only the latest run is merged: parts of earlier runs, and other files, stay. So does the target's part, until the
     draft's part has been copied here from its host.
@@ -80,10 +80,10 @@ def lacks_draft(config: Any, drafts: int) -> bool:
 
 
 def _align(part: Part, target: Part) -> None:
-    """Align the clock of a part with the target's; on the target's machine they are the same.
+    """Align the clock of a part with the target's. On the target's machine both clocks are the same.
 
-    As NTP does, take the ping with the shortest round trip. Its answer was stamped halfway, give or take half of the
-    round trip: offset = (sent + returned) / 2 - received.
+    As in NTP, take the ping with the shortest round trip, and assume that its answer was stamped halfway: offset =
+    (sent + returned) / 2 - received. The uncertainty is half of the round trip.
     """
     if part.header.boot == target.header.boot:
         return
@@ -120,7 +120,7 @@ def _write(trace: Path, run: _MergedRun) -> None:
 class _MergedRun:
     """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
-    It keeps a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
+    Keeps only a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
     the target's clock.
     """
 
@@ -138,7 +138,7 @@ class _MergedRun:
     def _link(self, record: TraceRecord, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
-            if args["message"][1] is not None:  # the message of a request: its identity is unique
+            if args["message"][1] is not None:  # only messages of a request have a unique identity
                 self._sent[tuple(args["message"])] = record.start
         elif is_target:
             if record.name == "decide" and "corrected" in committed(args):
@@ -183,7 +183,7 @@ class _MergedRun:
             yield forward
 
     def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
-        """Add the outcomes of the tokens that were drafted in `forward`."""
+        """Add to `forward` the outcomes of the tokens that it drafted and `decision` sent."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # else its token was withheld
@@ -199,7 +199,7 @@ class _MergedRun:
             if message[0] == "Verdict" and message in self._sent:
                 name = REJECTION if message in self._rejections else VERDICT
                 arrow = {"cat": "flow", "id": next(self._ids)}
-                # It may be read before its sender returns from sending.
+                # The middle of a read may lie before the sending: the read began earlier, or the clocks differ a bit.
                 sent = self._us(min(self._sent[message], read))
                 yield _event("s", name, 1, LOOP, sent) | arrow
                 end = _event("f", name, process, record.track, self._us(read))
@@ -308,7 +308,7 @@ def committed(decision: dict[str, Any]) -> list[str]:
 def split_waits(
     records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
 ) -> Iterator[TraceRecord]:
-    """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
+    """Split each wait at the time when the message that ended it was sent; the rest is a wait for transport.
 
     Messages after which the loop still waits, such as the first tokens of a window, interrupt a wait: the last message
     counts. If a front sent that one, the wait is not split, because the messages before it did not end it.

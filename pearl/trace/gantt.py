@@ -32,7 +32,7 @@ _VERDICTS = {
     False: ("#333333", "verdict: all accepted"),
     True: (WORK["rejected"][0], "verdict: a draft token rejected"),
 }
-_IN_TEXT = "in the text: "  # begins the labels of sources
+_IN_TEXT = "in the text: "  # prefix of the labels of sources
 _LEGEND = [meaning for _, meaning in chain(WORK.values(), _VERDICTS.values())]
 _LEGEND += [_IN_TEXT + meaning for _, meaning in SOURCES.values()]
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
@@ -47,7 +47,7 @@ _CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
 
 @dataclass(frozen=True)
 class Bar:
-    """A piece of work, or a wait and its cause. Times in seconds."""
+    """A piece of work, or a wait and its cause. Times in seconds. `look`: a key of `colours.WORK`."""
 
     start: float
     end: float
@@ -60,14 +60,14 @@ class Bar:
 
 
 class Commit(NamedTuple):
-    """When tokens became part of the text, and the source of each."""
+    """When tokens became part of the text, and the source of each token."""
 
     time: float
     sources: list[str]
 
 
 class Shares(NamedTuple):
-    """Shares of a time, from 0 to 1."""
+    """Shares of a time span, from 0 to 1."""
 
     work: float
     wait: float
@@ -100,11 +100,11 @@ class Chart:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the time shown, the prefill included."""
+        """Tokens per second in the time shown, the prefill included."""
         return self.tokens / self.seconds
 
     def shares(self, row: str) -> Shares:
-        """Shares of the time shown in which a worker works and waits."""
+        """Return the shares of the time shown in which a worker works and waits."""
         work = 0.0
         wait = 0.0
         for bar in self.rows[row]:
@@ -116,9 +116,9 @@ class Chart:
 
 
 def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
-    """Part of a run, from `start` seconds after the first request began; by default the first steps.
+    """Return a chart of part of a run, from `start` seconds after the first request began; by default the first steps.
 
-    Raises `ConfigError` where the run has no work in that time.
+    Raises `ConfigError` if the run has no work in that time.
     """
     length = trace.end - trace.start
     if not 0 <= start < length or (seconds is not None and seconds <= 0):
@@ -145,14 +145,14 @@ def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> 
 def charts(
     traces: Sequence[RunTrace], start: float | None = None, seconds: float | None = None
 ) -> list[Chart]:
-    """Chart the same time of each run; by default the first steps of the run with the shortest steps."""
+    """Return a chart of the same time of each run; by default the first steps of the run with the shortest steps."""
     start = start or 0.0
     seconds = seconds or min(_first_steps(trace, start) for trace in traces)
     return [chart(trace, start, seconds) for trace in traces]
 
 
 def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) -> list[Bar]:
-    """A worker's bars, clipped to [`start`, `end`]. `zero`: when the first request began."""
+    """Return a worker's bars, clipped to [`start`, `end`]. `zero`: when the first request began."""
     bars = []
     for piece in slices:
         for bar in _bars(piece, piece.start - zero):
@@ -162,7 +162,7 @@ def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) ->
 
 
 def _bars(piece: Slice, start: float) -> list[Bar]:
-    """The bars of a slice: a forward that drafted several tokens has one for each."""
+    """Return the bars of a slice: one, or one for each token if the slice is a forward that drafted several."""
     if piece.kind == "wait":
         return [Bar(start, start + piece.seconds, "wait", piece.name)]
     looks = piece.args.get("fates", [piece.name if piece.name in WORK else "other"])
@@ -194,7 +194,7 @@ def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
 
 
 def _method(trace: RunTrace) -> str:
-    """The method, and the guesses used with it if all requests use the same."""
+    """Return the method; for pearl also the guesses used with it, if all requests use the same."""
     guesses = set()
     for request in trace.requests:
         options = request.args.get("options", {})
@@ -207,7 +207,10 @@ def _method(trace: RunTrace) -> str:
 
 
 def _first_steps(trace: RunTrace, start: float) -> float:
-    """Seconds from `start` to the end of the first steps that begin then or later; `start`: after the first request."""
+    """Return the seconds from `start` to the end of the first steps that begin at `start` or later.
+
+    `start`: seconds after the first request.
+    """
     start += trace.start
     end = trace.end
     count = 0
@@ -219,7 +222,9 @@ def _first_steps(trace: RunTrace, start: float) -> float:
 
 
 def _joined(bars: Sequence[Bar]) -> list[Bar]:
-    """Drop work too short to see, and join the waits that only such work separates; the longer wait names the cause."""
+    """Drop work too short to see, and join the waits that only such work separates. The longer of two waits names the
+    cause.
+    """
     joined: list[Bar] = []
     for bar in bars:
         wait = joined[-1] if joined and joined[-1].look == "wait" else None
@@ -276,10 +281,10 @@ def png(charts: Sequence[Chart], path: Path) -> None:
 
 
 def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
-    """A row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
+    """Draw a row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
 
     Args:
-        max_tokens: tokens of the largest step of the picture.
+        max_tokens: tokens of the largest step in the whole picture.
     """
     ticks = []
     labels = []
@@ -302,7 +307,9 @@ def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
 
 
 def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
-    """A verdict, from the target's row to the draft's; one that is read after `end` is cut off there."""
+    """Draw a verdict, from the target's row to the draft's; an arrow of a verdict that is read after `end` ends at
+    `end`.
+    """
     colour, _ = _VERDICTS[verdict.is_rejection]
     axes.annotate(
         "",
@@ -321,7 +328,9 @@ def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
 
 
 def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
-    """A worker's bars; a wait names its cause: upright where it is short, not at all where it is very short."""
+    """Draw a worker's bars. A wait names its cause; the text is vertical if the wait is short, and absent if very
+    short.
+    """
     bars = _joined(bars)
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for bar in bars:
@@ -345,7 +354,7 @@ def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
 
 
 def _text(axes: Any, commits: list[Commit], seconds: float, ground: float, height: float) -> None:
-    """The tokens of each commit as a pile of boxes of this height, with their number above."""
+    """Draw the tokens of each commit as a pile of boxes, each of this height, with the number of tokens above."""
     has_room = len(commits) * 2 * _CHARACTER < 1
     width = 1.6 * _CHARACTER * seconds
     for time, sources in commits:

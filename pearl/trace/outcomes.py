@@ -1,7 +1,7 @@
-"""Whether each drafted token of a trace was accepted, rejected, or discarded (never judged), by how the text went on.
+"""What became of each drafted token of a trace: accepted, rejected, or discarded (never judged).
 
-An "outcome" (position, token) is what the target may commit where the draft expects another token; a "branch" is what
-the draft prepares for it.
+Found out from the text that the target committed. An "outcome" (position, token) is what the target may commit where
+the draft expects another token; a "branch" is what the draft prepares for an outcome.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DISCARDED = "discarded"
 
 
 class _Committed(NamedTuple):
-    """A token of the text, and its source."""
+    """A committed token, and its source (`Provenance`)."""
 
     token: int
     source: str
@@ -36,21 +36,25 @@ _Text = ChainMap[int, int]  # tokens by position
 
 
 def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
-    """Messages of a kind that a decision sends to the other worker ("Send") or to a front ("Deliver")."""
+    """Yield the messages of a kind that a decision sends, to the other worker ("Send") or to a front ("Deliver")."""
     for step in decision.get("commands", ()):
         if step["type"] == command and step["message"]["type"] == kind:
             yield step["message"]
 
 
 class Outcomes:
-    """First pass all records of the target to `learn`; then the draft's in order, events to `read`, tokens to `of`."""
+    """Finds out what became of drafted tokens.
+
+    First pass all records of the target to `learn`. Then go through the draft's records in order: pass events to
+    `read`, and messages with drafted tokens to `of`.
+    """
 
     def __init__(self) -> None:
         #: request -> position -> the token committed there
         self._committed: defaultdict[int, dict[int, _Committed]] = defaultdict(dict)
         #: request -> position -> token, as the draft has the text
         self._text: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        #: request -> outcome -> its text: the tokens drafted for it, over the draft's
+        #: request -> outcome -> position -> token: the branch for the outcome, on top of the draft's text
         self._prepared: defaultdict[int, dict[_Outcome, _Text]] = defaultdict(dict)
 
     def learn(self, record: TraceRecord) -> None:
@@ -61,7 +65,7 @@ class Outcomes:
                 text[position] = _Committed(token, source)
 
     def read(self, event: dict[str, Any]) -> None:
-        """Apply an event of the draft to its text, as `DraftMachine` does."""
+        """Apply an event of the draft to the draft's text, as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
             self._prepared.pop(event["request"], None)
@@ -76,7 +80,7 @@ class Outcomes:
                 text |= prepared.maps[0]
 
     def of(self, message: dict[str, Any]) -> list[str]:
-        """What became of each token of a DraftTokens message."""
+        """Return what became of each token of a DraftTokens message."""
         request = message["request"]
         start = message["start"]
         count = len(message["tokens"])
@@ -102,7 +106,7 @@ class Outcomes:
         return self._committed[request].get(position, _NOTHING)
 
     def _outcome(self, request: int, position: int, token: int) -> str:
-        """What became of a token that follows the text as committed."""
+        """Return what became of a token whose predecessors in the text were all committed."""
         committed = self._at(request, position)
         # Either nothing was committed there, or the target committed a token without looking at a draft token.
         if committed.source in ("", "bonus"):

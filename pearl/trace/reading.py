@@ -32,12 +32,12 @@ class Slice:
 
     @property
     def ran(self) -> float:
-        """Seconds that a forward took: the draft's may begin before its loop waits for it."""
+        """Seconds that a forward took: longer than the slice if a draft forward began before its loop waited for it."""
         return float(self.args.get("seconds", self.seconds))
 
     @property
     def method(self) -> str:
-        """The decoding method of a request; "?" for one that was cut off."""
+        """The decoding method of a request; "?" if the request's record is incomplete."""
         return str(self.args.get("options", {}).get("method", "?"))
 
 
@@ -82,7 +82,7 @@ class RunTrace:
 
 
 def read(path: Path) -> RunTrace:
-    """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
+    """Read a trace. Raises `TraceError`, with cause and advice, if the file is no trace of ours."""
     document = read_document(path)
     with damaged(path, TraceError):
         metadata = document.get("metadata")
@@ -100,7 +100,7 @@ def read(path: Path) -> RunTrace:
                 raise TraceError(f"{path} is damaged: its metadata lacks {name}")
         trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
-        if not trace.requests:  # a killed target: the slice of a request is written at its end
+        if not trace.requests:  # a killed target: a request is recorded at its end
             for piece in trace.target:
                 if piece.name == "open":
                     end = trace.target[-1].end
@@ -115,7 +115,7 @@ def read(path: Path) -> RunTrace:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read any Chrome Trace Event document. Raises `TraceError` for another file."""
+    """Read any Chrome Trace Event document. Raises `TraceError` if the file is none."""
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
@@ -136,7 +136,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _sort(events: list[Event], trace: RunTrace) -> None:
-    """Put the slices and arrows of all events into `trace`, in order of time."""
+    """Add the slices and arrows of all events to `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
     begun: dict[Any, Event] = {}  # requests and flows, by id
     for event in events:

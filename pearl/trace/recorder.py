@@ -1,4 +1,4 @@
-"""The parts of a trace: each worker writes one while it runs, times and names without interpretation; and their reader.
+"""The parts of a trace: each worker writes one while it runs, times and names without interpretation. Also reads them.
 
 A part has one JSON array a line: a header, records and, if the worker was not killed, an end. A reader skips an
 incomplete last line, so a killed worker loses at most its last quarter of a second.
@@ -35,7 +35,8 @@ FORMAT = 7  # of the parts; no other is read
 LOOP = 1
 MAIL = 2
 TRACKS = {LOOP: "loop", MAIL: "mailbox"}
-# What a loop waits for. TRANSPORT, the end of a wait once the message has been sent, is set when parts are merged.
+# What a loop waits for. TRANSPORT is set only when parts are merged: it is the part of a wait after the awaited message
+# was sent.
 START_UP = "start-up"
 CONSUMER = "consumer"
 DRAFT = "draft tokens"
@@ -72,7 +73,7 @@ class PartHeader(Struct, tag="pearl-trace", array_like=True):
 
 
 class TraceRecord(Struct, tag="record", array_like=True):
-    """What lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
+    """Something that lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
 
     `kind`: busy, communication, wait, whole (a slice that only holds others), or clock (a ping's answer).
     """
@@ -99,7 +100,7 @@ class Recorder:
     Args:
         path: must not exist yet. Raises `TraceError` if it cannot be created.
         header: description of this worker.
-        clock: nanoseconds; monotonic.
+        clock: returns nanoseconds; monotonic.
     """
 
     def __init__(
@@ -116,15 +117,17 @@ class Recorder:
         self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
     def record(self, record: TraceRecord) -> None:
-        """Its `args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
-        right after a forward the caches are full of the model, and encoding is slow.
+        """Queue a record. Its `args` may hold events, commands and messages, which are immutable.
+
+        Records are encoded later, many at once: encoding is slow right after a forward, when the caches are full of the
+        model.
         """
         self._queue.append(record)
         if len(self._queue) >= _MAX_QUEUED or record.end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
     def close(self) -> None:
-        """Write the rest and the end, once."""
+        """Write the remaining records and the end, once."""
         if not self._file.closed:
             self._write_queue()
             self._write([PartEnd(self.clock())])
@@ -141,7 +144,7 @@ class Recorder:
             self._write(records)
 
     def _write(self, lines: list[Any]) -> None:
-        """An error ends the recording, not the request."""
+        """Write lines to the file; an error ends the recording, not the request."""
         if self._file.closed:
             return
         data = memoryview(_ENCODER.encode_lines(lines))
@@ -156,7 +159,7 @@ class Recorder:
 
 
 def part_path(trace: Path, role: str, pid: int) -> Path:
-    """The path of a worker's part of the trace."""
+    """Return the path of a worker's part of the trace."""
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
@@ -165,18 +168,18 @@ def role_of(part: Path) -> str:
 
 
 def asked_for(directory: Path, number: int) -> Path:
-    """The path of recording `number` of a running engine, in the engine's directory."""
+    """Return the path of recording `number` of a running engine, in the engine's directory."""
     return directory / f"trace-{number}"
 
 
 def part_paths(trace: Path) -> list[Path]:
-    """The paths of all parts of the trace."""
+    """Return the paths of all parts of the trace."""
     paths = trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part")
     return sorted(filter(Path.is_file, paths))
 
 
 def being_written(trace: Path) -> bool:
-    """Whether a worker that writes a part of `trace` is still alive on this machine."""
+    """Return whether a worker that writes a part of `trace` is still alive on this machine."""
     for path in part_paths(trace):
         pid = path.name.removesuffix(".part").rpartition("-")[2]
         if Path("/proc", pid).exists():
@@ -185,7 +188,7 @@ def being_written(trace: Path) -> bool:
 
 
 def where_and_what() -> dict[str, Any]:
-    """Describe this process: its id, host, boot (processes of one boot share a clock), processor and versions."""
+    """Describe this process: its id, host, boot, processor and versions. Processes of one boot share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     versions = {name: version(name) for name in ("torch", "transformers", "pyzmq")}
     versions |= {"pearl": __version__, "python": platform.python_version()}
@@ -209,7 +212,7 @@ def _processor() -> str:
 
 
 def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The lines from `offset` bytes on; an incomplete last line is left out."""
+    """Yield the lines from `offset` bytes on; an incomplete last line is left out."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -234,7 +237,7 @@ class Part:
         header: the worker's description.
         offset: nanoseconds to add to the part's times.
         uncertainty: how far `offset` may be off.
-        has_ended: whether its last line has been read; never, if the worker was killed.
+        has_ended: whether the part's end has been read; stays false if the worker was killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +258,9 @@ class Part:
             self.header = msgspec.convert(header.worker, WorkerHeader)
 
     def records(self) -> Iterator[TraceRecord]:
-        """Yield the records in order of their ends; those of other threads than the loop are only roughly in order."""
+        """Yield the records in order of their ends.
+        Records of threads other than the loop are only roughly in order.
+        """
         for line in _complete_lines(self.path):
             with _reading(self.path):
                 item = _DECODER.decode(line)
@@ -288,13 +293,13 @@ _SIMPLE = {int, float, str, bool, type(None)}
 _UNRECORDED: dict[type, str] = {
     events.Forwarded: "fed",
     events.Guess: "worth",
-}  # a field that is no data
+}  # type -> its field that is no data
 
 
 def plain(value: object) -> Any:
-    """A command or a message becomes a dict with its class under "type". Distributions are left out: they are big.
+    """Return a value as lists and dicts. Commands and messages become dicts with the name of their class under "type".
 
-    Written by hand, as microseconds count in a worker's loop.
+    Distributions are left out: they are big. Written by hand, as microseconds count in a worker's loop.
     """
     kind: Any = type(value)
     if kind in _SIMPLE:

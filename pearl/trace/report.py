@@ -19,8 +19,8 @@ from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, RunTrace, Slice
 from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
-_NOTHING = 0.005  # of the time: 0%
-_LEAST_OVERLAP = 0.05  # of the time: what messages and the ends of forwards make is less
+_NOTHING = 0.005  # a smaller share is printed as 0%
+_LEAST_OVERLAP = 0.05  # a smaller share is only that of messages and the ends of forwards
 _CAUSES = {
     CONSUMER: "requests",
     HELD_ROW: "the draft token of a held row",
@@ -30,7 +30,9 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class WorkerShares:
-    """How one worker's loop spent the wall time, as shares. `waits`: by cause; `work`: by name of the slice."""
+    """How one worker's loop spent the wall time, as shares. `waits`: shares by cause; `work`: shares by the slice's
+    name.
+    """
 
     busy: float
     wait: float
@@ -57,13 +59,14 @@ class Report:
         wall: from the start of the first request to the end of the last, idle time in between included.
         overlap: share of the time in which both models were running a forward.
         steps: number of verification forwards, by kind.
-        drafted: draft tokens, of which `judged` were `accepted` or `rejected`, and the rest `discarded`.
+        drafted: number of draft tokens: `judged` and `discarded` ones.
+        judged: `accepted` and `rejected` draft tokens.
         prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
             too.
-        forwards: durations, of the draft's forwards, and of the target's by number of tokens fed.
-        ratio: median duration of a verification forward over that of a draft forward.
-        alternation: seconds that the same steps would take at least without overlap: the target's work plus the
-            drafting of the judged tokens, without waits and messages.
+        forwards: durations of the draft's forwards, and of the target's by number of tokens fed.
+        ratio: median duration of a verification forward / median duration of a draft forward.
+        alternation: the least time that the same steps would take without overlap: the target's work plus the drafting
+            of the judged tokens, without waits and messages.
     """
 
     method: str
@@ -124,7 +127,7 @@ def report(trace: RunTrace) -> Report:
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
-    """The slices that touch [`start`, `end`], clipped to it."""
+    """Return the slices that touch [`start`, `end`], clipped to it."""
     clipped = []
     for piece in slices:
         # >=, <=: in virtual time a decision at the very end has no duration
@@ -152,7 +155,7 @@ def _worker(slices: Sequence[Slice], wall: float) -> WorkerShares:
 
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
-    """Counts of draft tokens, by the name of their field in `Report`."""
+    """Return counts of draft tokens, by the name of their field in `Report`."""
     drafted: Counter[str] = Counter()
     prepared: Counter[str] = Counter()
     for piece in draft:
@@ -171,7 +174,7 @@ def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
 
 
 def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
-    """Seconds in which both workers run a forward."""
+    """Return the seconds in which both workers run a forward."""
     edges = []
     for role, slices in (("target", target), ("draft", draft)):
         for piece in slices:
@@ -190,7 +193,7 @@ def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
 
 
 def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
-    """Durations of the forwards among `slices`, but of prompts, by kind and number of tokens fed."""
+    """Return the durations of the forwards among `slices`, by kind and number of tokens fed; prefills are left out."""
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for piece in slices:
         if piece.name in VERIFICATIONS:
@@ -208,9 +211,12 @@ def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Seconds spent drafting judged tokens: their forwards and draws, prefills, and forwards that gave no token."""
+    """Return the seconds spent drafting judged tokens.
+
+    These are the forwards and draws of judged tokens, prefills, and forwards that drafted no token.
+    """
     seconds = 0.0
-    counts = False  # whether the slice before was such a forward
+    counts = False  # whether the last slice was a forward that counts
     for piece in draft:
         if counts and piece.name == "sample":
             seconds += piece.seconds
@@ -224,7 +230,7 @@ def _drafting(draft: Sequence[Slice]) -> float:
 def _notes(
     trace: RunTrace, target: Iterable[Slice], shares: Mapping[str, WorkerShares]
 ) -> list[str]:
-    """What the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
+    """Return what the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
     notes = []
     drafts = 0
     for worker in trace.metadata["workers"]:
@@ -261,7 +267,7 @@ def _notes(
 
 
 def verdict(r: Report) -> str:
-    """What to know first: how long the target waited, for what, and how long both models computed at once."""
+    """Return what to know first: how long the target waited, for what, and how long both models computed at once."""
     waited = f"the target never waited in {r.wall:.1f} s"
     if r.target.wait >= _NOTHING:
         waited = f"the target waited {r.target.wait:.0%} of {r.wall:.1f} s, {_main_cause(r.target)}"
@@ -280,7 +286,7 @@ def _main_cause(worker: WorkerShares) -> str:
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
-    """Each figure with its value in every run, "-" where a run has none."""
+    """Return each figure's name with its value in every run, "-" where a run has none."""
     columns = [_figures(r) for r in reports]
     names = dict.fromkeys(chain.from_iterable(columns))
     return [(name, [column.get(name, "-") for column in columns]) for name in names]
@@ -308,7 +314,7 @@ def _figures(r: Report) -> dict[str, str]:
         figures[f"forward: {name}"] = (
             f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
         )
-    # In a run that alternates itself the same steps took as long as they did.
+    # A run without overlap alternates anyway.
     if r.overlap >= _LEAST_OVERLAP:
         times = r.alternation / r.wall
         figures["in alternation"] = f"{r.alternation:.3f} s, {times:.2f} times as long"

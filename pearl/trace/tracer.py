@@ -1,7 +1,7 @@
 """Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
 
-A worker always calls through them; without a recording that costs an `if`. Waits are recorded with the cause that the
-state machine named; nothing is inferred from gaps.
+A worker always calls through the wrappers; without a recording, a call costs one `if`. Waits are recorded with the
+cause that the state machine named; nothing is inferred from gaps.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _TARGET_CAUSES = {
 }
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
 _ROUNDING_NS = 1000
-_MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
+_MAX_CATCH_UP = 2  # most tokens that a draft forward is fed after a verdict; more are a prefill
 
 _Command = TypeVar("_Command")
 _Event = TypeVar("_Event")
 
 
 def identity(message: object) -> list[Any]:
-    """The identity of a message: its type (and for a branch the outcome that it follows), request, epoch and start."""
+    """Return the identity of a message: [type, request, epoch, start]. For a branch, the type includes the outcome."""
     name = type(message).__name__
     outcome = getattr(message, "after", None)
     if outcome is not None:
@@ -58,7 +58,7 @@ def identity(message: object) -> list[Any]:
 
 
 class Tracer:
-    """Records one worker. To be created on the thread that runs the loop.
+    """Records one worker. Create it on the thread that runs the loop.
 
     Args:
         recorder: None: nothing is recorded until `start`.
@@ -75,12 +75,12 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
-        self._deciding = 0  # since when the state machine decides
+        self._deciding = 0  # when the decision or its last judgement began
         #: running request -> since when, its arguments
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def start(self, number: int) -> None:
-        """Begin recording `number`. It has the rest of the requests that run already.
+        """Begin recording `number`. Requests that are already running are recorded from here on.
 
         Raises `TraceError` during another recording, or if the file cannot be created.
         """
@@ -94,7 +94,7 @@ class Tracer:
         self.recorder = recorder
 
     def stop(self, number: int | None = None) -> None:
-        """End and complete the recording if there is one (and it is `number`)."""
+        """End the recording and complete its file. Does nothing without one, or if `number` is given and is another."""
         if self.recorder is not None and number in (None, self.number):
             self._follow_requests({}, self.clock(), self.clock())
             recorder = self.recorder
@@ -103,7 +103,7 @@ class Tracer:
             recorder.close()
 
     def note(self, kind: str, name: str, start: int, **args: Any) -> None:
-        """Record what began at `start` and ends now, on the track of this thread."""
+        """Record a slice that began at `start` and ends now, on the track of this thread."""
         self.record(self.track, kind, name, start, self.clock(), args)
 
     def record(
@@ -115,7 +115,7 @@ class Tracer:
         end: int,
         args: dict[str, Any] | None = None,
     ) -> None:
-        """Record what lasted from `start` to `end`. Thread-safe."""
+        """Record a slice from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
             start = max(start, self._since)
@@ -128,7 +128,7 @@ class Tracer:
     # ---- the state machine ----
 
     def decide(self, machine: Coordinator | Drafter, event: object) -> list[object]:
-        """`machine.handle`, recorded with its event and commands."""
+        """Return `machine.handle(event)`; record the decision with its event and commands."""
         if self.recorder is None:
             return machine.handle(event)
         self._deciding = self.clock()
@@ -137,7 +137,9 @@ class Tracer:
         return commands
 
     def verified(self, name: str) -> None:
-        """Record a judgement or draw, from the beginning of the decision that asked for it."""
+        """Record a judgement or draw: from the beginning of the decision, or from the last judgement or draw in it, to
+        now.
+        """
         end = self.clock()
         self.record(LOOP, "busy", name, self._deciding, end)
         self._deciding = end
@@ -170,7 +172,7 @@ class Tracer:
     # ---- computing ----
 
     def compute(self, execute: Callable[[_Command], _Event], command: _Command) -> _Event:
-        """`execute(command)`, recorded."""
+        """Return `execute(command)`; record it."""
         if self.recorder is None:
             return execute(command)
         start = self.clock()
@@ -179,7 +181,7 @@ class Tracer:
         return event
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
-        """Record a command, or a forward of several requests, carried out between `start` and `end`."""
+        """Record what ran from `start` to `end`: a command, or one forward for a list of commands."""
         if not isinstance(command, list):
             command = [command]
             event = [event]
@@ -199,7 +201,7 @@ class Tracer:
         start: int,
         end: int,
     ) -> None:
-        """Record a forward, and before it the search for the guesses that it was fed."""
+        """Record a forward; record the search for the guesses fed in it as a slice before it."""
         name, args = _named(commands)
         for answer in answers:
             if isinstance(answer, events.Forwarded) and answer.fed is not None:
@@ -212,7 +214,9 @@ class Tracer:
         self.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
-        """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
+        """Record a draft forward. It may have begun before the loop requested it, or only after another forward had
+        ended.
+        """
         samples = command.budget > 0
         done = max(start, end - round(event.draw * 1e9)) if samples else end
         began = max(start, done - round(event.seconds * 1e9))
@@ -239,7 +243,7 @@ class Tracer:
     # ---- communication and waiting ----
 
     def waited(self, start: int, end: int, by: object) -> None:
-        """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
+        """Record a wait of the loop, for the cause last named; `by` is the message that ended it, None if none did."""
         args = {}
         if by is not None:
             args["by"] = identity(by)
@@ -256,7 +260,7 @@ class Tracer:
 
 
 def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
-    """The message that began each running request."""
+    """Return, by request, the message that began each running request."""
     if isinstance(machine, Coordinator):
         return {number: text.request.submit for number, text in machine.running.items()}
     begun: dict[int, Submit | Begin] = {}
@@ -269,7 +273,7 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
 def _named(
     commands: Sequence[events.Forward | events.Draft],
 ) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of a forward. It is named prefill only if it holds nothing else."""
+    """Return the name and the arguments of a forward. The name is "prefill" only if all its commands are of prompts."""
     phases = set()
     args: dict[str, Any] = {"n": 0, "requests": [], "prompts": []}
     for command in commands:
@@ -286,7 +290,7 @@ def _named(
 
 
 class TracedMailbox(Mailbox):
-    """Records what its loop and its own thread send, read and wait for."""
+    """A mailbox that records what the loop and the mailbox's own thread send, read and wait for."""
 
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
@@ -326,7 +330,7 @@ class TracedMailbox(Mailbox):
 
 
 class TracedVerifier:
-    """Records judgements and draws."""
+    """A verifier that records judgements and draws."""
 
     def __init__(self, verifier: events.Verifier, tracer: Tracer) -> None:
         self._verifier = verifier

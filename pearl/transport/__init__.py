@@ -14,18 +14,21 @@ from pearl.transport.keys import Keys
 
 
 def listen(address: str, keys: Keys | None = None) -> Listener:
-    """The end at `address` to which others connect. Raises `ConfigError` where it cannot be bound."""
+    """Return a listener at `address`. Raises `ConfigError` if the address cannot be bound."""
     listener: Listener = _transport(address).listen(address, keys)
     return listener
 
 
 def connect(address: str, keys: Keys | None = None) -> Connection:
-    """A connection to the listener at `address`, which need not exist yet. Raises `ConfigError`."""
+    """Return a connection to the listener at `address`, which need not exist yet. Raises `ConfigError`."""
     connection: Connection = _transport(address).connect(address, keys)
     return connection
 
 
 def _transport(address: str) -> Any:
-    """The module that `TRANSPORTS` names for the scheme; the one of socket files refuses all other addresses."""
+    """Return the module that `TRANSPORTS` names for the scheme; for an unknown scheme, the module of socket files.
+
+    That module refuses the address.
+    """
     scheme, _, _ = address.partition("://")
     return import_module(TRANSPORTS.get(scheme, TRANSPORTS[ON_ONE_HOST]))

@@ -19,17 +19,17 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
-_SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
+_SHORT = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
 
 def private_directory() -> Path:
-    """A fresh directory `pearl-XXXXXXXX` of mode 0700; the caller removes it."""
+    """Make a fresh directory `pearl-XXXXXXXX` of mode 0700 and return it; the caller removes it."""
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_directory()))
 
 
 def private_directories() -> list[Path]:
-    """Directories of this user that `private_directory` has made, most recently modified first."""
+    """Return the directories of this user that `private_directory` has made, most recently modified first."""
     modified: dict[Path, float] = {}
     for path in _runtime_directory().glob(f"{_PREFIX}*"):
         with suppress(FileNotFoundError):  # another engine may remove its own at any time
@@ -39,32 +39,34 @@ def private_directories() -> list[Path]:
 
 
 def is_engine_directory(directory: Path) -> bool:
-    """Whether `directory` looks like one of `private_directory`; check this if another process supplied it."""
+    """Return whether `directory` looks as if made by `private_directory`; check this if another process supplied it."""
     return directory.is_absolute() and directory.name.startswith(_PREFIX) and is_private(directory)
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """The address for this value of `control`: for ipc a local one, else the value itself."""
+    """Return the address for this value of `control`: for ipc a socket file in `directory`,
+    otherwise the value itself.
+    """
     return f"{_FILE}{directory}/control" if control == ON_ONE_HOST else control
 
 
 def is_file(address: str) -> bool:
-    """Whether `address` is a socket file."""
+    """Return whether `address` is a socket file."""
     return address.startswith(_FILE)
 
 
 def file_of(address: str) -> str:
-    """The path of the socket file that `address` names."""
+    """Return the path of the socket file that `address` names."""
     return address.removeprefix(_FILE)
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` is a socket file in a private directory, so that only this user can reach it."""
+    """Return whether `address` is a socket file in a private directory, so that only this user can reach it."""
     return is_file(address) and is_private(Path(file_of(address)).parent)
 
 
 def check_bind(address: str, keys: bool = False) -> None:
-    """Raises `ConfigError` if `address` is not one to bind, or others could reach it and there are no `keys`."""
+    """Raise `ConfigError` if `address` is not one to bind, or if others could reach it and there are no `keys`."""
     if is_file(address):
         _check_socket_file(Path(file_of(address)))
     elif not names_host(address):
@@ -101,7 +103,7 @@ def _check_socket_file(path: Path) -> None:
 
 
 def is_private(directory: Path) -> bool:
-    """Whether `directory` belongs to this user and nobody else may enter it; false for a symbolic link."""
+    """Return whether `directory` belongs to this user and nobody else may enter it; false for a symbolic link."""
     try:
         status = os.lstat(directory)
     except (OSError, ValueError):
@@ -114,14 +116,20 @@ def is_private(directory: Path) -> bool:
 
 
 def raise_limit() -> None:
-    """Raise the limit of open files, and so of connections, to the most that the system allows: a shell's is low."""
+    """Raise the limit of open files, and so of connections, to the most that the system allows;
+    a shell's limit is low.
+    """
     with suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _runtime_directory() -> Path:
-    """The parent of private directories: $XDG_RUNTIME_DIR, else $TMPDIR, else one in /tmp where that is too long."""
+    """Return the parent of private directories.
+
+    That is $XDG_RUNTIME_DIR, if it is private and its path short enough; otherwise $TMPDIR, if its path is short
+    enough; otherwise a directory in /tmp.
+    """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
         return runtime
@@ -130,12 +138,12 @@ def _runtime_directory() -> Path:
 
 
 def _has_room(directory: Path) -> bool:
-    """Whether the path of a socket in a private directory of `directory` fits a Unix socket."""
+    """Return whether the path of a socket in a private directory of `directory` fits a Unix socket."""
     return len(os.fsencode(directory / _USUAL_SOCKET)) <= _MAX_IPC_PATH
 
 
 def _short_directory() -> Path:
-    """This user's own directory in /tmp. Raises `ConfigError` where others could enter it, or it cannot be made."""
+    """Return this user's own directory in /tmp. Raises `ConfigError` if others could enter it, or it cannot be made."""
     directory = Path(_SHORT.format(user=os.geteuid()))
     with suppress(OSError):
         directory.mkdir(mode=0o700)

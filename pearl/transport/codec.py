@@ -49,7 +49,9 @@ _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenState
 
 
 def _wire_row(row: object) -> WireRow:
-    """What the header holds for a distribution: the row if sparse, else a marker for where the dense row is sent."""
+    """Return what the header holds for a distribution: the row if sparse,
+    otherwise a marker for where the row is sent.
+    """
     if isinstance(row, PackedRow):
         return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
     if isinstance(row, AnnouncedRow):
@@ -68,7 +70,8 @@ _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 def encode(message: Message) -> list[bytes]:
     """Return the frames of `message`: a msgpack header, then one raw frame per packed dense row.
 
-    Raises `LocalProtocolError` if it cannot be encoded or exceeds the wire's limits. Value ranges are left to `decode`.
+    Raises `LocalProtocolError` if the message cannot be encoded or exceeds the wire's limits. Value ranges are checked
+    only by `decode`.
     """
     name = type(message).__name__
     if type(message) not in TYPE_CODES:
@@ -124,7 +127,9 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
-    """As `decode`, but returns the error instead of raising it, so that one bad message of a batch loses no others."""
+    """As `decode`, but return the error instead of raising it, so that a bad message does not cost the others of its
+    batch.
+    """
     try:
         return decode(frames, to_target)
     except RemoteProtocolError as error:
@@ -132,7 +137,7 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
-    """What is wrong with the fields in combination; each is valid by itself."""
+    """Yield what is wrong with the combination of fields; each field is valid by itself."""
     seconds: list[float] = []
     match message:
         case DraftTokens():

@@ -1,7 +1,7 @@
 """The file of keys that secures a control channel.
 
-Anyone who has the file can use the engines, so it is created readable by its owner only, and refused otherwise. Both
-hosts have the same file. Knows no sockets; `zeromq` derives CURVE keys from it.
+Anyone who has the file can use the engines. So the file is created readable by its owner only, and a file that others
+can read is refused. Both hosts have the same file. Knows no sockets; `zeromq` derives CURVE keys from the file.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ _MAKE = "make one with `pearl keys FILE`"
 
 @dataclass(frozen=True)
 class Keys:
-    """Two secret CURVE keys as Z85, from which the public ones follow. A repr shows neither."""
+    """Two secret CURVE keys as Z85, from which the public keys follow. A repr shows neither."""
 
     server: str = field(repr=False)
     client: str = field(repr=False)
 
 
 def channel_keys(given: str | None) -> Keys | None:
-    """Keys from the file `given` by the user, if any. Each process reads the file itself: processes never send keys."""
+    """Return the keys in the file `given` by the user, None without a file.
+
+    Each process reads the file itself: processes never send keys.
+    """
     return read_keys(Path(given)) if given else None
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Create the file, readable by this user only. Raises `ConfigError` where it exists or cannot be created."""
+    """Create the file, readable by this user only. Raises `ConfigError` if it exists or cannot be created."""
     document = json.dumps({"pearl_keys": _VERSION, "server": keys.server, "client": keys.client})
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -59,9 +62,9 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys in a file. Raises `ConfigError` if it is no key file, or if other users may read or change it."""
+    """Return the keys in a file. Raises `ConfigError` if it is no key file, or if other users may read or change it."""
     try:
-        # Non-blocking, for it may be a pipe; checked once it is open, so that the file checked is the file read.
+        # Non-blocking, as the file may be a pipe; checked once open, so that the file checked is the file read.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             _check_private(path, os.fstat(file.fileno()))
             content = file.read(_LONGEST + 1)

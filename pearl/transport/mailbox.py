@@ -1,6 +1,6 @@
 """An endpoint with a thread that sends, receives and decodes while a worker computes.
 
-A forward releases the interpreter lock most of the time, and the thread runs then; so little is left to do between two
+A forward releases the interpreter lock most of the time, and the thread runs then. So little work is left between two
 forwards.
 """
 
@@ -18,16 +18,16 @@ from pearl.protocol.messages import Message
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Received
 
 _WAIT_SECONDS = 60.0  # longest wait of the thread; it is woken for whatever there is to do
-_FULL_SECONDS = 0.01  # between two looks at a full inbox
+_FULL_SECONDS = 0.01  # between two checks of a full inbox
 
 
 class Mailbox:
-    """Sends and receives through `endpoint`, for one loop. A context manager; the endpoint stays open after it.
+    """Sends and receives through `endpoint`, for one loop. A context manager; leaves the endpoint open.
 
     Args:
         outgoing: applied to each message before it is sent.
-        incoming: applied to each received message; a `ProtocolError` or `TransportError` that it raises takes the place
-            of the message.
+        incoming: applied to each received message; if it raises a `ProtocolError` or `TransportError`, that error takes
+            the place of the message.
     """
 
     def __init__(
@@ -48,17 +48,19 @@ class Mailbox:
         self._thread.start()
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        """Send at once. If it cannot be sent, `receive` returns the error as that peer's."""
+        """Send at once. If that fails, `receive` returns the error, as if it came from the peer."""
         self._outbox.append((message, peer))
         self._flush()
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        """As `send`, but in the thread; order is kept."""
+        """As `send`, but the thread sends; order is kept."""
         self._outbox.append((message, peer))
         self._endpoint.wake()
 
     def receive(self, timeout: float) -> list[Received]:
-        """As `Endpoint.receive`; 0: what the thread has read so far. Raises the error that ended the thread."""
+        """As `Endpoint.receive`; with timeout 0, return what the thread has read so far. Raises the error that ended
+        the thread.
+        """
         messages: list[Received] = []
         if timeout > 0:
             with suppress(Empty):

@@ -1,7 +1,7 @@
 """Rows between two GPUs over NCCL, and torchrun's key-value store: the one file that imports torch.distributed.
 
-Knows rows and ranks, not their purpose. The group is made directly from its backend; the process's default group, which
-belongs to its launcher, is not touched.
+Knows rows and ranks, not their purpose. The group is made directly from its backend. The process's default group
+belongs to the process's launcher, and is not touched.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _STORE_POLL = 0.1  # seconds
 class ProcessGroupChannel:
     """A tensor channel over a group of two: rank 0 the target, rank 1 the draft. Rows go either way.
 
-    A receive that expires kills the channel on both sides; the next one needs a new `name`. One thread may receive
-    while another sends or closes.
+    A receive that misses its deadline kills the channel on both sides; a new channel needs a new `name`. One thread may
+    receive while another sends or closes.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class ProcessGroupChannel:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Waits for the other rank; raises `TransportError` if it does not come within `timeout` seconds.
+        """Wait for the other rank; raises `TransportError` if it does not come within `timeout` seconds.
 
         Args:
-            store_path: a file in the engine's private directory, through which the two find each other.
+            store_path: a file in the engine's private directory, through which the two ranks find each other.
             name: the same on both sides, and new for each group made over this file.
             device: this rank's own GPU.
             timeout: seconds that a `receive` may take.
@@ -60,7 +60,7 @@ class ProcessGroupChannel:
             self._group = NcclGroup(store, rank, device, timeout)
         except RuntimeError as error:
             raise TransportError(f"no group {name!r} with the other worker: {error}") from error
-        # The first row each way makes NCCL connect, which blocks for most of a second: now, not in mid-text.
+        # The first row each way makes NCCL connect, which blocks for most of a second: do that now, not during a text.
         if rank:
             self.send(torch.zeros(vocab_size))
         self.receive(1)
@@ -87,9 +87,9 @@ class ProcessGroupChannel:
         return rows
 
     def close(self) -> None:
-        """Abandon the channel at once; a thread closes the group.
+        """Abandon the channel at once, and let a thread close the group.
 
-        NCCL first waits for started operations, with a peer that may be dead.
+        NCCL first waits for operations that have started, with a peer that may be dead.
         """
         if not self._dead:
             self._dead = "it was closed"
@@ -108,15 +108,15 @@ class ProcessGroupChannel:
 class NcclGroup:
     """A group of two GPUs of one machine, on a stream of its own, so that no forward waits for a row.
 
-    Unproven: never run on a machine with two GPUs (tests marked `gpu`). Its kernels wait on the device until the other
-    side reaches the same row, so only `--tensors nccl` uses it.
+    Unproven: never run on a machine with two GPUs (tests marked `gpu`). The group's kernels wait on the device until
+    the other side reaches the same row, so only `--tensors nccl` uses it.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
         self._device = device
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
-        # To meet; the data goes over links of its own.
+        # Only for the two ranks to meet; rows go over other links.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # By default NCCL ends the process if an operation fails or its watchdog hangs, but the target must outlive its
         # draft. Receives have a deadline of their own.
@@ -140,7 +140,7 @@ class NcclGroup:
         row.record_stream(self._stream)
 
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
-        # The device is set for each thread, and another one may have made the group.
+        # The device is set per thread, and another thread may have made the group.
         torch.cuda.set_device(self._device)
         # The current stream may still use the memory.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -167,7 +167,7 @@ class TorchrunStore:
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:
-        """Connects within `timeout` seconds, else raises `TransportError`; outside torchrun `ConfigError`."""
+        """Connect within `timeout` seconds. Raises `TransportError` if that fails, `ConfigError` outside torchrun."""
         try:
             host = environment["MASTER_ADDR"]
             port = int(environment["MASTER_PORT"])
@@ -201,7 +201,7 @@ class TorchrunStore:
             ) from error
 
     def peek(self, key: str) -> str | None:
-        """The value of `key`, None if it is not set. Raises `TransportError` if the store is gone."""
+        """Return the value of `key`, None if it is not set. Raises `TransportError` if the store is gone."""
         try:
             if not self._store.check([key]):
                 return None
@@ -213,9 +213,9 @@ class TorchrunStore:
             ) from error
 
     def get(self, key: str, timeout: float) -> str:
-        """The value of `key`, once it is set. Raises `TransportError` after `timeout` seconds.
+        """Wait until `key` is set and return its value. Raises `TransportError` after `timeout` seconds.
 
-        It polls: the store's own wait prints a warning to the terminal when it times out.
+        Polls, because the store's own wait prints a warning to the terminal when it times out.
         """
         end = time.monotonic() + timeout
         while (value := self.peek(key)) is None:

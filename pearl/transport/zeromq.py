@@ -3,8 +3,8 @@
 The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER).
 
 * On one host the address is a socket file (`ipc://`), which is protected by its directory (see `address`).
-* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26): all is encrypted, the listener proves its key to
-  its peers, and admits one client key only.
+* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26): everything is encrypted, the listener proves its
+key to its peers, and admits one client key only.
 
 Knows frames and peers, not what messages mean.
 """
@@ -34,29 +34,30 @@ from pearl.transport.keys import Keys
 # Messages that an end queues to send, and a connection to receive: more than a text has, so a front
 # may read slowly.
 _QUEUE = 1 << 16
-# Messages of one peer that a listener queues; the rest waits with the peer. Times `MAX_FRAME` they
-# are 256 MiB over TCP, and 16 GiB from a process of this user that floods the socket file.
+# Messages of one peer that a listener queues; further messages wait with the peer. Full queues of
+# frames of `MAX_FRAME` take 256 MiB over TCP, and 16 GiB over a socket file, which only a process of
+# this user can flood.
 #
 # A socket file needs the longer queue: if a peer closes its end while the queue is full, ZeroMQ
 # (4.3.5) drops what the kernel still holds for it. A front has at most 128 requests and their
 # cancellations under way, so its queue is never full when it leaves.
 _TCP_LISTENER_QUEUE = 16
 _FILE_LISTENER_QUEUE = 1 << 10
-# Connections that wait for ZeroMQ's thread: it takes one at a time, and the kernel turns away what
-# exceeds this number (or net.core.somaxconn). ZeroMQ's 100 are gone in a burst of a millisecond.
+# Connections that may wait for ZeroMQ's thread, which takes one at a time; the kernel refuses more
+# than this (or net.core.somaxconn). ZeroMQ's default of 100 fills in a millisecond's burst.
 _BACKLOG = 4096
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
 # For one attempt to connect: after a long outage the kernel's own attempts come a minute apart.
 _CONNECT_SECONDS = 5
-# Without an acknowledgement by the peer's kernel: the link is cut, or its host is gone.
+# So long without an acknowledgement by the peer's kernel: the link is cut, or the host is gone.
 _LOST_SECONDS = 15
 # Plain numbers, because a call that is given pyzmq's enums takes twice as long.
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
-_EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
+_EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's own parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -90,8 +91,8 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
 class _Socket:
     """An end of the control channel.
 
-    Its socket has a context of its own, so that closing it waits for no other socket. One thread may wait while others
-    send and receive.
+    Its ZeroMQ socket has a context of its own, so that closing waits for no other socket. One thread may wait while
+    others send and receive.
     """
 
     is_listener = False
@@ -108,7 +109,7 @@ class _Socket:
         self._socket.sndhwm = _QUEUE
         self._socket.rcvhwm = queue
         self._socket.handshake_ivl = _HANDSHAKE_SECONDS * 1000
-        self._socket.maxmsgsize = MAX_FRAME  # of a frame; ZeroMQ disconnects who exceeds it
+        self._socket.maxmsgsize = MAX_FRAME  # of a frame; ZeroMQ disconnects a peer that exceeds it
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -147,7 +148,7 @@ class _Socket:
         self._rouse()
 
     def _rouse(self) -> None:
-        """Have the thread that waits look at the socket."""
+        """Make the waiting thread check the socket."""
         if not self._is_closed:
             os.eventfd_write(self._wakeup, 1)
 
@@ -156,7 +157,7 @@ class _Socket:
             raise TransportError("this end of the control channel was closed")
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        """Raises `TransportError`. Called with the lock."""
+        """Send the frames. Raises `TransportError`. Call with the lock held."""
         raise NotImplementedError
 
     def _send_frames(self, frames: Sequence[bytes]) -> None:
@@ -210,15 +211,15 @@ class _OneKey:
 
 
 class ZmqListener(_Socket):
-    """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
+    """The end that others connect to. A peer is named by its ZeroMQ identity, which is new for every connection."""
 
     is_listener = True
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        """Binds `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
+        """Bind `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
         `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
-        socket file needs none.
+        socket file needs no keys.
         """
         check_bind(address, keys is not None)
         if is_file(address):
@@ -247,7 +248,7 @@ class ZmqListener(_Socket):
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _admit(self, keys: Keys, admitted: bytes) -> None:
-        """Admit the peers whose public key is `admitted`, and encrypt."""
+        """Encrypt, and admit only peers whose public key is `admitted`."""
         # Imports asyncio (0.1 s), and only listeners need it.
         from zmq.auth.thread import ThreadAuthenticator
 
@@ -268,8 +269,8 @@ class ZmqListener(_Socket):
 class ZmqConnection(_Socket):
     """The end that connects. Until the listener exists, messages wait in the queue.
 
-    It does not reconnect after a disconnection: another engine might answer. If the listener refuses it, `receive`
-    returns that error once, for no message will ever come.
+    It does not reconnect after a disconnection: another engine might answer. If the listener refuses the connection,
+    `receive` returns that error once, as no message will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
@@ -283,8 +284,8 @@ class ZmqConnection(_Socket):
             server_key = _public(keys.server)
             client_key = _public(keys.client)
         super().__init__(zmq.DEALER, _QUEUE)
-        self._failure = ""  # why it cannot be used any more
-        self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
+        self._failure = ""  # why the connection cannot be used any more
+        self._is_pending = True  # `receive` has returned neither a message nor a refusal yet
         if keys is not None:
             self._socket.curve_serverkey = server_key
             self._socket.curve_publickey = client_key
@@ -294,7 +295,7 @@ class ZmqConnection(_Socket):
             self._socket.tcp_maxrt = _LOST_SECONDS * 1000  # the kernel would try for 15 minutes
         else:
             self._socket.reconnect_ivl = int(_RETRY_SECONDS * 1000)
-        # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
+        # A DEALER queues messages whether its peer is slow or gone; the socket's monitor tells which.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._monitor.linger = 0
         self._helpers.callback(self._monitor.close)
@@ -322,7 +323,7 @@ class ZmqConnection(_Socket):
 
     @property
     def connected(self) -> bool:
-        """False once it has been cut off; True while there is no listener yet."""
+        """False once the connection has been cut off; true while there is no listener yet."""
         with self._lock:
             self._look()
         return not self._failure

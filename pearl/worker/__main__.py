@@ -1,6 +1,6 @@
 """`python -m pearl.worker`: one worker process, started by a launcher that holds its stdin (see lifeline.py).
 
-The first line on stdin is its `WorkerSettings`.
+The first line on stdin is the worker's `WorkerSettings`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def main() -> int:
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.role)
     lifeline.watch(settings.directory)
-    # Our forward copies weights layer by layer: in blocks of fixed sizes that leaves gigabytes of holes on a GPU.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, read still
+    # Our forward copies weights layer by layer. With blocks of fixed sizes that leaves gigabytes of holes on a GPU.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, still read
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
-    if not has_gpu():  # checked on a CPU alone
+    gc.disable()  # during the imports it finds nothing and takes a tenth of their time
+    if not has_gpu():  # tested only without a GPU
         postpone_kernels()
     from pearl.worker import (
-        build,  # torch only now: the lifeline must hold from the first moment on
+        build,  # imports torch, so only now: the lifeline must hold from the first moment on
     )
 
     gc.freeze()

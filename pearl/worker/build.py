@@ -56,7 +56,7 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
-    """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    """Run the target worker, from loading to its end. Raises a `PearlError` for what went wrong."""
     config = settings.config
     model = settings.model
     tracer = _tracer(settings)
@@ -72,13 +72,13 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         warning = shared_gpus(config)
         if warning:
             lifeline.note(warning)
-        pin(config, model.role)  # from here on the draft's cores are none that we may use
+        pin(config, model.role)  # from here on this process may not use the draft's cores
         steps.done("listening, and choosing devices")
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
         is_drafting = is_head(config.draft)
         digest = b""
-        if config.has_draft:  # its token ids are compared with ours, or it translates
+        if config.has_draft:  # its vocabulary must be the same as ours, or it translates
             spoken = tokenizer
             if not is_drafting:
                 draft = _tokenizer(config.model("draft"), progress)
@@ -130,7 +130,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
 
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
-    """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    """Run the draft worker, from loading to its end. Raises a `PearlError` for what went wrong."""
     config = settings.config
     model = settings.model
     tracer = _tracer(settings)
@@ -202,7 +202,10 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
 def _spoken(
     config: EngineConfig, progress: Progress
 ) -> tuple[Translation | None, Tokenizer, ModelConfig]:
-    """How the draft translates, if it must; the tokenizer of the tokens that it speaks, and the model that has it."""
+    """Return (translation, tokenizer, model) of the token ids that the draft sends.
+
+    `translation` is None if the draft need not translate. The ids are those of `tokenizer`, which comes with `model`.
+    """
     trust = config.trust_remote_code
     if is_head(config.draft):
         return None, _tokenizer(config.model("target"), progress), config.model("target")
@@ -218,8 +221,10 @@ def _keys(settings: WorkerSettings) -> Keys | None:
 
 
 def _tracer(settings: WorkerSettings) -> Tracer:
-    """This worker's. A part stands beside the file that it will become, or with the sockets where a front asked for it:
-    no front can name a file for us to write.
+    """Return this worker's tracer.
+
+    With `config.trace`, the part is written next to that file. If a front asks for a recording, the part is written to
+    the engine's directory: no front can name a file for us to write.
     """
 
     def recorder(trace: Path) -> Recorder:
@@ -236,13 +241,13 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
-    """One that decodes: the front has encoded what comes."""
+    """Return a tokenizer that only decodes: the front has encoded the prompts."""
     trust = model.trust_remote_code
     return load_tokenizer(model.spec, trust_remote_code=trust, progress=progress, encodes=False)[0]
 
 
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:
-    """Of texts held to a grammar. The tokenizer is read again then: few requests ask for it."""
+    """Return the guides of texts held to a grammar; they read the tokenizer again, as few requests need it."""
 
     return Guides(
         lambda: load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code)[0], vocab_size
@@ -250,11 +255,13 @@ def _guides(model: ModelConfig, vocab_size: int) -> Guides:
 
 
 def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Datastore | None:
-    """The one that guesses come from, for a model of so many ids. Raises `ConfigError`."""
+    """Return the datastore that guesses come from, for a model of `vocab_size` ids; None without.
+    Raises `ConfigError`.
+    """
     if config.datastore is None:
         return None
     store = Datastore(Path(config.datastore), vocab_size)
-    # A draft may have fewer ids: they are compared with the target's.
+    # A draft may have fewer ids; its vocabulary is compared with the target's instead.
     if tokenizer.vocab_size >= store.header.vocab_size:
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
@@ -268,16 +275,16 @@ def make_runner(
     target: str = "",
     shares: bool = False,
 ) -> ModelRunner:
-    """Loads the model on `device`. Raises `ModelError`.
+    """Load the model on `device`. Raises `ModelError`.
 
     Args:
         features: see `load_runner`.
-        target: names the model that it drafts for, should it be a head.
+        target: if the model is a draft: its target, which a head needs.
         shares: whether the target has the same GPU.
     """
     runner: ModelRunner
     spare = 0
-    if model.role == "draft" and not shares:  # else the target is to find the memory
+    if model.role == "draft" and not shares:  # if the GPU is shared, leave the memory to the target
         spare = BRANCHES
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
@@ -301,7 +308,7 @@ def make_runner(
 def _channel(
     settings: WorkerSettings, rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
-    """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
+    """Return a function vocabulary size -> tensor channel; None if dense rows are sent as frames."""
     config = settings.config
     kind = settings.tensors or config.tensors
     if kind != "nccl" or not config.has_draft:

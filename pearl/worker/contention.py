@@ -1,7 +1,7 @@
-"""How long the threads that compute in this process were ready to run but had no core, because others had it.
+"""How long the computing threads of this process were ready to run but had no core, because other threads had it.
 
-Linux counts nanoseconds for each thread in `/proc/self/task/ID/schedstat`: first those on a core, then those ready
-without one.  Where it does not, as in some sandboxes, nothing is known and no wait is told.
+Linux counts nanoseconds for each thread in `/proc/self/task/ID/schedstat`: first the time on a core, then the time
+ready without a core.  Without this file, as in some sandboxes, the waits are unknown and count as 0.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _THREADS = Path("/proc/self/task")
-# Of the need for a core of the thread that needs it most: a thread that reads sockets needs far
-# less.
+# A thread computes if it needs a core for at least this share of the time that the busiest thread
+# does; a thread that reads sockets needs far less.
 _COMPUTES = 0.5
 
 
 class ThreadTime(NamedTuple):
-    """Seconds of one thread: on a core, and ready without one."""
+    """Seconds that one thread ran on a core, and seconds that it was ready but had no core."""
 
     ran: float = 0.0
     waited: float = 0.0
@@ -32,13 +32,15 @@ class CoreWait:
         self._before = thread_times()
 
     def share(self) -> float:
-        """The share of the time since then in which a computing thread waited: of the thread that waited longest."""
+        """Return the share of the time since construction that a computing thread waited;
+        the largest of all threads.
+        """
         seconds = max(1e-9, time.monotonic() - self._began)
         return min(1.0, longest_wait(self._before, thread_times()) / seconds)
 
 
 def longest_wait(before: dict[int, ThreadTime], after: dict[int, ThreadTime]) -> float:
-    """The most seconds that a computing thread waited between two readings."""
+    """Return the seconds that a computing thread waited between two readings; the most of all threads."""
     times = []
     for thread, end in after.items():
         start = before.get(thread, ThreadTime())
@@ -52,7 +54,7 @@ def longest_wait(before: dict[int, ThreadTime], after: dict[int, ThreadTime]) ->
 
 
 def thread_times() -> dict[int, ThreadTime]:
-    """By thread of this process; empty where the system does not tell."""
+    """Return the times of each thread of this process; empty if the system does not report them."""
     times = {}
     for thread in os.listdir(_THREADS):
         try:

@@ -49,7 +49,7 @@ from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-# Tokens: a longer forward is announced, as it may take longer than the peers bear silence.
+# Tokens. A longer forward is announced, as it may take longer than the peers tolerate silence.
 MAX_UNANNOUNCED = 8
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
@@ -58,9 +58,9 @@ class DraftWorker:
     """Drafts for one target until `stopping()`.
 
     Args:
-        welcomed: called with the target's introduction before anything is drafted; returns the executor that fits it,
-            and how its distributions travel.
-        slots: how many requests it drafts for side by side.
+        welcomed: called with the target's introduction before anything is drafted; returns the executor for this
+            target, and the packer of its distributions.
+        slots: how many requests are drafted for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
         computes: called once in the thread that computes.
         piece: see `Capabilities.prompt_piece`.
@@ -101,7 +101,7 @@ class DraftWorker:
         self._waited = 0.0  # seconds, in the current request
 
     def run(self) -> None:
-        """The loop. Raises `ModelError` if the target refuses this draft."""
+        """Run the loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
             mailbox = TracedMailbox(
                 self._tracer,
@@ -120,7 +120,7 @@ class DraftWorker:
                 self._heartbeat()
 
     def _wait(self) -> None:
-        """Wait for a message; count the time if it is a verdict that is awaited."""
+        """Wait for a message. With a request to draft for, the time counts as waiting for a verdict."""
         began = time.monotonic()
         awaits_verdict = self._drafter.state is not DrafterState.IDLE
         self._receive(_IDLE_SECONDS)
@@ -182,7 +182,10 @@ class DraftWorker:
         self._mail.send(trace)
 
     def _heartbeat(self) -> None:
-        """Sent by the work loop, so that a hung loop falls silent. Sending fails if the connection was cut."""
+        """Send a sign of life to target and launcher, if it is due.
+
+        The work loop sends it, so that a hung loop falls silent. Sending fails if the connection was cut.
+        """
         now = time.monotonic()
         if now - self._beat > self._heartbeat_seconds:
             self._beat = now
@@ -225,7 +228,7 @@ class DraftWorker:
         self._packer.send(announced)
 
     def _draft(self) -> None:
-        """One forward for all requests that are to be drafted for."""
+        """Compute one forward for all requests that wait for one."""
         drafts = self._batch.take()
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED

@@ -35,19 +35,20 @@ from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
-# Between pings to a draft that is waited for: a dead process's socket refuses them at once.
+# Between pings to a silent draft: the socket of a dead process refuses them at once.
 PROBE_SECONDS = 0.1
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
-_IGNORED = DraftTokens(-1, 0, 0, ())  # of no request: in place of what is not examined
+_IGNORED = DraftTokens(-1, 0, 0, ())  # of no request; replaces what is not examined
 
 
 class DraftLink:
-    """The draft that is connected, none at first.
+    """The connected draft; at first there is none.
 
     Args:
         channel: opens the tensor channel; only for the draft that is there at start, as a process group cannot be
             rejoined.
-        send, post: send a message to the draft: at once, and in the mailbox's thread.
+        send: sends a message to the draft at once.
+        post: sends a message to the draft in the mailbox's thread.
         handle: takes an event of the protocol.
     """
 
@@ -67,19 +68,19 @@ class DraftLink:
         self._post = post
         self._handle = handle
         self.peer: Peer | None = None
-        self.context = 0  # tokens that its model holds
+        self.context = 0  # tokens that the draft's model holds
         self.health = DraftHealth(settings.config.draft_timeout)
         self._channel: TensorChannel | None = None
         # Why and when the draft was lost, until it is reported.
         self._loss: tuple[str, float] | None = None
         self._probed = 0.0
-        self._sent_ns = 0  # our last message to it
-        self._answered_ns = 0  # the last ping that it has answered
+        self._sent_ns = 0  # when our last message was sent
+        self._answered_ns = 0  # when the last ping that the draft has answered was sent
 
     # ---- connecting ----
 
     def fits(self, peer: Peer, hello: Hello) -> bool:
-        """Whether a draft speaks our version and has the target's tokens; else tell it why not."""
+        """Return whether a draft speaks our version and has the target's vocabulary; if not, tell the draft why."""
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
@@ -97,13 +98,13 @@ class DraftLink:
             self._channel = self._open_channel()
 
     def lose(self, why: str) -> None:
-        """Give the draft up. One that is still connected exits on this error; its launcher restarts it."""
+        """Give the draft up. If it is still connected, it exits on this error, and its launcher restarts it."""
         self._loss = (why, time.monotonic())
         self.post(Error(-1, "DraftLost", why))
         self.close()
 
     def report_loss(self, until: float = inf) -> None:
-        """Log a loss that is not reported yet, if it was before the time `until`."""
+        """Log a loss that is not yet logged, if it happened before the time `until`."""
         if self._loss is not None and self._loss[1] < until:
             log.warning("draft lost: %s; the target goes on alone", self._loss[0])
             self._loss = None
@@ -115,7 +116,7 @@ class DraftLink:
             self._channel = None
 
     def send(self, message: Message) -> None:
-        """Send at once, if there is a draft."""
+        """Send at once, if there is a draft; before a verdict, send the hidden states that go with it."""
         if self.peer is not None:
             self._sent_ns = time.monotonic_ns()
             if isinstance(message, Verdict):
@@ -133,9 +134,9 @@ class DraftLink:
     def receive(
         self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator
     ) -> None:
-        """Hand the loop's `handle` the protocol's events that a message means, one after the other.
+        """Pass the events of the protocol that follow from a message to `handle`, one by one.
 
-        Raises `DraftLost` where the draft is not worth waiting for any more.
+        Raises `DraftLost` if the draft is no longer worth waiting for.
         """
         match message:
             case DraftTokens():
@@ -154,20 +155,22 @@ class DraftLink:
         message = self.with_needed_rows(received)
         if message is None:
             return
-        # A token of a block took a search of as many levels, each a forward of many rows or many forwards.
+        # Tokens of a block may take `block` times as long: they come from a search of as many levels, and each level is
+        # one forward of many rows, or many forwards.
         levels = 1
         if message.request in coordinator.running:
             levels = coordinator.running[message.request].request.block
         self._handle(message)
-        # Only now: `took` may find the draft lost, though these tokens are good.
+        # Only now: `took` may raise `DraftLost`, though these tokens are good.
         self.health.took(message.request, message.seconds / levels, coordinator.speeds)
 
     def _receive_heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> None:
-        """The one that says how long a token takes it admits the draft."""
+        """Handle a heartbeat. The one named "calibrated", with the draft's seconds per token, admits the draft."""
         if heartbeat.work == "prefill":
             self.health.announced(heartbeat.seconds)
         waiting = list(coordinator.waiting)
-        # Over a slow link a heartbeat may be older than our last message; it is not once a later ping was answered.
+        # Over a slow link, the draft may have sent the heartbeat before our last message arrived. Once the draft has
+        # answered a later ping, that is ruled out.
         is_news = self._answered_ns > self._sent_ns
         if self.health.stalled(heartbeat.work, bool(waiting) and is_news):
             log.warning(
@@ -179,9 +182,9 @@ class DraftLink:
             self._handle(DraftJoined(self.context, heartbeat.seconds))
 
     def look(self, coordinator: Coordinator, now: float) -> None:
-        """Probe a silent draft; end the drafting of requests for which it has sent nothing for too long.
+        """Probe a silent draft. Go on without the draft in requests for which it has sent nothing for too long.
 
-        Raises `DraftLost` if it has been silent for too long.
+        Raises `DraftLost` if the draft has been silent for too long.
         """
         silent = self.health.silence.seconds
         if silent > self._settings.config.draft_timeout:
@@ -196,7 +199,7 @@ class DraftLink:
         self._answered_ns = pong.sent
 
     def compare_clocks(self, tracer: Tracer) -> None:
-        """For a trace, if one is recorded."""
+        """Send pings that give the clock offset, if a trace is recorded."""
         if tracer.recorder is not None:
             for _ in range(_CLOCK_PINGS):
                 self.post(Ping(time.monotonic_ns()))
@@ -204,13 +207,13 @@ class DraftLink:
     # ---- its distributions ----
 
     def examined(self, peer: Peer, message: Message) -> Message:
-        """Check a message of the draft by itself and make tensors of its distributions; runs in the mailbox's thread.
+        """Check a message of the draft and make tensors of its distributions; runs in the mailbox's thread.
 
-        Only of the draft: a few bytes of any other peer would become a vocabulary for each token. Waits here, beside
-        the forwards of the loop, for announced rows.
+        Draft tokens of any other peer are ignored: a few bytes could become a row of the whole vocabulary for each
+        token. Announced rows are waited for here, while the loop computes.
 
-        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them, `TransportError`
-        if announced rows do not come.
+        Raises `RemoteProtocolError` for a token id that the target lacks, or a row that is no distribution;
+        `TransportError` if announced rows do not come.
         """
         if not isinstance(message, DraftTokens):
             return message
@@ -232,7 +235,7 @@ class DraftLink:
         return message.changed(rows=self._unpacked(message.rows, vocab))
 
     def _unpacked(self, rows: tuple[Any, ...], vocab: int) -> tuple[Any, ...]:
-        """The rows as tensors [vocab]: those in the message, and those that it has announced."""
+        """Return the rows as tensors [vocab]; those that the message only announces are received from the channel."""
         tensors = list(rows)
         announced: list[int] = []
         for index, row in enumerate(rows):
@@ -247,10 +250,10 @@ class DraftLink:
         return tuple(tensors)
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
-        """The message with the distributions that its request's rule judges with, or without any.
+        """Return the message with its distributions if the request's rule judges with them, otherwise without any.
 
-        None for a request that was not opened: no draft knows it yet. Raises `RemoteProtocolError` if distributions
-        are missing.
+        None for a request that was not opened: no draft knows it yet. Raises `RemoteProtocolError` if distributions are
+        missing.
         """
         needs = self._executor.needs_rows(message.request)
         if needs and not message.rows:
@@ -262,9 +265,10 @@ class DraftLink:
         return message
 
     def _receive_announced(self, count: int) -> torch.Tensor:
-        """Receive announced rows [count, vocab] at once, stale ones included, so that the channel stays in step.
+        """Receive `count` announced rows at once, [count, vocab].
 
-        Raises `RemoteProtocolError` for what is no distribution, `TransportError` if nothing comes.
+        Stale rows are received too, so that the channel stays in step. Raises `RemoteProtocolError` for a row that is
+        no distribution, `TransportError` if the rows do not come.
         """
         channel = self._channel  # the loop may close it at any time
         if channel is None:

@@ -1,4 +1,4 @@
-"""The draft's side of how draft distributions travel. Knows no sockets."""
+"""How the draft sends its distributions: within the message, or over the tensor channel. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pearl.transport.base import TensorChannel
 class RowPacker:
     """Decides how each distribution travels: sparse ones inline, dense ones over the channel if there is one.
 
-    `send` sends a channel row after its announcement, so the target never waits for what was not announced.
+    A row goes over the channel only after the message that announces it is out: the target waits for announced rows
+    only.
     """
 
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
 
     def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
-        """Announce distributions, or copy them to the host; `packed` does the rest.
+        """Announce the distributions that go over the channel, and copy the others to the host; `packed` makes bytes of
+        these.
 
         Returns:
             The message, and the announced tensors for `send`.
@@ -39,7 +41,7 @@ class RowPacker:
         return message, announced
 
     def send(self, announced: Sequence[torch.Tensor]) -> None:
-        """Send the rows that the last message announced, once it is out."""
+        """Send the rows that the last message announced; call once that message is out."""
         for probs in announced:
             assert self._channel is not None
             self._channel.send(probs)
@@ -50,7 +52,9 @@ class RowPacker:
 
 
 def packed(message: Message, waited: float = 0.0) -> Message:
-    """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
+    """Return the message as it is sent: with distributions as bytes,
+    and the seconds that the draft has waited so far.
+    """
     if not isinstance(message, DraftTokens) or not (message.rows or waited):
         return message
     rows = list(message.rows)
@@ -61,7 +65,7 @@ def packed(message: Message, waited: float = 0.0) -> Message:
 
 
 def _on_host(probs: torch.Tensor) -> torch.Tensor:
-    """Copy [vocab] to the host, from a GPU into pinned memory; waits for the copy."""
+    """Return `probs` [vocab] on the host; from a GPU it is copied into pinned memory, and the copy is waited for."""
     if probs.is_cpu:
         return probs
     copied = probs.to("cpu", non_blocking=True)

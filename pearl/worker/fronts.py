@@ -1,4 +1,4 @@
-"""The fronts that are attached to a target worker: which requests are whose, their times and their results."""
+"""The fronts that are attached to a target worker: which front submitted each request, its times and its results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Fronts:
         self._unwelcomed.clear()
 
     def lose(self, peer: Peer) -> list[int]:
-        """Forget a front that is gone; return its requests, whose results nobody reads."""
+        """Forget a front that is gone; return our numbers of its requests, whose results nobody reads."""
         self.attached.discard(peer)
         numbers = self._requests(peer)
         for number in numbers:
@@ -121,7 +121,7 @@ class Fronts:
         self._undelivered.append(message)
 
     def flush(self) -> None:
-        """Send what `deliver` has taken, in its order."""
+        """Send what `deliver` has taken, in the same order."""
         for message in self._undelivered:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())

@@ -1,4 +1,4 @@
-"""Whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
+"""Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_ALLOWED = 10
 # After this many heartbeats of an idle draft that the target waits for, a message was lost and the
 # target sends the whole prefix again.
 _STALLED_BEATS = 2
-_STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
+_STALLED_FOR_GOOD = 8
 _AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
 
 
 class _Progress(NamedTuple):
-    """The furthest that a request has come: (committed tokens, tokens with the pending ones), and since when."""
+    """The furthest that a request has come, (committed tokens, committed and pending tokens), and since when."""
 
     lengths: tuple[int, int]
     since: float
@@ -40,16 +40,16 @@ class _SlowRun(NamedTuple):
 
 
 class DraftHealth:
-    """Health of the draft that is connected now. `timeout`: seconds of silence after which a draft is lost."""
+    """Health of the connected draft. `timeout`: seconds of silence after which a draft is lost."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.silence = Silence()
-        self._usual_pace = 0.0  # seconds per token, measured when it joined
+        self._usual_pace = 0.0  # seconds per token, measured when the draft joined
         self.joined()
 
     def joined(self) -> None:
-        """Start again: another draft has connected."""
+        """Start anew: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
         self._progress: dict[int, _Progress] = {}  # by waiting request
@@ -68,14 +68,14 @@ class DraftHealth:
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
-        """Tokens have come, so nothing is stalled."""
+        """Take in that tokens have come, so nothing is stalled."""
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
         """Return the waiting requests that made no progress for too long, though the draft is not silent.
 
         Args:
-            waiting: request -> (committed tokens, tokens with the pending ones).
+            waiting: request -> (committed tokens, committed and pending tokens).
             now: seconds.
         """
         progress: dict[int, _Progress] = {}
@@ -91,7 +91,7 @@ class DraftHealth:
         return overdue
 
     def took(self, request: int, seconds: float, speeds: Speeds) -> None:
-        """Note the seconds that a token took. Raises `DraftLost` after several slow ones.
+        """Note the seconds that a token took. Raises `DraftLost` after several slow tokens of a request.
 
         Slow tokens are counted per request, because one slow forward may yield a token for each of many requests.
         """
@@ -115,9 +115,9 @@ class DraftHealth:
 
         Args:
             work: the draft's state.
-            awaited: whether the target waits for its tokens.
+            awaited: whether the target waits for the draft's tokens.
 
-        Raises `DraftLost` if giving it the whole prefix again has not helped.
+        Raises `DraftLost` if giving the draft the whole prefix again has not helped.
         """
         if work not in _AT_REST or not awaited:
             self._stalled_beats = 0

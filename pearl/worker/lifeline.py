@@ -1,8 +1,8 @@
 """A worker's connection to its launcher: settings come in, status goes out, and the worker ends with its launcher.
 
-The launcher holds the other end of the worker's stdin while it lives, so end-of-file means that it is gone, for
-whatever reason. A child forked by the launcher may hold that end as well: so any input ends the worker too, and the
-parent's id is checked.
+The launcher holds the other end of the worker's stdin while it lives, so end-of-file means that the launcher is gone,
+for whatever reason. A child forked by the launcher may hold that end as well. So the worker also ends on any input, and
+it checks the id of its parent process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from pearl.worker.settings import WorkerSettings
 
-DIRECTORY = "PEARL_DIRECTORY"  # of the environment: where the sockets are
+DIRECTORY = "PEARL_DIRECTORY"  # environment variable: the directory of the sockets
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is killed
 
@@ -30,14 +30,15 @@ _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is kill
 def _continue_when_orphaned() -> None:
     """Have the kernel send SIGCONT when the launcher dies, so that even a stopped worker ends.
 
-    (Sent when the *thread* that created us ends, perhaps early; harmless to a process that is not stopped.)
+    (The signal comes when the *thread* that created us ends, perhaps early; it does no harm to a process that is not
+    stopped.)
     """
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 class Lifeline:
-    """Reads the settings, then watches stdin in a thread. `closed` is set when the launcher has closed it."""
+    """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher is gone."""
 
     def __init__(self) -> None:
         line = sys.stdin.buffer.readline()
@@ -65,7 +66,7 @@ class Lifeline:
         self.closed.set()
         ended = self._ended.wait(_GRACE_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
-        if not ended:  # it may be waiting for a process of its own: a download
+        if not ended:  # it may be waiting for a child process, such as a download
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(0)
 
@@ -77,7 +78,7 @@ class Lifeline:
             self.closed.set()
 
     def beat(self, allowance: float) -> None:
-        """Send a sign of life, unless the launcher does not read: a stopped one must not block its worker."""
+        """Send a sign of life, unless the launcher does not read: a stopped launcher must not block its worker."""
         if select.select([], [self._status], [], 0)[1]:
             self.tell("beat", allowance=allowance)
 
@@ -89,7 +90,7 @@ class Lifeline:
         self.tell("note", message=message)
 
     def end(self) -> None:
-        """The loop has ended by itself: the watcher need not wait any longer.
+        """Take in that the loop has ended by itself: the watcher need not wait any longer.
 
         If the launcher is gone, the watcher ends the process: if the main thread did so first, the directory might be
         left behind.

@@ -1,8 +1,8 @@
 """Which device and cores each worker computes on.
 
 A forward on several cores is hundreds of short parallel regions. If the kernel may choose, it lets two of the threads
-take turns on one core as soon as any other process wants a core. So each thread has a core of its own; how the threads
-wait for one another is the runner's to say (`ModelRunner.use_threads`).
+take turns on one core as soon as any other process wants a core. So each thread has a core of its own. How the threads
+wait for one another is up to the runner (`ModelRunner.use_threads`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from pearl.errors import ModelError
 from pearl.models.threads import use_torch_threads
 from pearl.protocol.speeds import Cores
 
-_LEFT = 2  # cores that a draft beside a GPU leaves: to the target's host thread and to the client
-_MOST_CORES = 8  # of such a draft, unless the user names others
+# A draft on the CPU, with the target on a GPU, leaves two cores: to the target's host thread and to
+# the client. It has at most eight, unless the user names its cores.
+_LEFT = 2
+_MOST_CORES = 8
 
 
 def occupy(
     cores: Sequence[int], use_threads: Callable[[int], Sequence[int]] = use_torch_threads
 ) -> None:
-    """From here on the calling thread computes on these cores, with a thread on each of them: on the first itself.
+    """Compute on these cores from now on, one thread per core; the calling thread is on the first.
 
-    Threads that it starts itself run on the first one, too.
+    Threads that the calling thread starts itself run on the first core, too.
 
     Args:
         use_threads: see `ModelRunner`; until there is a runner, torch's.
@@ -39,25 +41,26 @@ def occupy(
 
 
 def place(config: EngineConfig, role: ModelRole) -> torch.device:
-    """The (first) device of this worker. Raises `ModelError` where it is not there."""
+    """Return the (first) device of this worker. Raises `ModelError` if this machine does not have it."""
     device = settled(config, role)
     gpus = torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    # Of several, the launcher made them the only visible ones.
+    # Several GPUs: the launcher has made all others invisible.
     index = 0 if len(device.gpus) > 1 else device.gpus[0]
     if index >= gpus or len(device.gpus) > gpus:
         raise ModelError(f"device {config.model(role).device} is not there: torch sees {gpus} GPUs")
-    # Pinned memory would otherwise open a context on the first GPU, the other's.
+    # Pinned memory would otherwise open a context on the first GPU, which may be the other worker's.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def settled(config: EngineConfig, role: ModelRole) -> Device:
-    """What `auto` comes to on this host, and `cpu` for a draft beside a GPU; other devices are themselves.
+    """Return the worker's device on this host: resolves `auto`, and `cpu` for a draft whose target is on a GPU.
 
-    The target has the first GPU, the draft the first that the target leaves, or the last where it leaves none.
-    Otherwise as many cores for each worker of this host.  A draft beside a GPU has a few cores and leaves two.
+    With GPUs, `auto` gives the target the first GPU. The draft gets the first GPU that the target leaves, or the last
+    GPU if it leaves none.  Without GPUs, the workers of this host share the cores equally.
+    A draft on the CPU, with the target on a GPU, gets all cores but two, at most eight.
     """
     device = config.model(role).place
     is_cpu_draft = role == "draft" and device == Device("cpu") and config.one_host
@@ -82,7 +85,7 @@ def _settled_gpu(config: EngineConfig, role: ModelRole) -> int:
 
 
 def shared_gpus(config: EngineConfig) -> str:
-    """What it means that target and draft have a GPU in common; empty where they have none."""
+    """Return a warning if target and draft have a GPU in common; empty if they have none."""
     if not config.has_draft or not config.one_host:
         return ""
     target_gpus = set(settled(config, "target").gpus)
@@ -97,10 +100,12 @@ def shared_gpus(config: EngineConfig) -> str:
 
 
 def pin(config: EngineConfig, role: ModelRole) -> None:
-    """Pins this thread, and those it starts, to the cores of its device; a GPU's host threads to those that the other
-    worker leaves, whose forward would wait for the thread that has to share its core.
+    """Pin this thread, and those it starts, to the cores of its device.
 
-    Threads that run already (of the sockets) stay unpinned.
+    The host threads of a GPU are pinned to the cores that the other worker leaves: if one shared a core with the other
+    worker's forward, that forward would wait for it.
+
+    Threads that are already running (of the sockets) stay unpinned.
     """
     cores = settled(config, role).cores
     if cores is not None:
@@ -113,9 +118,9 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
 
 
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
-    """The cores that the target can compute on; empty where there is only one way to.
+    """Return the cores that the target can compute on; empty if there is only one choice.
 
-    To be asked before the target is pinned: what `auto` comes to goes by the cores that this process may have.
+    Call before the target is pinned: `auto` depends on the cores that this process may use.
     """
     target_cores = settled(config, "target").cores
     if target_cores is None:
@@ -130,7 +135,11 @@ def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
 
 
 def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
-    """The first have one more where they cannot be equal; where there are too few, some have the same one."""
+    """Return part number `which` of `of` equal parts of the cores.
+
+    If the cores cannot be divided equally, the first parts have one more. If there are too few, some parts have the
+    same core.
+    """
     start = -(-which * len(cores) // of)
     end = -(-(which + 1) * len(cores) // of)
     return tuple(cores[start:end]) or (cores[which % len(cores)],)

@@ -1,4 +1,4 @@
-"""Recordings that fronts request of a target worker: one at a time."""
+"""Recordings (traces) that fronts request from a target worker, one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pearl.worker.fronts import Post
 
 
 class Recordings:
-    """Begins and ends recordings, and tells the fronts once both workers have done it.
+    """Begins and ends recordings, and tells the fronts once target and draft have both done so.
 
     Args:
         post: sends a message to a front.
@@ -19,12 +19,14 @@ class Recordings:
     def __init__(self, tracer: Tracer, post: Post) -> None:
         self._tracer = tracer
         self._post = post
-        # Fronts that wait for the draft to have done the same.
+        # Fronts to be told once the draft has done the same.
         self._waiting: list[tuple[Peer, Trace]] = []
         self._recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:
-        """Begin or end a recording for a front; return the message for the draft, None where it is not for it."""
+        """Begin or end a recording for a front; return the message to pass on to the draft,
+        None if this failed here.
+        """
         try:
             if trace.on:
                 self._tracer.start(trace.number)
@@ -38,7 +40,9 @@ class Recordings:
         return trace
 
     def lose(self, peer: Peer) -> Trace | None:
-        """A front is gone: end its recording; return the message for the draft if there was one."""
+        """Take in that a front is gone: end its recording. Return the message for the draft; None if it was not
+        recording.
+        """
         self._waiting = [(front, trace) for front, trace in self._waiting if front != peer]
         if self._recorder != peer:
             return None
@@ -52,7 +56,9 @@ class Recordings:
             self._recorder = None
 
     def done(self, echo: Trace | None = None) -> None:
-        """Tell who waits, now that the draft has confirmed `echo`, or is gone (None)."""
+        """Tell the fronts that wait: the draft has confirmed `echo`; if None, the draft is gone,
+        so tell all of them.
+        """
         waiting = self._waiting
         self._waiting = []
         for peer, trace in waiting:

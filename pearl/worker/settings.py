@@ -13,9 +13,9 @@ from pearl.config import EngineConfig, ModelConfig, ModelRole
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What a target's loop takes: the engine's settings, and what is known of the loaded target.
+    """Settings of a target's loop: the engine's settings, and what is known of the loaded target.
 
-    `vocab_digest`: of its tokens; a draft must bring the same.
+    `vocab_digest`: digest of the target's vocabulary; a draft must send the same.
     """
 
     config: EngineConfig
@@ -30,8 +30,9 @@ class WorkerSettings(BaseModel):
     Attributes:
         address: where the target listens or is to listen.
         directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
-        tensors: how dense draft rows travel, if not as configured.
-        run: names the run in traces, if `directory` is not the target's: the target's directory on its own host.
+        tensors: how dense draft rows travel; None: as configured.
+        run: name of the run in traces; empty: `directory` is the name. A worker on another host than the target gets
+            the target's directory as name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

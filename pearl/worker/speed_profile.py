@@ -1,10 +1,11 @@
 """Profiles: the speeds of a pair on this machine, as `pearl calibrate` measured them, kept for later engines.
 
-If there is none, the forward times that a start has measured are kept for a day, so that the next start need not.
+If there is no profile, the forward times that an engine measures at its start are kept for a day, so that the next
+start need not measure them.
 
 A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
-are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, except those
-whose rule makes them depend on the window (`ratio` under `sd`).
+are its key.  A target worker starts with the profile's speeds and corrects them while it runs. Texts do not depend on
+the profile, except those whose rule makes them depend on the window (`ratio` under `sd`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pearl.trace.recorder import where_and_what
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-# Raised when forwards of the same settings come to take another time; 4: our products on a CPU.
+# Raised when new code changes forward times under the same settings; 4: our products on a CPU.
 _ARITHMETIC = 4
 _SETTINGS = (  # those that speeds depend on
     "target_device",
@@ -42,12 +43,15 @@ _SETTINGS = (  # those that speeds depend on
     "target_pace",
     "draft_pace",
 )
-# How long a start's measurement is used: something else may have kept the machine busy.
+# How long the measurement of a start is used: other programs may have slowed it.
 _TIMES_SECONDS = 24 * 3600.0
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
-    """What a profile holds for. Call before this process is pinned: its cores are those that the process may use."""
+    """Return what a profile holds for: all that speeds depend on.
+
+    Call before this process is pinned: the key has the cores that the process may use.
+    """
     here = where_and_what()
     gpus = Path("/proc/driver/nvidia/gpus").glob("*/information")
     return {
@@ -64,7 +68,7 @@ def key(config: EngineConfig) -> dict[str, Any]:
 
 
 def path_of(config: EngineConfig) -> Path:
-    """The file of this pair's profile on this machine."""
+    """Return the file of this pair's profile on this machine."""
     digest = blake2b(json.dumps(key(config), sort_keys=True).encode(), digest_size=8).hexdigest()
     return cache_directory() / "profiles" / f"{digest}.json"
 
@@ -77,9 +81,9 @@ def save(config: EngineConfig, profile: Profile) -> Path:
 
 
 def load(config: EngineConfig) -> Profile | None:
-    """The profile of this pair on this machine; None: there is none, or `config.profile` wants none.
+    """Return the profile of this pair on this machine; None if there is none, or if `config.profile` is "none".
 
-    A damaged one is ignored, with a warning.
+    A damaged profile is ignored, with a warning.
     """
     path = path_of(config)
     if config.profile == "none" or not path.exists():
@@ -102,14 +106,14 @@ def load(config: EngineConfig) -> Profile | None:
         log.warning("profile %s is not read (%s): make one with pearl calibrate", path, error)
         return None
     if not profile.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
-        return None  # of a start, long ago
+        return None  # measured at a start, more than a day ago
     return profile
 
 
 def keeper(config: EngineConfig) -> Callable[[Profile], None]:
-    """Keeps the forward times that a start of this pair has measured. Call before this process is pinned.
+    """Return a function that keeps the forward times measured at a start of this pair.
 
-    Nothing is kept of toys, nor if `config.profile` is not "auto".
+    Call before this process is pinned. The function does nothing for toys, or if `config.profile` is not "auto".
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
         return lambda profile: None
@@ -138,7 +142,9 @@ def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
 
 
 def _identity(spec: str) -> str:
-    """A model on this machine: its path and when its files were last changed; any other: its name."""
+    """Return what identifies a model on this machine: its path with a digest of its files' sizes and times, or its
+    name.
+    """
     path = Path(spec)
     if not path.exists():
         return spec

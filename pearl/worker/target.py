@@ -1,7 +1,7 @@
 """The target worker's loop: messages in, commands carried out, messages out.
 
-It sees interfaces only: an endpoint, a runner behind an executor, a coordinator that decides. `fronts` has the requests
-of each front, `draft_link` the draft as a peer, `recording` the recordings; here is the order of things.
+The loop sees interfaces only: an endpoint, a runner behind an executor, a coordinator that decides. `fronts` has the
+requests of each front, `draft_link` the draft as a peer, `recording` the recordings; this file has the order of things.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ from pearl.worker.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
-# Until a lost draft is reported: a front that ends closes both workers, and the draft may be first.
+# Delay before a lost draft is reported: a front that ends closes both workers, and the draft may end first.
 _LOSS_SECONDS = 0.5
 # Share of a forward's usual time on a device during which the draft's tokens are handled.
 _HANDLING = 0.8
-# Between two looks whether the device is done: waiting longer would show in its measured times.
+# Between two checks whether the device is done: a longer nap would show in the measured times.
 _NAP_SECONDS = 1e-3
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
-_WARN_SECONDS = 10.0  # between two lines of a kind about peers and their requests
+_WARN_SECONDS = 10.0  # between two equal log lines about peers and their requests
 
 
 class TargetWorker:
@@ -85,8 +85,8 @@ class TargetWorker:
 
     Args:
         channel: opens the tensor channel to the draft; None: dense distributions come as frames.
-        profile: what is known of the pair; None: nothing.
-        measured: called with the measured profile if nothing was known, once requests can be served.
+        profile: known speeds of the pair; None if none are known.
+        measured: if `profile` is None: called with the measured speeds, once requests can be served.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TargetWorker:
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
         #: request -> why it cannot be computed: the answer to its next forward
         self._failures: dict[int, ForwardError] = {}
-        self._core_waits: dict[int, CoreWait] = {}  # request -> since it began
+        self._core_waits: dict[int, CoreWait] = {}  # by request, from its prefill on
         self._is_ready = False
         self._reassured = 0.0
         self._looked = 0.0
@@ -142,7 +142,7 @@ class TargetWorker:
         self._prefill_pace = 0.0  # seconds per token of the last long forward
 
     def run(self) -> None:
-        """The loop. Between any two forwards it looks at its messages."""
+        """Run the loop. Between any two forwards it handles messages."""
         mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined)
         with mailbox as self._mail:
             try:
@@ -180,8 +180,10 @@ class TargetWorker:
             self._take(peer, message)
 
     def _meanwhile(self) -> None:
-        """While a device computes: send what the fronts are due, and take the draft's tokens, whose handling would
-        otherwise keep the device waiting. Other messages wait: they may change what is being computed, or recorded.
+        """Use the time while a device computes: send messages due to the fronts, and handle the draft's tokens.
+
+        Handling those tokens after the forward would keep the device waiting. Other messages are handled after it: they
+        may change what is being computed, or recorded.
         """
         self._fronts.flush()
         runner = self._executor.runner
@@ -289,7 +291,7 @@ class TargetWorker:
             self._draft.open_channel()
             self._calibrate()
         elif self._tracer.number:
-            # Its predecessor was lost; this one sends frames, as a process group cannot be rejoined.
+            # The draft before it was lost; this one sends frames, as a process group cannot be rejoined.
             self._draft.post(Trace(self._tracer.number, True))
         self._draft.health.joined()
 
@@ -302,13 +304,15 @@ class TargetWorker:
         speeds.target.settle()
 
     def _handle_draft(self, event: object) -> None:
-        """Take an event that a message of the draft meant."""
+        """Handle an event of the protocol that follows from a message of the draft."""
         self._handle(event)
         if isinstance(event, DraftJoined):
             self._admit_draft(event.seconds)
 
     def _admit_draft(self, seconds: float) -> None:
-        """A draft has measured that a token takes it `seconds`."""
+        """Take in that a draft is ready and takes `seconds` per token: begin to serve requests, or log that it has
+        joined.
+        """
         is_news = self._draft.health.calibrated(seconds)
         if not self._is_ready:
             self._become_ready()
@@ -318,7 +322,7 @@ class TargetWorker:
         self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
-        """Go on alone; unless this worker ends, because its draft ends then, too."""
+        """Go on without the draft. If this worker is ending, the draft is ending too, so that is no loss."""
         if self._stopping():
             self._draft.close()
             return
@@ -337,11 +341,11 @@ class TargetWorker:
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
             heartbeat = Heartbeat(self._num_forwards, self._coordinator.state.value, 0)
-            for peer in self._fronts.attached:  # sending finds those that are gone
+            for peer in self._fronts.attached:  # sending shows which fronts are gone
                 self._mail.post(heartbeat, peer)
 
     def _record(self, trace: Trace | None) -> None:
-        """A recording has begun or ended here: the draft is to do likewise."""
+        """Have the draft begin or end the recording that has begun or ended here. `trace`: None if none has."""
         if trace is None:
             return
         if self._draft.peer is None:
@@ -350,7 +354,7 @@ class TargetWorker:
         self._draft.compare_clocks(self._tracer)
 
     def _warn(self, text: str, why: object) -> None:
-        """Now and then: a peer may send faults as fast as it likes."""
+        """Log a warning, each `text` at most once in 10 seconds: a peer may send faults as fast as it likes."""
         now = time.monotonic()
         if now - self._warned.get(text, -_WARN_SECONDS) >= _WARN_SECONDS:
             self._warned[text] = now
@@ -409,7 +413,7 @@ class TargetWorker:
             self._failures[request] = error
 
     def _forward(self) -> None:
-        """One forward for all requests that are ready for one."""
+        """Compute one forward for all requests that are ready for one."""
         if not self._executor.launches:
             self._fronts.flush()
         commands = self._batch.take()
@@ -440,7 +444,7 @@ class TargetWorker:
         return self._executor.forward(commands, self._meanwhile)
 
     def _announce(self, fed: int) -> None:
-        """Tell the fronts that wait how long they may hear nothing: for a forward of `fed` tokens."""
+        """Tell the waiting fronts how long this worker may be silent: for a forward of `fed` tokens."""
         pace = self._prefill_pace
         if not pace:
             pace = self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
