@@ -1,4 +1,4 @@
-"""What happened, in numbers: the statistics of one request, folded from the coordinator's counts and a few times."""
+"""The statistics of one request, computed from the coordinator's counts and from measured times."""
 
 from __future__ import annotations
 
@@ -15,50 +15,51 @@ from pearl.protocol.request import Counts, Tally
 from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 
-ESTIMATED = "estimated"  # a basis of `Statistics.speedup`
+ESTIMATED = "estimated"  # a value of `Statistics.speedup_basis`
 MOST_CORE_WAIT = (
-    0.05  # a share of a reply's time: a reply that waited longer for its cores has no speedup
+    0.05  # share of a reply's time; a reply that waited longer for a core reports no speedup
 )
-_LEAST_FORWARDS = 4  # of one token: fewer are too few for an estimate
+_LEAST_FORWARDS = 4  # one-token forwards that an estimate of the speedup needs
 
 
 @dataclass
 class Statistics(Tally):
-    """One request. Names as vLLM's where they mean what vLLM means by them; only committed tokens count.
+    """The statistics of one request. A name that vLLM has too means the same there; only committed tokens count.
 
     Attributes:
         num_prompt_tokens, num_generated_tokens: tokens; generated ones include an EOS.
-        draft_acceptance_rate: accepted / drafted, as vLLM's; a token that an earlier rejection discarded counts too.
-        acceptance_rate: accepted / judged: the alpha of the papers.
-        mean_run_length: committed tokens a run, its correction (or bonus) included: 1 / (1 - alpha) in theory. A run
-            may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`, which
-            includes a step's correction or bonus too.
-        expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
-            of the total variation distances between draft and target. None where nothing was judged so.
-        expected_rejections_sd: the standard deviation of `num_rejections` from that.
-        bias: of a rule that is not exact the sum over these positions of the total variation distance between the
-            target's distribution and the one that is committed by: the text's own distance is at most its mean. 0 for
-            an exact rule.
-        tokens_per_step: tokens of steps (forwards after the prefill) over steps: those accepted, guessed, corrected,
-            drawn or bonus; without the token that the prefill gave, so it is 1 for method ar.
-        queue_seconds: from the submission to the start of the prefill: other requests came first.
+        draft_acceptance_rate: accepted / drafted, as in vLLM. Drafted tokens include those that were discarded after an
+            earlier rejection.
+        acceptance_rate: accepted / judged, which papers call alpha.
+        mean_run_length: committed tokens per run, with the run's correction or bonus: 1 / (1 - alpha) in theory. A run
+            can last many steps, so this is not vLLM's mean acceptance length; `tokens_per_step` is.
+        expected_rejections: the sum, over all judged positions, of the probability that the token is rejected. For rule
+            ratio this probability is the total variation distance between draft and target. None if no position was
+            judged with such a probability.
+        expected_rejections_sd: the standard deviation of `num_rejections` around `expected_rejections`.
+        bias: for a rule that is not exact, the sum over the same positions of the total variation distance between the
+            target's distribution and the distribution that tokens are committed from. The total variation distance of
+            whole texts is at most the mean of `bias`. 0 for an exact rule.
+        tokens_per_step: tokens committed by steps / steps. A step is a forward after the prefill; the prefill's token
+            is not counted, so method ar has 1.
+        queue_seconds: from the submission to the start of the prefill.
         seconds: from the submission to the last commit.
         seconds_to_first_token: TTFT, from the submission.
-        itl_p50, itl_p99: inter-token latency, quantiles of the seconds between a token and the one before it; 0 where
-            both came with one commit.
-        tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
+        itl_p50, itl_p99: quantiles of the inter-token latency, in seconds. Tokens of one commit arrive together: all
+            but the first of them have a latency of 0.
+        tokens_per_second: tokens after the first commit / seconds after the first commit; 1 / TPOT.
         target_wait_seconds: cause -> seconds.
-        draft_wait_seconds: seconds that the draft waited for verdicts, as it reported with its last tokens.
-        speedup: how many times as fast as the target alone, as far as this reply itself shows. None where nothing was
-            guessed (method ar), where it does not show, and where other requests or programs disturbed it: more than
-            `MOST_CORE_WAIT`, or other requests at the same time.
-        speedup_basis: the way without a draft, "ngram" say, that method auto compared its best way with in this reply;
-            or `ESTIMATED`: tokens_per_second times the mean time of this reply's own forwards of one token, on the
-            cores that they had; empty: there is no `speedup`.
-        core_wait: the share of the time since the prefill began in which a thread that computes for the target was
-            ready to run but had no core, because others had it: of the thread that waited longest.
+        draft_wait_seconds: seconds that the draft waited for verdicts, as the draft reported with its last tokens.
+        speedup: speed relative to the target alone, as far as this reply itself shows it. None if nothing was guessed
+            (method ar), if the reply does not show it, if other requests ran meanwhile, or if `core_wait` exceeds
+            `MOST_CORE_WAIT`.
+        speedup_basis: what `speedup` compares with. Either a method without a draft, such as "ngram", that method auto
+            tried in this reply. Or `ESTIMATED`: `speedup` is then tokens_per_second times the mean time of this
+            reply's one-token forwards. Empty if there is no `speedup`.
+        core_wait: share of the time since the start of the prefill in which a compute thread of the target was ready
+            to run but other threads had all cores; the largest such share of any thread.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
-        t_target_spread: the same while the target has the draft's cores too.
+        t_target_spread: t_target while the target also has the draft's cores.
         speed_ratio: t_target(1) / t_draft.
         window: the last value of c; 0 without a draft.
         draft_lost: whether the draft was lost during the request.
@@ -98,7 +99,7 @@ class Statistics(Tally):
 
     @property
     def late_tokens(self) -> int:
-        """Tokens committed in these seconds."""
+        """Tokens committed after the first commit."""
         return round((self.tokens_per_second or 0.0) * self.late_seconds)
 
     def to_json(self) -> str:
@@ -106,7 +107,7 @@ class Statistics(Tally):
 
     @staticmethod
     def from_json(text: str) -> Statistics:
-        """Decode the fields that this version knows: the target that wrote them may be a newer one."""
+        """Decode the fields that this version knows: the target may run a newer version and send more."""
         return msgspec.json.decode(text, type=Statistics)
 
 
@@ -139,7 +140,7 @@ class Sums:
 
     @property
     def accepted_per_run(self) -> float | None:
-        """Accepted draft tokens of a finished run, on average."""
+        """Mean number of accepted draft tokens in a finished run."""
         accepted = 0
         runs = 0
         for text in self.texts:
@@ -150,7 +151,7 @@ class Sums:
 
     @property
     def mean_run_length(self) -> float | None:
-        """Committed tokens per run, its correction or bonus included."""
+        """Committed tokens per run, with the run's correction or bonus."""
         accepted = self.accepted_per_run
         if accepted is None:
             return None
@@ -159,12 +160,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as summary and chat print it.
+    """A figure of a request's statistics, as the summary and the chat print it.
 
     Attributes:
-        value: its value, None where there is none.
-        is_brief: whether the status line below a reply of the chat has it.
-        remark: a remark in brackets; empty if there is none.
+        value: computes the value; returns None if the statistics have none.
+        is_brief: whether the chat's status line below a reply shows the figure.
+        remark: computes a remark to print in brackets; returns "" for no remark.
     """
 
     name: str
@@ -243,10 +244,10 @@ FIGURES = (
 
 
 def brief(s: Statistics) -> str:
-    """The status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
+    """Return the status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
 
-    It goes on with the speedup over the target alone, if the reply shows one, and with the method that auto settled on,
-    if that uses no draft.
+    The line goes on with the speedup over the target alone, if the reply shows one. If method auto settled on a method
+    without a draft, the line ends with that method.
     """
     parts = [f"{s.num_generated_tokens} tokens"]
     for figure in FIGURES:
@@ -262,14 +263,14 @@ def brief(s: Statistics) -> str:
 
 @dataclass
 class Stopwatch:
-    """When things happened to a request, in seconds of one monotonic clock.
+    """The times of a request's events, in seconds of one monotonic clock.
 
     Attributes:
-        submitted: when it arrived.
-        begun: when work on it began.
-        first, last: its first and its last commit.
-        gaps: (seconds since the commit before, tokens) of each commit but the first.
-        waiting: what it waits for, and since when; None: it does not wait.
+        submitted: when the request arrived.
+        begun: when work on the request began.
+        first, last: times of the first and the last commit.
+        gaps: for each commit but the first, (seconds since the previous commit, number of tokens).
+        waiting: (cause, start) of the current wait; None if the request is not waiting.
         core_wait: as `Statistics.core_wait`.
     """
 
@@ -294,7 +295,7 @@ class Stopwatch:
         self.generated += tokens
 
     def wait(self, cause: str, now: float) -> None:
-        """Note that the request waits from `now` on, unless it waits already."""
+        """Note that the request waits from `now` on, unless a wait is already noted."""
         self.waiting = self.waiting or (cause, now)
 
     def resume(self, now: float) -> None:
@@ -305,9 +306,9 @@ class Stopwatch:
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
-        """The smallest inter-token latency, seconds, that at least `share` of all do not exceed; None without any.
+        """Return a quantile of the inter-token latencies, in seconds; None if there are none.
 
-        Tokens of one commit arrive together: all but the first of them have a latency of 0.
+        The quantile is the smallest latency that at least the fraction `share` of all latencies do not exceed. Tokens of one commit arrive together: all but the first of them have a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:
@@ -320,7 +321,7 @@ class Stopwatch:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first commit over the time after it."""
+        """Tokens after the first commit / seconds after the first commit."""
         seconds = 0.0
         count = 0
         for gap, tokens in self.gaps:
@@ -359,7 +360,7 @@ def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
 def fold(
     counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int
 ) -> Statistics:
-    """The statistics of one finished request."""
+    """Return the statistics of one finished request."""
     speedup = _speedup(counts, watch)
     runs = counts.provenance[Provenance.CORRECTED] + counts.provenance[Provenance.BONUS]
     tally = {field.name: getattr(counts, field.name) for field in fields(Tally)}
