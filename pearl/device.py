@@ -59,11 +59,7 @@ class Device:
         return f"{self.kind}:{','.join(map(str, numbers))}"
 
     def __or__(self, device: Device) -> Device:
-        """Return the union of two devices.
-
-        If either has GPUs, the union is their GPUs. Otherwise the union is their cores; if either is not pinned, the
-        union is not pinned.
-        """
+        """Return the GPUs of both or, if there are none, the cores of both: all cores, if either is not pinned."""
         gpus = set(self.gpus + device.gpus)
         if gpus:
             return Device("cuda", gpus=tuple(sorted(gpus)))

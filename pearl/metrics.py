@@ -308,7 +308,8 @@ class Stopwatch:
     def token_latency(self, share: float) -> float | None:
         """Return a quantile of the inter-token latencies, in seconds; None if there are none.
 
-        The quantile is the smallest latency that at least the fraction `share` of all latencies do not exceed. Tokens of one commit arrive together: all but the first of them have a latency of 0.
+        The quantile is the smallest latency that at least the fraction `share` of all latencies do not exceed. Tokens
+        of one commit arrive together: all but the first of them have a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:
