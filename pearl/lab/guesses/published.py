@@ -1,7 +1,7 @@
-"""Guesses as published, to compare methods with: `NgramIndex` learns its probabilities instead.
+"""Sources of guesses as published, for comparisons with `NgramIndex`, which learns its probabilities.
 
-Each kind of index says where tokens come from and with what probability they enter the tree; the rest (the tree, which
-of its nodes pay, verification) is that of method `ngram`.
+Each index says which tokens enter the tree, and with what probability. All else (the tree, the choice of nodes that
+pay, verification) is as in method `ngram`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex, Occurrence
 from pearl.drafting.output_ngrams import Habits
 from pearl.protocol.messages import Source
 
-# SSSD's weights are not printed. These dampings are the best of a grid of 5 by 4 over 36 greedy answers (3,398 tokens)
-# of SmolLM2-135M to HumanEval, GSM8K and MT-bench. Guesses are then right 1.06 times as often as they say.
+# The paper on SSSD does not print its weights. These dampings are the best of a grid of 5 by 4,
+# over 36 greedy answers (3,398 tokens) of SmolLM2-135M to HumanEval, GSM8K and MT-bench: with them
+# guesses are right 1.06 times as often as their probabilities say.
 INPUT_FACTOR = 1.0
 SHORT_DAMPING = 0.65
 DEPTH_DAMPING = 0.9
 _WIDEST = 8  # children of a node
-_FIRST = 5000  # REST's continuations
+_FIRST = 5000  # continuations that REST reads at most
 
 
 class Copied(NgramIndex):
-    """Copies what followed the earliest occurrence of the longest matching n-gram: a chain.
+    """Guesses a chain: the tokens that followed the earliest occurrence of the longest matching n-gram.
 
     Args:
-        longest: tokens of an n-gram.
-        is_prompt_alone: whether only the prompt is copied from.
+        longest: most tokens of an n-gram.
+        is_prompt_alone: whether to copy from the prompt alone.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Copied(NgramIndex):
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
-        """There is nothing to learn: a copy is always proposed."""
+        """Do nothing: a copy is always proposed, with probability 1."""
 
     def candidates(self, position: int) -> list[Candidate]:
         text = self.tokens
@@ -73,8 +74,8 @@ class Counted(Guesser):
 
     P of a guess from the text itself is scaled and damped; P of one from the datastore is not.
 
-    The prefixes are the text's last 1 to `LONGEST` tokens, each with a tree of its own, and a token has the largest of
-    its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
+    The prefixes are the text's last 1 to `LONGEST` tokens.  Each has a tree of its own; a token that several trees have
+    gets the largest of its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
     """
 
     most_occurrences = 100
@@ -89,7 +90,7 @@ class Counted(Guesser):
             source.learn(committed)
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
-        return at_least  # no longer prefix has a tree
+        return at_least  # longer prefixes have no tree
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         factor, damping, depth = self.weights
@@ -108,10 +109,10 @@ class Counted(Guesser):
 
 
 class CountedStore(StoreGuesses):
-    """Continuations of a datastore by their share."""
+    """Guesses continuations from a datastore; the probability of a token is its share of them."""
 
     def learn(self, committed: int) -> None:
-        """There is nothing to learn: the share is the probability."""
+        """Do nothing: the probability of a token is its share."""
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         by_token = self._store.followed(occurrences)
@@ -124,7 +125,7 @@ class CountedStore(StoreGuesses):
 
 
 class Rest(Counted):
-    """A datastore alone: the first continuations of the longest suffix that it has (He et al. 2024)."""
+    """Guesses from a datastore alone: the first continuations of the text's longest suffix in it (He et al. 2024)."""
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return LongestMatch(store, self.tokens, learn_from)
@@ -134,7 +135,7 @@ class Rest(Counted):
 
 
 class LongestMatch(CountedStore):
-    """Continuations of the longest match alone."""
+    """Guesses the continuations of the longest match in a datastore, and of no shorter one."""
 
     most = _FIRST
 
