@@ -90,7 +90,7 @@ class NumericalError(ForwardError):
 
 
 class GrammarError(NumericalError):
-    """The grammar of a text allows no token: it cannot be parsed, or exceeds a limit."""
+    """The grammar of a text allows no token: the grammar cannot be parsed, or exceeds a limit."""
 
 
 class OutOfMemory(ForwardError):

@@ -118,7 +118,7 @@ class Sums:
     texts: list[Statistics] = field(default_factory=list, kw_only=True)
 
     def total(self, name: str) -> Any:
-        """The sum of an attribute of `Statistics`."""
+        """Return the sum of an attribute of `Statistics` over the texts."""
         return sum(map(attrgetter(name), self.texts))
 
     @property
@@ -134,7 +134,7 @@ class Sums:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """As `Statistics.tokens_per_step`."""
+        """`Statistics.tokens_per_step` over all texts."""
         tokens = self.total("num_generated_tokens") - self.total("num_prefill_tokens")
         return _ratio(tokens, self.total("steps"))
 
@@ -175,7 +175,7 @@ class Figure:
     remark: Callable[[Statistics], str] = lambda s: ""
 
     def text(self, s: Statistics) -> str | None:
-        """The value as text; None if there is no value."""
+        """Return the value as text; None if there is no value."""
         value = self.value(s)
         if value is None:
             return None

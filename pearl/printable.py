@@ -44,6 +44,6 @@ def log_to_stderr(level: str, who: str) -> None:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the first line of an error's message, without a final full stop; its type's name if there is no message."""
+    """Return the first line of an error's message, without a final full stop; its type if it has no message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""How long a peer has been silent while its listener was listening."""
+"""Measures how long a peer has been silent, without the time in which the listener itself was stopped."""
 
 from __future__ import annotations
 

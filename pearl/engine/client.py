@@ -69,8 +69,10 @@ class Client:
         self._launcher = launcher
         self._timeout = config.target_timeout
         self._owner = os.getpid()
-        self._changed = threading.Condition(threading.RLock())  # a message has arrived, or a stream or the client has ended
-        self._fault: PearlError | None = None  # about no particular request; one waiting thread raises it
+        # Notified when a message has arrived, and when a stream or the client has ended.
+        self._changed = threading.Condition(threading.RLock())
+        # An error of the target about no particular request; one of the waiting threads raises it.
+        self._fault: PearlError | None = None
         self.is_closed = False
         self.numbers = count(1)
         # Weak: a stream that its user drops is garbage-collected, which cancels its request.

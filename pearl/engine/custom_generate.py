@@ -157,7 +157,7 @@ class _Call:
         return texts
 
     def _runners(self, target: PreTrainedModel, limit: int) -> list[HFRunner]:
-        """Return a runner for each model. Raises `ModelError` if the target's context is shorter than `limit` tokens."""
+        """Return a runner for each model. Raises `ModelError` if the target's context has fewer than `limit` tokens."""
         runners = []
         for model in self.models:
             if model is self.models[0]:

@@ -105,7 +105,7 @@ class LocalLauncher:
         if address.endswith("*"):  # the target chooses a free port
             self.target.wait_for("bound", self._deadline)
             address = self.target.address
-        if "draft" in self._roles:  # do not wait for the target's models: both workers import torch meanwhile
+        if "draft" in self._roles:  # start it now: both workers import torch meanwhile
             self.draft = DraftKeeper(self._settings("draft", address), progress)
             self._launched.append(self.draft)
         self.target.wait_for("bound", self._deadline)
@@ -133,7 +133,7 @@ class LocalLauncher:
             raise error
 
     def keep(self) -> None:
-        """From now on restart a failed draft, and let other fronts find the engine. Call this when the engine is ready."""
+        """Begin to restart failed drafts, and let other fronts find the engine. Call this when the engine is ready."""
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")

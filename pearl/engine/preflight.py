@@ -20,9 +20,10 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Raise `ModelError` if a model or a device of `roles` is missing on this machine, `ConfigError` for other files.
+    """Check models, devices and other files of `roles` on this machine.
 
-    This also reads the headers of .gguf files, which would exceed the time that workers have to start.
+    This also reads the headers of .gguf files, which would exceed the time that workers have to start. Raises
+    `ModelError` for a model, a head or a device, `ConfigError` for another file.
     """
     classifier_of(config)
     for role in roles:

@@ -136,7 +136,7 @@ class Worker:
         failure = self._statuses.get("failed")
         if failure is not None:
             kind = errors.error_named(failure["kind"])
-            if kind is errors.DraftLost:  # here no request has lost its draft: the draft failed to start
+            if kind is errors.DraftLost:  # here the draft itself has failed
                 kind = errors.StartError
             return kind(f"{self.role} worker: {failure['message']}")
         code = self._process.poll()

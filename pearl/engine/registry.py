@@ -98,7 +98,7 @@ def read_card(directory: Path) -> Card | None:
     """Return the card in `directory`.
 
     Returns None if the card is missing or damaged, if another user could have written it, or if its address is on
-    another machine and it names no keys.
+    another machine but its configuration names no keys.
     """
     path = directory / _FILE
     try:

@@ -86,7 +86,8 @@ def encode(
         return _encoded(tokenizer, chat, context, special=False)
     if isinstance(prompt, Chat):
         text = _chat_text(tokenizer, prompt)
-        return _encoded(tokenizer, text, context, special=False)  # the template writes special tokens itself
+        # The template writes special tokens itself.
+        return _encoded(tokenizer, text, context, special=False)
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)

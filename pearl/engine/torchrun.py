@@ -1,8 +1,8 @@
 """An engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
 
-The ranks find each other through torchrun's store. Each rank only launches its worker: so a dead draft can be restarted
-without a failure of its rank, after which torchrun would end the whole job. With a TCP address as control channel the
-ranks may run on two hosts, which share only the address and the keys.
+The ranks find each other through torchrun's store. Each rank only launches its worker, so that a dead draft can be
+restarted: if the rank itself failed, torchrun would end the whole job. With a TCP address as control channel the ranks
+may run on two hosts, which share only the address and the keys.
 """
 
 from __future__ import annotations
