@@ -45,7 +45,7 @@ class ChatSession:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
         figures: method -> the figures of its finished replies.
         has_legend: whether the meaning of the colours has been printed.
-        stats: whether all figures stand below a reply, rather than one line.
+        stats: whether all figures are printed below each reply; otherwise one line of them is.
         attachments: files for the next message.
         is_attached: whether the engine was started by another program, or under torchrun.
         remembers: whether the conversation is saved when the chat ends.
@@ -66,9 +66,9 @@ class ChatSession:
     remembers: bool = True
 
     def answer(self, message: str) -> Result:
-        """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps it so far.
+        """Send a message and show the reply as it comes. Ctrl-C stops the reply, and what was shown of it is kept.
 
-        A full context drops the oldest turns. Raises `RequestError` for a message that cannot be sent.
+        If the context is full, the oldest turns are dropped. Raises `RequestError` for a message that cannot be sent.
         """
         room_for_prompt = self.engine.context - _MIN_REPLY_TOKENS
         dropped_turns = self.conversation.make_room(message, room_for_prompt)
@@ -91,7 +91,7 @@ class ChatSession:
         return result
 
     def exchange(self, message: str) -> None:
-        """Answer a message that follows the attached files, and print the figures."""
+        """Answer a message, with the attached files before it, and print the reply's figures."""
         message = "".join(self.attachments) + message
         self.attachments.clear()
         self.console.print(status(self.answer(message), self.engine.context, self.stats))
@@ -116,7 +116,7 @@ class ChatSession:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """Return the first piece, if any comes; until then a line says so. Without a screen do not wait."""
+        """Show a line that the chat waits; return the first piece, if one comes. Without a screen, return no piece."""
         if not self._is_screen:
             return []
         with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):
@@ -151,7 +151,7 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
 
 
 def status(result: Result, context: int, stats: bool) -> Text:
-    """Return the line of figures below a reply, all figures with `stats`, and warnings below them."""
+    """Return the text below a reply: one line of figures, all other figures if `stats` is set, and warnings."""
     if result.finish_reason == "cancelled":  # the target sends no statistics
         return Text(f"stopped after {len(result.tokens)} tokens", "dim")
     line = Text(brief(result.statistics), "dim")
@@ -265,7 +265,7 @@ def chat(
 
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
-    """Return the text of a saved conversation, of --load or --continue. Raises `ConfigError`."""
+    """Return the saved conversation for --load or --continue; None if neither is given. Raises `ConfigError`."""
     if load is not None:
         path = load
     elif goes_on:
@@ -301,7 +301,7 @@ def _talk(session: ChatSession, question: str | None) -> None:
 
 
 def _run_interactive(session: ChatSession, reader: LineReader) -> None:
-    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; survives other errors."""
+    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; prints other errors."""
     console = session.console
     logging.root.handlers = [RichHandler(console=console, show_time=False, show_path=False)]
     session.keys = True
@@ -328,7 +328,7 @@ def _run_interactive(session: ChatSession, reader: LineReader) -> None:
 
 
 def _greet(session: ChatSession) -> None:
-    """Say which models talk, and where a conversation that was loaded had ended."""
+    """Print the models in use and, for a loaded conversation, the last message."""
     config = session.engine.config
     method = session.options.method
     greeting = f"{config.target} with {config.draft}, method {method}. /? for help"
@@ -341,7 +341,7 @@ def _greet(session: ChatSession) -> None:
 
 
 def _save_last_chat(session: ChatSession) -> None:
-    """Save the conversation, if any, for --continue. Ignores errors of the file system."""
+    """Save the conversation for --continue, unless it is empty. Errors of the file system are ignored."""
     if session.conversation.turns and session.remembers:
         text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):
