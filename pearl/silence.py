@@ -20,7 +20,7 @@ class Silence:
 
     def __init__(self, between_looks: float = 1.0) -> None:
         self._most = between_looks
-        self._lock = threading.Lock()  # one thread may listen and another look
+        self._lock = threading.Lock()  # one thread may call `heard` while another reads `seconds`
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:

@@ -42,7 +42,7 @@ _REFUSED = (
     "renormalize_logits",
     "remove_invalid_values",
 )
-_tried: WeakSet[PreTrainedModel] = WeakSet()  # not tried again: a trial takes several forwards
+_tried: WeakSet[PreTrainedModel] = WeakSet()  # models that are not tried again
 
 
 def generate(

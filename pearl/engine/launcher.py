@@ -133,7 +133,7 @@ class LocalLauncher:
             raise error
 
     def keep(self) -> None:
-        """Begin to restart failed drafts, and let other fronts find the engine. Call this when the engine is ready."""
+        """Begin to restart a failed draft, and let other fronts find the engine. Called once the engine is ready."""
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")

@@ -57,7 +57,7 @@ _DIRECT = (
 _SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts with a shape, and simultaneous texts
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
 _QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one method of each kind
-_RULES = ("greedy", "coupled")  # that commit the target's own draw
+_RULES = ("greedy", "coupled")  # rules that commit the target's own draw
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
 
 # ---- the target alone ----
 
-PROMPTS = (  # the second has a prefix of the first; the third repeats itself, so that many tokens are guessed
+PROMPTS = (  # the first two begin alike; the third repeats itself, so that many tokens are guessed
     "Explain gravity to a beginner.",
     "Explain gravity to a child of five.",
     "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
