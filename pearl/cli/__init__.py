@@ -33,7 +33,7 @@ Shell completion, for bash (zsh and fish likewise):
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
 _OUTPUT_LOST = 4  # exit code
 _INTERRUPTED = 130
-# Raised if a command gets no arguments. Older versions of click lack this error, and print the help.
+# Raised if a command gets no arguments. Older versions of click lack it, and print the help.
 _NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 

@@ -167,7 +167,7 @@ class LocalLauncher:
         return otherwise
 
     def lose(self) -> None:
-        """End the workers at once, because the target can no longer be used. May be called repeatedly, by any thread."""
+        """End the workers at once, as the target can no longer be used. May be called repeatedly, by any thread."""
         with self._ending:
             self.target.kill()
         self._end(_DRAFT_END_SECONDS)

@@ -14,7 +14,7 @@ import torch
 
 _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
-# Logit that excludes a recorded token from the rest. It is finite, because all tokens may be recorded.
+# Logit that excludes a recorded token from the rest. Finite, because all tokens may be recorded.
 _LEFT_OUT = -1e4
 
 
@@ -25,8 +25,8 @@ def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return (p * (p.log() - middle) + q * (log_q - middle)) / 2
 
 
-# Each outcome's term of the divergence, from the target's p and the logarithm of the draft's q. For fkl
-# the sum is the cross-entropy, which is KL(p, q) plus the target's entropy, a constant.
+# Each outcome's term of the divergence, from the target's p and the logarithm of the draft's q.
+# For fkl the sum is the cross-entropy, which is KL(p, q) plus the target's entropy, a constant.
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "fkl": lambda p, log_q: -p * log_q,
     "rkl": lambda p, log_q: log_q.exp() * (log_q - p.log()),
@@ -44,8 +44,8 @@ def _rows_loss(
         logits: [rows, tokens], the draft's, for all tokens that the loss considers.
         ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
     """
-    # The rest is summed, as 1 minus the recorded probabilities would be a rounding error if the draft
-    # is very sure, and so would its gradient.
+    # The rest is summed: if the draft is very sure, 1 minus the recorded probabilities would be a
+    # rounding error, and so would its gradient.
     others = logits.scatter(1, ids, _LEFT_OUT).logsumexp(-1, keepdim=True)
     draft = torch.cat((logits.gather(1, ids), others), -1).log_softmax(-1)
     target = torch.cat((probs, 1 - probs.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)

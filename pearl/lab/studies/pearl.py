@@ -191,7 +191,7 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
                 add_speedup(Run(method, pair.window))
             add_speedup(fixed)
         case "4":
-            # Without the correction or bonus, as the authors count; and with it, as their theorem 2 does.
+            # Without the correction or bonus, as the authors count; with it, as their theorem 2 does.
             for run in (sd, fixed):
                 paper = published.mean_accepted.get(run.method)
                 add(run, f"{run.name}, accepted", "accepted", paper)
