@@ -1,7 +1,7 @@
-"""Directories made once from a model's files and cached, until the user removes them.
+"""A cache of directories derived from a model's files: each is built once and kept until the user removes it.
 
-The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl.  A directory gets its final name only when
-it is complete: it is built beside it, under a file lock, and renamed.  Must not know formats of models.
+The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl. A directory is built under a temporary name
+next to its final path, under a file lock, and renamed once it is complete. Must not know model formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Build = Callable[[Path, Progress], None]  # writes a directory that does not exi
 
 GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
 _REPORT_SECONDS = 2.0
-FORMAT = 9  # increase it where the same files would be described differently
+FORMAT = 9  # increase it when a change makes another directory from the same files
 
 
 class Watcher(Protocol):
@@ -45,7 +45,7 @@ def silent(_message: str) -> None:
 
 
 class Count:
-    """Reports how far work is, as "layer 12 of 80": every two seconds, so that short work reports nothing."""
+    """Reports progress such as "layer 12 of 80", at most every two seconds: work shorter than that reports nothing."""
 
     def __init__(
         self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic
@@ -75,8 +75,9 @@ def cache_directory() -> Path:
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Return 16 hexadecimal digits that change with path, size or time of any file, and with the versions that convert
-    them.
+    """Return a hash, in 16 hexadecimal digits, of the path, size and modification time of each file.
+
+    The hash also covers `FORMAT` and the version of tokenizers, with which the files are converted.
 
     Raises `OSError`.
     """
@@ -88,10 +89,10 @@ def stamp(files: Iterable[Path]) -> str:
 
 
 def built_once(name: str, build: Build, progress: Progress, root: Path | None = None) -> Path:
-    """Return <root>/<name>; `build` makes it, in a sibling directory, unless it exists.
+    """Return the directory <root>/<name>; if it does not exist yet, call `build` to make it.
 
-    `root` None: the cache itself. Safe in several processes at once: the first builds, the others wait. Raises
-    `ModelError` if it cannot be written.
+    `root` defaults to the cache's directory. Several processes may call this at once: the first builds, the others
+    wait. Raises `ModelError` if the directory cannot be written.
     """
     root = root or cache_directory()
     final = root / name
@@ -110,8 +111,10 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
 
 
 def _build(final: Path, build: Build, progress: Progress) -> None:
-    """Build beside the final directory and rename. The caller holds the lock, so what is left there is of a killed
-    builder."""
+    """Build in a temporary directory next to `final`, then rename it.
+
+    Any temporary directory found there was left by a killed builder and is removed: the caller holds the lock.
+    """
     root = final.parent
     for leftover in root.glob(f".{final.name}.*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -123,7 +126,7 @@ def _build(final: Path, build: Build, progress: Progress) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Force the files to disk, so that a rename never outlives its contents in a power cut."""
+    """Force the files to disk before the rename: a power cut must not leave a final directory with missing contents."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

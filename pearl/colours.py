@@ -21,12 +21,12 @@ WORK = {
     "prepare": ("#8fbf6a", "draft forward for other outcomes alone (branches)"),
     "draft": ("#9a9a9a", "draft forward whose tokens no verdict judged"),
     "other": ("#6b6b6b", "judging, sampling, messages"),
-    "wait": ("#b0900066", "waiting"),  # see-through: a text on it is readable, and it is no work
+    "wait": ("#b0900066", "waiting"),  # translucent: text on it stays readable
 }
 
 
 def style_sheet() -> str:
-    """Return both as CSS variables: "--token-accepted: #2a9d4a; ... --work-prefill: #7b6fc4; ... "."""
+    """Return `SOURCES` and `WORK` as CSS variables: "--token-accepted: #2a9d4a; ... --work-prefill: #7b6fc4; ... "."""
     variables = []
     for group, colours in (("token", SOURCES), ("work", WORK)):
         for name, (colour, _) in colours.items():

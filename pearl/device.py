@@ -20,8 +20,8 @@ class Device:
     """A device as named by the user.
 
     Attributes:
-        gpus: GPU numbers; several for a model that is spread over them.
-        cores: CPU cores to pin to; None: not pinned.
+        gpus: GPU numbers; if there are several, the model is spread over these GPUs.
+        cores: CPU cores to pin to; None if the model is not pinned.
     """
 
     kind: Literal["auto", "cpu", "cuda"]
@@ -103,7 +103,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def usable_cores() -> set[int]:
-    """Return the cores of this process, whichever of them the calling thread is pinned to."""
+    """Return the cores that any thread of this process may use; the calling thread may be pinned to fewer."""
     cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread is ending

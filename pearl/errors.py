@@ -11,7 +11,7 @@ class PearlError(Exception):
     """Base of all errors raised on purpose.
 
     Attributes:
-        exit_code: of the command line.
+        exit_code: exit status of the command line after this error.
         advice: what to do next, if the message does not say it; the command line prints it below the message.
     """
 
@@ -44,7 +44,7 @@ class RequestError(PearlError):
 
 
 class ModelError(PearlError):
-    """A model could not be loaded, cannot be used here, or the two models do not belong together."""
+    """A model could not be loaded or cannot be used here, or draft and target do not belong together."""
 
     exit_code = 3
     advice = ""
@@ -90,7 +90,7 @@ class NumericalError(ForwardError):
 
 
 class GrammarError(NumericalError):
-    """The grammar of a text allows no token: it cannot be parsed, or exceeds a limit."""
+    """The grammar of a text allows no token: the grammar cannot be parsed, or exceeds a limit."""
 
 
 class OutOfMemory(ForwardError):
@@ -111,7 +111,7 @@ class TransportError(PearlError):
 
 
 class ProtocolError(PearlError):
-    """Base of the two below. Raising one leaves the state machine unchanged."""
+    """Base of `LocalProtocolError` and `RemoteProtocolError`. Raising one leaves the state machine unchanged."""
 
     exit_code = 5
     advice = (
@@ -121,7 +121,7 @@ class ProtocolError(PearlError):
 
 
 class LocalProtocolError(ProtocolError):
-    """An event that our own state machine's state does not allow: a bug of ours."""
+    """Our own code sent an event that our state machine does not allow in its current state: a bug of ours."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -129,7 +129,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 def error_named(kind: str) -> type[PearlError]:
-    """Return the class of that name; `StartError` for an unknown name, as an untrusted peer may send it."""
+    """Return the error class named `kind`, or `StartError` if there is none: an untrusted peer may send any name."""
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, PearlError):
         return error_class
@@ -137,7 +137,7 @@ def error_named(kind: str) -> type[PearlError]:
 
 
 def installing(extra: str) -> str:
-    """Return how to install an extra of the package: the end of a sentence that says what is missing."""
+    """Return how to install an extra of the package, to end a sentence that says what is missing."""
     return (
         f"`scripts/setup {extra}` in a checkout, or pip with the extra `{extra}` of PEARL's wheel"
     )

@@ -15,7 +15,7 @@ from pearl.protocol.request import Counts, Tally
 from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 
-ESTIMATED = "estimated"  # a basis of `Statistics.speedup`
+ESTIMATED = "estimated"  # a value of `Statistics.speedup_basis`
 MOST_CORE_WAIT = (
     0.05  # share of a reply's time; if it waited for its cores longer than that, it has no speedup
 )
@@ -137,7 +137,7 @@ class Sums:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """As `Statistics.tokens_per_step`."""
+        """`Statistics.tokens_per_step` over all texts."""
         tokens = self.total("num_generated_tokens") - self.total("num_prefill_tokens")
         return _ratio(tokens, self.total("steps"))
 
@@ -163,7 +163,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as summary and chat print it.
+    """A figure of a request's statistics, as the summary and the chat print it.
 
     Attributes:
         value: returns the figure's value, None if it has none.
@@ -267,7 +267,7 @@ def brief(s: Statistics) -> str:
 
 @dataclass
 class Stopwatch:
-    """When things happened to a request, in seconds of one monotonic clock.
+    """The times of a request's events, in seconds of one monotonic clock.
 
     Attributes:
         submitted: when the request arrived.

@@ -1,4 +1,4 @@
-"""Makes text of a model, a peer or a file harmless for a terminal and a log."""
+"""Makes text from a model, a peer or a file harmless for a terminal and a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which Python makes of bytes that are not UTF-8."""
+    """Return whether a text has no lone surrogate, such as Python's stand-in for a byte that is not UTF-8."""
     return _HALVES.search(text) is None
 
 
@@ -23,27 +23,27 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return `text`; if it is longer, its first `limit` characters and an ellipsis."""
+    """Return `text` if it has at most `limit` characters, otherwise its first `limit` characters and an ellipsis."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}..."
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats logs for a terminal: they may quote a peer."""
+    """Formats log records and replaces their control characters: a record may quote a peer."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def log_to_stderr(level: str, who: str) -> None:
-    """Log to standard error, in lines that begin with `who`."""
+    """Log to standard error; each line begins with `who` in brackets."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter(f"[{who}] %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the first line of another library's error message, without its full stop; its type if it is empty."""
+    """Return the first line of an error's message, without a final full stop; its type if it has no message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")

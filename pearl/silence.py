@@ -1,4 +1,4 @@
-"""How long a peer has been silent while its listener was listening."""
+"""Measures how long a peer has been silent, without the time in which the listener itself was stopped."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ SLACK = 4.0  # announced work may take this many times its measured time before 
 
 
 class Silence:
-    """Counts seconds since the last sign of life, without those in which the listener itself was stopped.
+    """Counts the seconds since a peer's last sign of life, without the time in which the listener was stopped.
 
-    After a suspended machine, a paused container or a front in the background wakes up, it must not take its own
-    absence for the peer's. So of the time between two looks at most `between_looks` seconds count.
+    A listener that wakes up, after its machine was suspended or its container paused for example, must not mistake its
+    own pause for the peer's silence. So at most `between_looks` seconds count between two reads of `seconds`.
 
     Args:
-        between_looks: seconds; the listener normally looks at least as often.
+        between_looks: seconds; a running listener reads `seconds` at least this often.
     """
 
     def __init__(self, between_looks: float = 1.0) -> None:
         self._most = between_looks
-        self._lock = threading.Lock()  # one thread may listen and another look
+        self._lock = threading.Lock()  # one thread may call `heard` while another reads `seconds`
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class Silence:
 
     @property
     def seconds(self) -> float:
-        """Seconds of silence so far; reading this is a look."""
+        """Seconds of silence so far. Reading this property counts the time since the previous read."""
         with self._lock:
             now = time.monotonic()
             self._seconds += min(now - self._looked, self._most)

@@ -1,4 +1,4 @@
-"""The steps of a start in a process's log: how long each one took, at level debug."""
+"""Logs how long each step of a process's start took, at level debug."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Steps:
-    """Logs each step when it is done. The CPU time of the first includes all since the process began."""
+    """Logs each step when it is done. The first step's CPU time counts from the start of the process."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

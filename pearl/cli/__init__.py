@@ -1,4 +1,4 @@
-"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints."""
+"""The command line: arguments and output only. The engine and `pearl.lab` compute all printed figures and texts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Shell completion, for bash (zsh and fish likewise):
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
 _OUTPUT_LOST = 4  # exit code
 _INTERRUPTED = 130
-# Older versions of click print the help where arguments are missing, and have no such error.
+# Raised if a command gets no arguments. Older versions of click lack it, and print the help.
 _NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class _Group(click.Group):
-    """Lists the commands without importing them; imports one when it is used."""
+    """Lists the commands without importing them. A command is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -78,8 +78,8 @@ def cli() -> None:
 def _open_closed_streams() -> None:
     """Open the standard streams that the parent process has closed.
 
-    Otherwise the next file or socket would get that file descriptor and receive what is printed. Writing to the new
-    standard output fails (/dev/full), so that lost output is reported.
+    Otherwise the next file or socket would get a closed stream's file descriptor, and with it the printed output. The
+    new standard output is /dev/full: writing to it fails, so that lost output is reported.
     """
     for name, path, mode in (
         ("stdin", os.devnull, "r"),
@@ -91,14 +91,14 @@ def _open_closed_streams() -> None:
 
 
 def _escape_unencodable() -> None:
-    """Let the streams write an escape for a character that their encoding lacks, rather than raise."""
+    """Make the output streams write an escape, rather than raise, for a character that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _explained(error: click.ClickException) -> str:
-    """Say what is wrong with the arguments, and which help to read; for no arguments at all return the help itself."""
+    """Return what is wrong with the arguments, and which help to read. If there are no arguments, return the help."""
     text = error.format_message()
     if isinstance(error, _NO_ARGUMENTS):
         return text
@@ -109,10 +109,13 @@ def _explained(error: click.ClickException) -> str:
 
 
 def main() -> None:
-    """Run the command line. Prints a `PearlError` in a line or two and exits with its code.
+    """Run the command line, and exit. A `PearlError` is printed in a line or two; its `exit_code` is the exit code.
 
-    Other exit codes: 130 for Ctrl-C, 143 for SIGTERM where a command ends in order by it, 1 for a broken pipe (click's
-    own), 4 if output cannot be written because the disk is full or standard output is closed.
+    Other exit codes:
+        130: Ctrl-C.
+        143: SIGTERM, for commands that end in an orderly way after it.
+        1: a broken pipe (click's own code).
+        4: output cannot be written, because the disk is full or standard output is closed.
     """
     was_closed = sys.stdout is None
     is_lost = False

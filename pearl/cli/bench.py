@@ -1,6 +1,6 @@
 """`pearl bench`, `calibrate` and `check`: methods, rules and stop policies on real runs.
 
-Arguments and tables; `pearl.lab.bench` measures.
+This file has the arguments and prints tables; `pearl.lab.bench` measures.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _EACH_WAY = "pearl bench runs untraced, and each way with its own settings, such as pearl,draft_stop=heuristic"
 _COUNT = click.IntRange(min=1)
 _CALIBRATED = 64  # tokens
-_CHECKED = 16  # tokens of a text; with two prompts the embedded pair takes minutes
+_CHECKED = 16  # tokens of a text; already with two prompts the embedded pair takes minutes
 _UNTRACED = {*DECODING_NAMES, "trace"}  # settings that bench, calibrate and check choose themselves
 _SEEDED = {"seed": "0"}
 
 
 class _BenchSize(NamedTuple):
-    """What pearl bench decodes by default, with how many prompts of each set."""
+    """The defaults of pearl bench. `prompts` is the number of prompts of each set."""
 
     prompts: int
     max_tokens: int
@@ -50,7 +50,7 @@ class _BenchSize(NamedTuple):
 
 
 _DEFAULT = _BenchSize(4, 128, 0.0)
-_EMULATED = _BenchSize(3, 500, 1.0)  # a toy's acceptance rate is that under sampling
+_EMULATED = _BenchSize(3, 500, 1.0)  # a toy has its acceptance rate under sampling
 
 
 @click.command(
@@ -104,14 +104,14 @@ def bench(
     uses ("ar, all devices"). They take turns, text by text, beside ar. sd runs with its fastest gamma. Decoding is
     greedy unless --temperature is given; only committed tokens up to EOS count.
     """
-    # A configuration file may set it for other commands.
+    # Only the flag is refused: a configuration file may set the rule for other commands.
     if ways and ctx.get_parameter_source("rule") is click.core.ParameterSource.COMMANDLINE:
         raise ConfigError(f"--rule: {_EACH_WAY}")
     _report(_benched(settings, ways, **options), to, perplexity)
 
 
 def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
-    """Measure; write JSON, or print a table and notes."""
+    """Measure, and write JSON or print a table with notes, or both."""
     from pearl.lab.bench.figures import Surprise, document, figures
     from pearl.lab.bench.runner import measure
 
@@ -166,7 +166,7 @@ def _benched(
 
 
 def _print_rows(plan: Plan, measured: Measured, rows: Sequence[Figures], notes: list[str]) -> None:
-    """Print the table, with the speedup on each set if there are several."""
+    """Print the table. If there are several prompt sets, it has the speedup on each."""
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     if len(sets) == 1:
         sets = []
@@ -294,7 +294,7 @@ def _print_calibration(calibration: Calibration, conditions: Conditions, file: P
     """Print the table of methods and the advice.
 
     Args:
-        file: where the profile is kept; None: it is not.
+        file: file that keeps the profile; None if the profile is not kept.
     """
     rows = []
     for row in calibration.rows:

@@ -1,4 +1,4 @@
-"""The running engines as a table, and the one that a user names."""
+"""Prints the running engines as a table, and finds the engine that a user names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEADER = ("PID", "AGE", "TARGET", "DRAFT", "DEVICES", "PROGRAM", "DIRECTORY")
 
 
 def table(cards: Iterable[Card]) -> str:
-    """Return one line for each engine, below a header."""
+    """Return a table with a line for each engine, below a header."""
     rows = [_HEADER]
     for card in cards:
         row = (
@@ -29,9 +29,9 @@ def table(cards: Iterable[Card]) -> str:
 
 
 def find_card(name: str) -> Card:
-    """Return a running engine. `name`: its directory or process id; empty: the only one.
+    """Return the running engine with the directory or process id `name`; if `name` is empty, the only running engine.
 
-    Raises `ConfigError` if there is none, or several match.
+    Raises `ConfigError` if no engine or several engines match.
     """
     engines = engines_named(name) if name else running_engines()
     if len(engines) > 1:

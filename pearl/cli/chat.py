@@ -91,7 +91,7 @@ class ChatSession:
         return result
 
     def exchange(self, message: str) -> None:
-        """Answer a message that follows the attached files, and print the figures."""
+        """Answer a message, with the attached files before it, and print the reply's figures."""
         message = "".join(self.attachments) + message
         self.attachments.clear()
         self.console.print(status(self.answer(message), self.engine.context, self.stats))
@@ -265,7 +265,7 @@ def chat(
 
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
-    """Return the text of a saved conversation, of --load or --continue. Raises `ConfigError`."""
+    """Return the saved conversation for --load or --continue; None if neither is given. Raises `ConfigError`."""
     if load is not None:
         path = load
     elif goes_on:
@@ -301,7 +301,7 @@ def _talk(session: ChatSession, question: str | None) -> None:
 
 
 def _run_interactive(session: ChatSession, reader: LineReader) -> None:
-    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; survives other errors."""
+    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; prints other errors."""
     console = session.console
     logging.root.handlers = [RichHandler(console=console, show_time=False, show_path=False)]
     session.keys = True
@@ -328,7 +328,7 @@ def _run_interactive(session: ChatSession, reader: LineReader) -> None:
 
 
 def _greet(session: ChatSession) -> None:
-    """Say which models talk, and where a conversation that was loaded had ended."""
+    """Print the models in use and, for a loaded conversation, the last message."""
     config = session.engine.config
     method = session.options.method
     greeting = f"{config.target} with {config.draft}, method {method}. /? for help"
@@ -341,7 +341,7 @@ def _greet(session: ChatSession) -> None:
 
 
 def _save_last_chat(session: ChatSession) -> None:
-    """Save the conversation, if any, for --continue. Ignores errors of the file system."""
+    """Save the conversation for --continue, unless it is empty. Errors of the file system are ignored."""
     if session.conversation.turns and session.remembers:
         text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):

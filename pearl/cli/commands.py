@@ -1,6 +1,6 @@
-"""The commands of `pearl`, for `pearl --help`: importing them all would take seconds.
+"""The list of `pearl`'s commands, so that `pearl --help` need not import all of them, which would take seconds.
 
-A new command is a function in a module of this package, and its line in `COMMANDS`.
+To add a command, write a function in a module of this package and a line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class Listing(NamedTuple):
 
     Attributes:
         place: the command's function, as "module:function" below `pearl.cli`.
-        summary: the first sentence of its docstring.
+        summary: the first sentence of the command's docstring.
     """
 
     section: str
@@ -70,5 +70,5 @@ SECTIONS = tuple(dict.fromkeys(listing.section for listing in COMMANDS.values())
 
 
 def example(line: str) -> str:
-    """Return the end of a command's help, which shows how it is used: `@click.command(epilog=example("pearl ps"))`."""
+    """Return an example for the end of a command's help, as in `@click.command(epilog=example("pearl ps"))`."""
     return f"Example:\n\n\b\n  {line}"

@@ -1,6 +1,6 @@
-"""What commands print for people: text, tables and progress bars. Control characters are shown, never obeyed.
+"""Prints text, tables and progress bars for people. Control characters are shown as symbols, never obeyed.
 
-Separate from `terminal`, which imports prompt_toolkit: every command prints, but only the chat reads lines.
+This module is separate from `terminal`, which imports prompt_toolkit: every command prints, only the chat reads lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pearl.printable import printable
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
 _WIDTH = 160  # columns, if the output is not a terminal
-_MOST_COUNTED = 999  # pieces of work that are counted one by one where the output is not a terminal
+_MOST_COUNTED = 999  # work of more pieces is reported in percent if the output is not a terminal
 _SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
 
 
@@ -71,7 +71,7 @@ def text_input(errors: str, newline: str | None = "") -> TextIO:
 
 
 def write_text(text: str) -> None:
-    """Write a model's text to standard output: a terminal shows control characters, a file gets the text as it is."""
+    """Write a model's text to standard output. A terminal gets symbols for control characters; a file gets them raw."""
     if sys.stdout.isatty():
         text = printable(text)
     sys.stdout.write(text)  # click.echo would strip ANSI codes
@@ -112,7 +112,7 @@ class Bars:
         self._progress.stop()
 
     def begin(self, what: str, total: int | None) -> None:
-        """Begin a bar. `total`: None if it is unknown."""
+        """Begin a bar. `total` is None if the amount of work is unknown."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(what, total=total, note="")
@@ -137,7 +137,7 @@ class Bars:
 
 
 def _done(task: Task) -> str:
-    """Return how much of the work is done: a count, or a share where the work is bytes or thousands of samples."""
+    """Return how much of the work is done: a count such as "[3 of 20] ", or a percentage for large totals."""
     if task.total is None:
         return ""
     if task.total > _MOST_COUNTED:
@@ -149,7 +149,7 @@ def _done(task: Task) -> str:
 
 
 def _knows_width() -> bool:
-    """Return whether standard output has a width: it is a terminal, or COLUMNS is set."""
+    """Return whether the width of standard output is known: it is a terminal, or COLUMNS is set."""
     return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
@@ -158,14 +158,14 @@ def _table_console() -> Console:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines, broken between words where the width is known: on a terminal, or with COLUMNS set."""
+    """Print lines. If the width of standard output is known, long lines are broken between words."""
     console = _table_console()
     for line in lines:
         console.print(line, soft_wrap=not _knows_width())
 
 
 def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
-    """Return the least width of each column: only headers may be broken, and only between words."""
+    """Return the least width of each column, in which only headers are broken, and only between words."""
     widths = []
     for header in columns:
         widths.append(max(map(cell_len, header.split()), default=0))
@@ -223,7 +223,7 @@ def print_table(
         table = Table(box=None, padding=(0, 1, 0, 0))
         room = console.width - sum(1 + widths[column] for column in part)
         for column in part:
-            width = None  # rich would break the widest cells, not the headers
+            width = None  # if there is no room, rich chooses the width and breaks the widest cells
             if room >= 0:
                 header_width = max(map(cell_len, columns[column].split("\n")))
                 width = max(widths[column], min(widths[column] + room, header_width))

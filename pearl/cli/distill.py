@@ -1,4 +1,4 @@
-"""`pearl distill` and `pearl disco train`: make a draft, and what tells it where to stop. Arguments and output only."""
+"""`pearl distill` makes a draft, `pearl disco train` a classifier for stop policy disco. Arguments and output only."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def stop(engine: str, stops_all: bool) -> None:
 
 
 def _servers() -> list[Card]:
-    """Return the engines of `pearl serve`, and say which other engines are left alone.
+    """Return the engines of `pearl serve`, and print which other engines are left alone.
 
-    Raises `ConfigError` if there is none.
+    Raises `ConfigError` if no engine of `pearl serve` is running.
     """
     servers: list[Card] = []
     for engine in registry.running_engines():
@@ -77,7 +77,7 @@ def _servers() -> list[Card]:
 
 
 def _confirm(servers: list[Card]) -> None:
-    """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
+    """Ask whether to stop the only engine. Raises `ConfigError` if there are several, or no terminal to ask on."""
     if len(servers) > 1 or not sys.stdin.isatty():
         raise ConfigError(
             f"name the engine by its PID or directory, or give --all:\n{table(servers)}"

@@ -1,4 +1,4 @@
-"""`pearl generate`: one prompt in, one text and a summary of its decoding out."""
+"""`pearl generate`: decodes one prompt, and prints the text with a summary of its decoding."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def generate(
     standard error, a model's reasoning too. A chat template of the model is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
-    # Before models are loaded. torchrun's other ranks need no prompt.
+    # Read the prompt before models are loaded. torchrun's other ranks need none.
     text = "" if torchrun.rank() else _prompt(prompt, raw)
     options = settings.options
     grammar_of(options.json_schema, options.regex)
@@ -95,7 +95,7 @@ def _prompt(prompt: str | None, raw: bool) -> str:
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
-        # The engine refuses a prompt with halves of surrogate pairs.
+        # Invalid bytes become lone surrogates; the engine refuses a prompt that has any.
         prompt = text_input("surrogateescape").read()
         raw = False
     if not raw and not prompt.strip():  # --raw "" starts from the tokenizer's first token
@@ -106,7 +106,7 @@ def _prompt(prompt: str | None, raw: bool) -> str:
 
 
 def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeConsole) -> None:
-    """Print the answer to standard output, and the reasoning before it dimmed to standard error."""
+    """Print the answer to standard output. Print the reasoning, which precedes it, to standard error, dimmed."""
     is_thinking = False
     for thought, answer in _split(stream, splitter):
         if thought:
@@ -123,7 +123,7 @@ def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeC
 
 
 def _split(stream: Stream, splitter: Splitter | None) -> Iterator[tuple[str, str]]:
-    """Yield reasoning and answer of each piece, and of what the splitter holds back until the end."""
+    """Yield (reasoning, answer) of each piece and, at the end, of the text that the splitter has held back."""
     for piece in stream:
         if splitter is None:
             yield "", piece.text
@@ -136,7 +136,10 @@ def _split(stream: Stream, splitter: Splitter | None) -> Iterator[tuple[str, str
 def _document(
     settings: Settings, engine: Engine, result: Result, splitter: Splitter | None
 ) -> dict[str, object]:
-    """Return the output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text."""
+    """Return the output of --json.
+
+    Its settings have all defaults filled in: decoding the same prompt tokens with them gives the same text.
+    """
     reasoning = None
     text = result.text
     if splitter is not None:
@@ -199,7 +202,7 @@ def _method_text(options: RequestOptions, statistics: Statistics) -> str:
 
 
 def _rejections_text(statistics: Statistics) -> str:
-    """Return the rejections, beside the number that the models' distributions let expect."""
+    """Return the number of rejections, and the number expected from the models' distributions."""
     margin = _NORMAL_95 * (statistics.expected_rejections_sd or 0)
     expected = f"{statistics.expected_rejections:.1f} ± {margin:.1f} expected"
     text = f"{statistics.num_rejections}, {expected} from the models' distributions"
@@ -210,7 +213,7 @@ def _rejections_text(statistics: Statistics) -> str:
 
 
 def _add_times(table: Table, statistics: Statistics) -> None:
-    """Add the target's steps, the times of forwards, and what the target waited for."""
+    """Add rows with the target's steps, the forward times, and the target's waits by cause."""
     steps = [f"{count} {phase}" for phase, count in statistics.target_steps.items() if count]
     table.add_row("target steps", ", ".join(steps))
     if statistics.t_draft and statistics.num_draft_tokens:

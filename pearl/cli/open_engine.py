@@ -1,4 +1,4 @@
-"""The engine of a command: started here, started under torchrun, or a running one."""
+"""Opens the engine of a command: starts one, alone or under torchrun, or connects to a running one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
-_OF_THE_COMMAND = {"log_level", "trace"}  # settings that may differ from those of a running engine
+_OF_THE_COMMAND = {"log_level", "trace"}  # settings in which a running engine may differ
 
 
 connect_option = click.option(
@@ -34,10 +34,10 @@ connect_option = click.option(
 def open_engine(
     config: EngineConfig, console: Console, connect: str | None = None
 ) -> Iterator[Engine]:
-    """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then exit.
+    """Yield the engine for a command. On a rank of torchrun other than 0, run that rank's worker, then exit.
 
     Args:
-        connect: directory or process id of a running engine, "" for the only one; None: start one.
+        connect: directory or process id of a running engine; "" for the only running one; None to start an engine.
     """
     log_to_stderr(config.log_level, "front")
     if connect is not None:
@@ -59,7 +59,7 @@ def open_engine(
 
 
 def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
-    """Return a running engine. Raises `ConfigError` if there is none, or its settings are others."""
+    """Return a running engine. Raises `ConfigError` if there is none, or if its settings differ from `config`."""
     if torchrun.rank() is not None:
         raise ConfigError("--connect does not work under torchrun: the engine is already running")
     directory = Path(find_card(name).directory)
@@ -70,7 +70,7 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
 
 
 def _start(config: EngineConfig, console: Console) -> Engine:
-    """Start an engine, under torchrun on its first rank, and print the engine's notes."""
+    """Start an engine and print its notes. Under torchrun this runs on rank 0 and launches only the target."""
     launcher_type = LocalLauncher if torchrun.rank() is None else torchrun.TorchrunLauncher
     with _show_progress(console, "starting the workers") as progress:
         engine = Engine.launched_by(launcher_type(config), progress)
@@ -80,7 +80,7 @@ def _start(config: EngineConfig, console: Console) -> Engine:
 
 
 def _check_same(config: EngineConfig, engine: Engine) -> None:
-    """Raise `ConfigError` for a setting that the running engine has otherwise."""
+    """Close the engine and raise `ConfigError` if a setting that the user gave differs from the running engine's."""
     settings = config.model_dump()
     running_settings = engine.config.model_dump()
     for name in sorted(config.model_fields_set - _OF_THE_COMMAND):
@@ -94,7 +94,7 @@ def _check_same(config: EngineConfig, engine: Engine) -> None:
 
 @contextmanager
 def _show_progress(console: Console, activity: str) -> Iterator[Progress]:
-    """Show the messages passed to the yielded function: with a spinner on a terminal, as lines elsewhere."""
+    """Yield a function that shows messages: beside a spinner on a terminal, as lines elsewhere."""
     if not console.is_terminal:
         yield lambda message: console.print(message, style="dim")
         return

@@ -1,4 +1,4 @@
-"""Flags generated from the configuration's fields, so that every field has a flag."""
+"""Generates command-line flags from the configuration's fields, so that every field has a flag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
 
 _ABOUT_CONFIG = "YAML file of these settings, see configs/; toy: an emulated pair."
-# The default with which a description may end. A command may have another.
+# The default at the end of a description. It is cut off for a command with another default.
 _STATED_DEFAULT = re.compile(r"(; d|(^| )D)efault: .*", re.DOTALL)
 
 
@@ -37,19 +37,21 @@ def settings_options(
     unread: Collection[str] = (),
     instead: str = "",
 ) -> Callable[[Any], Any]:
-    """Add --config and a flag for every field to a command, which receives them as `settings: Settings`.
+    """Return a decorator that adds --config and a flag for every field to a command.
+
+    The command receives the values as `settings: Settings`.
 
     Args:
-        defaults: settings with a default of their own in this command, and what it is, for its help.
+        defaults: setting -> this command's own default, as the help shows it.
         unread: settings that this command does not read. Its help leaves them out, and their flags are refused.
-        instead: what this command does instead; ends the message that refuses such a flag.
+        instead: what this command does instead; the end of the message that refuses such a flag.
     """
 
     def add(command: Any) -> Any:
         @functools.wraps(command)
         def wrapped(config: Path | None, **flags: Any) -> Any:
             values = {}
-            arguments = {}  # of the command itself
+            arguments = {}  # the command's own arguments
             for name, value in flags.items():
                 if name not in _SETTINGS:
                     arguments[name] = value
@@ -70,7 +72,12 @@ def field_options(
     defaults: Mapping[str, str] = {},
     hidden: Collection[str] = (),
 ) -> Callable[[Any], Any]:
-    """Add a flag for each setting, and --config with the help `about`. `defaults` as of `settings_options`."""
+    """Return a decorator that adds a flag for each setting, and --config with the help `about`.
+
+    Args:
+        defaults: see `settings_options`.
+        hidden: settings whose flags the help leaves out.
+    """
 
     def add(command: Any) -> Any:
         for name, setting in reversed(list(settings.items())):
@@ -82,14 +89,14 @@ def field_options(
     return add
 
 
-# Settings that --help of a command lists; --help-all lists every one.
+# Settings that a command's --help lists; --help-all lists all settings.
 _USUAL = ("target", "draft", "temperature", "max_tokens", "method", "seed", "config")
 _USUAL_TITLE = "Settings used most"
 _UNLISTED = ""  # title of the settings that --help leaves out
 
 
 class SettingsCommand(click.Command):
-    """A command with `settings_options`: its help has its own options and the usual settings; --help-all every one."""
+    """A command with `settings_options`. --help lists its own options and the usual settings, --help-all every one."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), _HELP_ALL]
@@ -119,7 +126,7 @@ class SettingsCommand(click.Command):
 
 
 def _titles() -> dict[str, str]:
-    """Return the heading under which --help-all lists each setting."""
+    """Return setting -> the heading under which --help-all lists it."""
     titles = dict.fromkeys(EngineConfig.model_fields, "The pair, and where it runs")
     titles |= dict.fromkeys(DECODING_NAMES, "How it is decoded")
     for name in OPTION_NAMES:
@@ -158,11 +165,12 @@ _METAVAR_OF_KIND = {int: "N", float: "X", str: "NAME"}
 
 
 class Setting(NamedTuple):
-    """What a flag takes.
+    """The type, description and default of a setting, from which its flag is made.
 
     Attributes:
-        kind: int, float, str or bool; or a tuple of one of these or of pairs, for a flag given several times.
-        choices: the words that it may have; empty: any.
+        kind: int, float, str or bool. For a flag that may be given several times, a tuple type, whose items have one of
+            these types or are pairs.
+        choices: the words that the flag accepts; empty if it accepts any.
     """
 
     kind: Any
@@ -221,7 +229,7 @@ def _flag(
 
 
 class _Choice(click.Choice):
-    """A choice that names the value nearest to a mistyped one."""
+    """A choice whose error names the valid value that is nearest to a mistyped one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -235,7 +243,7 @@ class _Choice(click.Choice):
 
 
 def _usual_methods() -> tuple[str, str]:
-    """Return the help of --method with the methods of general use alone."""
+    """Return the help of --method, which lists only the methods of general use."""
     usual = {name: method for name, method in METHODS.items() if method.is_usual}
     names = "|".join(usual)
     num_unlisted = len(METHODS) - len(usual)
@@ -247,7 +255,7 @@ def _usual_methods() -> tuple[str, str]:
 
 
 def _type(kind: Any) -> Any:
-    """Return click's type of a flag; of pairs a tuple of two, as the flag then takes two arguments."""
+    """Return click's type for a flag. For pairs it is a tuple of two types: the flag then takes two arguments."""
     if get_origin(kind) is not tuple:
         return kind
     item = type_of(get_args(kind)[0])

@@ -1,4 +1,4 @@
-"""`pearl paper`: tables and figures of the five papers. Arguments and output; `pearl.lab.studies` measures."""
+"""`pearl paper`: tables and figures of the five papers. Arguments and output only; `pearl.lab.studies` measures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_EMULATED = {"tokens": 250, "texts": 2}  # texts of each row
+_EMULATED = {"tokens": 250, "texts": 2}  # tokens of each text, and texts of each row
 _EMULATED_QUICK = {"tokens": 60, "texts": 1}
 
 
 def _check_figures(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse figures without matplotlib, before minutes are spent on them."""
+    """Refuse --figures at once, rather than after minutes of work, if matplotlib is not installed."""
     if path is not None:
         check_drawing()
     return path
@@ -106,7 +106,10 @@ def of_pearl(
 
 
 def _pairs(names: Sequence[str]) -> list[Pair]:
-    """Return the pairs whose title holds one of `names`; all pairs without names. Raises `ConfigError`."""
+    """Return the pairs whose title contains one of `names`; all pairs if `names` is empty.
+
+    Raises `ConfigError` if no title matches.
+    """
     all_pairs = pairs()
     if not names:
         return all_pairs
@@ -122,7 +125,7 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
 
 
 def _optimal_lengths() -> Report:
-    """Draw figure 2b for the embedded pair."""
+    """Return PEARL's figure 2b for the embedded pair."""
     from pearl.lab.studies.lengths import step_by_step
 
     tasks = read_sets((), 1, default=_SETS[1:])
@@ -135,7 +138,7 @@ def _optimal_lengths() -> Report:
 def _recorded(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
 ) -> RecordedTexts:
-    """Record greedy answers to the first turns, with the draft's tokens."""
+    """Record greedy answers to the first turn of each task, with the draft's tokens along them."""
     from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
@@ -146,7 +149,13 @@ def _recorded(
 
 
 class _StudySize(NamedTuple):
-    """How much a study decodes: prompts of each set for its rows, and for measurements that take less time."""
+    """How much a study decodes.
+
+    Attributes:
+        row_prompts: prompts of each set for the study's rows, which take longest.
+        prompts: prompts of each set for the other measurements.
+        tokens: most tokens of a text.
+    """
 
     row_prompts: int
     prompts: int
@@ -159,7 +168,7 @@ _QUICK_SIZE = _StudySize(row_prompts=1, prompts=2, tokens=48)
 
 @dataclass(frozen=True)
 class _Asked:
-    """What all studies of a real pair are asked for."""
+    """The arguments that all studies of a real pair have."""
 
     config: EngineConfig
     tasks: list[Task]
@@ -171,9 +180,11 @@ Measure = Callable[..., Report]  # takes `_Asked`, bars and the study's own opti
 
 
 def _study(*own_options: Any) -> Callable[[Measure], Any]:
-    """Make a command of a function that measures tables of a paper, which come before that of `studies.yaml`.
+    """Return a decorator that turns a function into a command of `pearl paper`.
 
-    Its `own_options` are its own parameters, but for `datastore`, which is the engine's.
+    The function measures tables of a paper. The command prints these, then the table of the paper's study in
+    `studies.yaml`. The values of `own_options` are passed to the function, except `datastore`: it becomes part of the
+    engine's configuration.
     """
     options = (
         click.option("--target", default="embedded", show_default=True, metavar="MODEL"),
@@ -220,9 +231,9 @@ def _study(*own_options: Any) -> Callable[[Measure], Any]:
 
 
 def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path | None) -> None:
-    """Run the rows of a study, which take longest, on the first prompts of each set; print all tables.
+    """Run the rows of a study on the first `prompts` prompts of each set. Print or write all tables.
 
-    `report`: what was measured before; gets the tables and figures of the rows.
+    `report` has the tables and plots that were measured before. The rows' plots are added to it.
     """
     from pearl.lab.studies.tables import STUDIES, in_words, run_study, sweeps
 

@@ -1,4 +1,4 @@
-"""Prompts and JSON files of the commands that simulate or measure."""
+"""Reads prompts and writes JSON files, for the commands that simulate or measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STDOUT = Path("-")
 
 
 def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written, before minutes are spent on its contents."""
+    """Refuse a file that cannot be written at once, rather than after minutes of work on its contents."""
     if path is None or path == STDOUT:
         return path
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -60,9 +60,9 @@ def read_sets(
 
 
 def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
-    """Return the name of a set and its file; None for a built-in set.
+    """Return (name of the set, its file); the file is None for a built-in set.
 
-    "questions" is ("questions", None), "a/b.jsonl" is ("b", Path("a/b.jsonl")).
+    For example, "questions" gives ("questions", None), and "a/b.jsonl" gives ("b", Path("a/b.jsonl")).
     """
     if prompt_set in (HUMANEVAL, *OURS):
         return prompt_set, None
@@ -76,7 +76,7 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
 
 
 def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
-    """Return the options with these defaults, and seed 0 by default."""
+    """Return the options, where `max_tokens`, `temperature` and seed 0 replace values that are not set."""
     return options.changed(
         temperature=temperature if options.temperature is None else options.temperature,
         seed=options.seed or 0,
@@ -85,9 +85,9 @@ def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) ->
 
 
 def reported(to: Path | None, document: object) -> bool:
-    """Write the document where --json names a file.
+    """Write the document to the file of --json, if that is given.
 
-    Returns whether to print tables: not beside JSON on standard output.
+    Return whether to print tables: False if the JSON went to standard output.
     """
     if to is not None:
         write_json(to, document)
@@ -95,9 +95,9 @@ def reported(to: Path | None, document: object) -> bool:
 
 
 def write_json(path: Path, document: object) -> None:
-    """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written.
+    """Write a document as JSON to a file; to standard output if `path` is `STDOUT`.
 
-    `document`: may hold dataclasses and records.
+    The document may contain dataclasses and msgspec structs. Raises `ConfigError` if the file cannot be written.
     """
     text = msgspec.json.encode(document).decode()
     if path == STDOUT:

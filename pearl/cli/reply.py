@@ -31,11 +31,11 @@ STYLES[Provenance.DIRECT] = ""
 PENDING = "dim italic"
 THOUGHT = "dim italic"
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
-# Pause, in drawing times of the last frame: a long block must not keep a core busy.
+# Pause after a frame / time that drawing it took: redrawing a long block must not keep a core busy.
 _REST_PER_FRAME = 3.0
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-_MARGIN = 2  # screen rows left free below
+_MARGIN = 2  # screen rows left free below the reply
 # Synchronized output: the terminal shows only whole frames.
 _BEGIN_FRAME = "\x1b[?2026h"
 _END_FRAME = "\x1b[?2026l"
@@ -51,14 +51,14 @@ def legend() -> Text:
 
 
 class Reply:
-    """A display for one reply. This one writes text as it comes: for files, pipes and dumb terminals."""
+    """A display for one reply. This base class writes text as it comes, for files, pipes and dumb terminals."""
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         """Append final text: each token's text, and where each token came from."""
         write_text("".join(texts))
 
     def guess(self, text: str) -> None:
-        """Show the draft's guess of the text that follows, in place of its last guess."""
+        """Show the draft's guess of the following text, in place of the previous guess."""
 
     def finish(self) -> None:
         """End the display: no more text comes."""
@@ -67,7 +67,7 @@ class Reply:
 
 @dataclass
 class _LastRows:
-    """Shows the last rows of a renderable, as many as fit the screen."""
+    """Shows as many of a renderable's last rows as fit the screen."""
 
     content: RenderableType
 
@@ -79,7 +79,10 @@ class _LastRows:
 
 
 class _ScreenReply(Reply):
-    """Redraws the bottom of the screen, and prints finished text above it, on a thread: drawing may be slow."""
+    """Redraws unfinished text at the bottom of the screen, and prints finished text above it.
+
+    This runs in a thread, because drawing may be slow.
+    """
 
     def __init__(self, console: Console) -> None:
         self._lock = threading.Lock()
@@ -92,11 +95,11 @@ class _ScreenReply(Reply):
         self._thread.start()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
-        """Return finished text to print once, or None; and unfinished text to redraw below it. `_lock` is held."""
+        """Return (finished text to print once, or None; unfinished text to redraw). The caller holds `_lock`."""
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """Return the unfinished text, now finished."""
+        """Return the text that is still unfinished when the reply ends, to print it once; None if there is none."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
@@ -129,9 +132,9 @@ class _ScreenReply(Reply):
         self._console.file.flush()
 
     def _restart_after_resize(self) -> None:
-        """Go on with a clean screen: the terminal has rewrapped its rows, so the position of ours is unknown.
+        """Go on with a clean screen after a resize; finished text stays in the scrollback.
 
-        Finished text stays in the scrollback.
+        The terminal has rewrapped its rows, so the position of the reply's rows is unknown.
         """
         self._live.update(Text(), refresh=False)
         self._live.stop()
@@ -148,10 +151,10 @@ class _ScreenReply(Reply):
 
 
 class MarkdownReply(_ScreenReply):
-    """Rendered Markdown; finished blocks are printed, the last block is redrawn.
+    """Rendered Markdown: finished blocks are printed once, the last block is redrawn.
 
-    It shows no guesses: inside a table or a list they could not be told from the text. The reasoning that a `splitter`
-    finds is dimmed, and as it was written.
+    The draft's guesses are not shown: inside a table or a list they could not be told from the text. Reasoning, which
+    `splitter` finds, is dimmed and not rendered.
     """
 
     def __init__(self, console: Console, splitter: Splitter | None = None) -> None:
@@ -205,7 +208,7 @@ def _group(parts: list[RenderableType]) -> Group | None:
 
 
 class TokenReply(_ScreenReply):
-    """Plain text with each token coloured by where it came from, followed by the draft's guess."""
+    """Plain text in which a token's colour shows the token's source, followed by the draft's guess."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed
@@ -240,7 +243,7 @@ class TokenReply(_ScreenReply):
 
 
 def _finished_blocks(source: str) -> tuple[str, str]:
-    """Split Markdown before its last block, which more text could still change.
+    """Split Markdown before its last block, which further text could still change.
 
     "One\\n\\nTwo" gives ("One\\n", "Two"), and "One" gives ("", "One").
     """
@@ -256,7 +259,7 @@ def _finished_blocks(source: str) -> tuple[str, str]:
 
 
 class _Code(CodeBlock):
-    """Omits rich's blank before each line, which would be copied with the code."""
+    """A code block without rich's blank before each line, which users would copy with the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = str(self.text).rstrip()
@@ -268,7 +271,7 @@ class _Markdown(Markdown):
 
 
 def _markdown(source: str) -> Markdown:
-    """Render Markdown. Shows the target of each link, which a text must not hide; keeps the model's line breaks."""
+    """Render Markdown. Each link's target is shown, so that a text cannot hide it. The model's line breaks are kept."""
     rendered = _Markdown("", hyperlinks=False, code_theme="ansi_dark")
     rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:

@@ -1,4 +1,4 @@
-"""`pearl serve`: an engine for clients of the same user, and with --http for every client of OpenAI's API."""
+"""`pearl serve`: an engine for the same user's programs and, with --http, for all clients of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def serve(
 
 
 def _bind(address: str, key: str | None, **options: Any) -> Door:
-    """Bind the address, as `pearl.server.listen.bind` does. Raises `ConfigError` if the extra is not installed."""
+    """Call `pearl.server.listen.bind`. Raises `ConfigError` if the extra `server` is not installed."""
     try:
         from pearl.server.listen import bind
     except ImportError as error:

@@ -32,7 +32,7 @@ _HINTS = [
     ("Enter", "during a reply: the line is read when the reply is done"),
     ("Ctrl-X Ctrl-E", "writes a message in $EDITOR"),
 ]
-# Setting -> the session's attribute.
+# Setting of /set -> attribute of `ChatSession`.
 _DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}
 _SETTING_NAMES = OPTION_NAMES + tuple(_DISPLAY_SETTINGS)
 _UNSET_TEXTS = {"seed": "drawn for each reply", "max_tokens": "as the context has room"}
@@ -40,7 +40,7 @@ _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context hold
 
 
 class Leave(Exception):
-    """Ends the chat."""
+    """Raised by a command to end the chat."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Switch(Exception):
 
 
 def run_command(session: ChatSession, line: str) -> str | None:
-    """Run the command in `line`. Return a message to send, or None. Raises `PearlError` if it fails."""
+    """Run the command in `line`. Return a message to send to the model, or None. Raises `PearlError` on failure."""
     name, _, argument = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in _HANDLERS:
@@ -115,10 +115,10 @@ def _change(session: ChatSession, name: str, value: str) -> None:
 
 
 def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
-    """Return a copy of the options with one changed, validated like a configuration file.
+    """Return a copy of the options in which option `name` is changed. Values are validated as in a configuration file.
 
     Args:
-        value: "default" unsets the field.
+        value: the new value; "default" unsets the option.
     """
     values = options.by_flag(is_given=True)
     values.pop(name, None)
@@ -131,7 +131,7 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
 
 
 def _setting_texts(session: ChatSession) -> dict[str, str]:
-    """Return what each setting is, such as {"temperature": "0.7 (default)", "draft": "off"}."""
+    """Return setting -> its value as text, such as {"temperature": "0.7 (default)", "draft": "off"}."""
     changed_settings = session.options.by_flag(is_given=True)
     in_use = session.options.resolved(session.engine.defaults.sampling)
     values = in_use.changed(seed=session.options.seed).by_flag()
@@ -168,7 +168,10 @@ def _show(session: ChatSession, _: str) -> None:
 
 
 def _model_text(session: ChatSession, role: ModelRole) -> str:
-    """Return a model, its device and its dtype: those in use, or the settings if the engine does not report them."""
+    """Return a text with a model, its device and its dtype.
+
+    Device and dtype are those that the engine's card reports; without a card, those of the settings.
+    """
     model = session.engine.config.model(role)
     card = read_card(session.engine.directory)
     device, dtype = card.place(role) if card else (model.device, model.dtype)
@@ -202,7 +205,7 @@ def _total_tokens(replies: list[Statistics]) -> int:
 
 
 def _median_text(figure: Figure, replies: list[Statistics]) -> str:
-    """Return the median of a figure over replies; "-" if none has it."""
+    """Return the median of a figure over replies as text; "-" if no reply has the figure."""
     values = []
     for statistics in replies:
         value = figure.value(statistics)
@@ -245,10 +248,10 @@ def _path(argument: str, usage: str) -> Path:
 
 @contextmanager
 def _file_errors(failure: str) -> Iterator[None]:
-    """Raise `RequestError`, which the chat survives, for errors of the file system.
+    """Turn errors of the file system into `RequestError`, which does not end the chat.
 
     Args:
-        failure: begins the message, such as "cannot read notes.txt".
+        failure: the beginning of the message, such as "cannot read notes.txt".
     """
     try:
         yield

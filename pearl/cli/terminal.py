@@ -1,7 +1,7 @@
-"""The user's terminal in a chat: reads lines, and watches keys during a reply.
+"""Reads lines from the user's terminal in a chat, and watches keys during a reply.
 
 Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and no process would get
-SIGWINCH. So Ctrl-C is read as a key, with and without torchrun.
+SIGWINCH. So Ctrl-C is always read as a key, with and without torchrun.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 
 _MARK_PASTES = b"\x1b[?2004h"  # bracketed paste on
-_MARK_NO_PASTES = b"\x1b[?2004l"  # off
+_MARK_NO_PASTES = b"\x1b[?2004l"  # bracketed paste off
 _RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
 
 
 def state_directory() -> Path:
-    """Return the directory for this user's private state. Source: XDG Base Directory Specification."""
+    """Return the directory for this user's private state, by the XDG Base Directory Specification."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
         base = Path.home() / ".local" / "state"
@@ -42,7 +42,10 @@ def state_directory() -> Path:
 
 
 def private_file(name: str) -> Path:
-    """Return a file of the state directory, and make it if it is not there. Raises `OSError`, `RuntimeError`."""
+    """Return the path of a file in the state directory; make the file if it is missing.
+
+    Raises `OSError`, or `RuntimeError` if the user has no home directory.
+    """
     path = state_directory() / name
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.touch(mode=0o600)
@@ -51,10 +54,10 @@ def private_file(name: str) -> Path:
 
 @contextlib.contextmanager
 def raw_terminal() -> Iterator[None]:
-    """Turn off line editing, echo and signals of the terminal inside the block: Ctrl-C and Ctrl-D are ordinary keys.
+    """Turn off the terminal's line editing, echo and signals inside the block: Ctrl-C and Ctrl-D are ordinary keys.
 
-    SIGTERM and SIGHUP raise `SystemExit` there, so that the terminal's settings are restored. An event loop or a
-    destructor may swallow that exception, so a timer raises it again until the program ends.
+    SIGTERM and SIGHUP raise `SystemExit` in the block, so that the terminal's settings are restored. An event loop or a
+    destructor may swallow this exception, so a timer raises it again every second until the block ends.
     """
     number = 0
 
@@ -74,10 +77,10 @@ def raw_terminal() -> Iterator[None]:
 
 
 class KeyWatcher:
-    """A context manager that reads the terminal's keys, within raw mode.
+    """A context manager that reads the terminal's keys during a reply, in raw mode.
 
-    Ctrl-C calls `interrupt`, on a thread. The prompts that follow get all other keys, as if they were typed then: each
-    prompt takes one line, and the last one also what follows the last Enter.
+    Ctrl-C calls `interrupt` in a thread. All other keys are passed on to the next prompts, as if they were typed there:
+    each prompt takes the keys up to an Enter, and the last prompt the keys after the last Enter.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
@@ -86,7 +89,7 @@ class KeyWatcher:
         self._keys: list[KeyPress] = []
 
     def __enter__(self) -> KeyWatcher:
-        self._mark_pastes(_MARK_PASTES)  # a pasted text is no line until the user ends it
+        self._mark_pastes(_MARK_PASTES)  # line breaks in a pasted text do not end the line
         self._wakeup, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
         self._thread.start()
@@ -126,7 +129,7 @@ class KeyWatcher:
 
 @dataclass
 class _Commands(Completer):
-    """Completes the names of commands, and a command's arguments after its name."""
+    """Completes the names of commands and, after a name, the command's arguments."""
 
     commands: Mapping[str, str]
     arguments: Mapping[str, Completer]
@@ -150,7 +153,7 @@ class LineReader:
 
     Args:
         commands: command -> description.
-        arguments: command -> completer of what follows it.
+        arguments: command -> completer of the command's argument.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class LineReader:
     def read(self) -> str:
         """Return the next message.
 
-        Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C in an empty line.
+        In an empty line, Ctrl-D raises `EOFError` and Ctrl-C raises `KeyboardInterrupt`.
         """
         hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
         text = self._session.prompt(">>> ", placeholder=hint)
@@ -212,7 +215,7 @@ def _without_quotes(text: str) -> str:
 
 
 def _history() -> History:
-    """Return the history: in a file that only this user can read, or in memory if it cannot be written."""
+    """Return the history. It is in a file that only this user can read; if that cannot be written, in memory."""
     try:
         path = private_file("history")
         with path.open("a"):

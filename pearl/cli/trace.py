@@ -1,4 +1,4 @@
-"""`pearl trace`: arguments and tables; `pearl.trace` computes the numbers."""
+"""`pearl trace`: arguments and tables only; `pearl.trace` computes the numbers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _report(file: Path) -> Report:
 
 
 def _print(reports: dict[str, Report]) -> None:
-    """Print a verdict on each run, a table with a column for each, and their notes."""
+    """Print a verdict on each run, a table with a column for each run, and the runs' notes."""
     console = SafeConsole()
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for path, run in reports.items():

@@ -1,6 +1,6 @@
 """An engine for asyncio: streams are read with `async for`, and cancelling the reading task cancels the text.
 
-A thread for each text in progress waits for its pieces, so the event loop is never blocked.
+Each text in progress has a thread that waits for the text's pieces, so the event loop is never blocked.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CLOSED = "this engine has been closed; make another"
 class AsyncStream:
     """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
 
-    Pieces wait here until they are read, at most one context of tokens, so a slow reader delays nobody.
+    Pieces are queued here until they are read, at most one context of tokens, so a slow reader delays nobody.
 
     Attributes:
-        watch: when it was first read (`submitted`), when its request was sent (`begun`), and when its tokens arrived.
-        on_piece: called with each piece as it arrives, however slowly they are read.
+        watch: when the iteration began (`submitted`), when the request was sent (`begun`), and when tokens arrived.
+        on_piece: called with each piece as it arrives, before the piece is read.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AsyncStream:
         self._params = params
         self._options = options
         self._is_read = False
-        #: None ends the text
+        #: Pieces; an error ends the iteration by being raised, None ends it normally.
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._stream: Stream | None = None
         self._is_closed = False
@@ -55,13 +55,13 @@ class AsyncStream:
         return self._stream.result
 
     def close(self) -> None:
-        """Cancels the rest of the text; its reader finds the stream at its end."""
+        """Cancel the rest of the text; the iteration then ends."""
         self._is_closed = True
         if self._stream is not None:
             self._stream.close()
 
     def fail(self, error: BaseException) -> None:
-        """Iteration raises `error` after the pieces that have arrived."""
+        """Make the iteration raise `error` after the pieces that have arrived."""
         self._events.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -84,7 +84,7 @@ class AsyncStream:
             self.close()
 
     def _write(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Submits the request and passes on its pieces as they arrive; runs in a thread."""
+        """Submit the request and pass its pieces to the event loop as they arrive. Runs in a thread."""
         end = None
         try:
             engine = self._engine.engine
@@ -119,13 +119,14 @@ class AsyncEngine:
             async for piece in engine.stream("Hello", RequestOptions(max_tokens=64)):
                 print(piece.text, end="", flush=True)
 
-    Starting and closing do not block the event loop. As many texts are written side by side as the engine has `slots`;
-    others wait in the order in which they are first read.
+    Starting and closing do not block the event loop. The engine generates up to `slots` texts at a time; further texts
+    wait in the order in which their iterations begin.
 
     Attributes:
-        slots: a place for each text in progress.
-        streams: these texts.
-        encoder, readers: threads that encode prompts, and that wait for pieces.
+        slots: a semaphore with one permit for each text that may be in progress.
+        streams: the texts in progress.
+        encoder: a thread that encodes prompts.
+        readers: threads that wait for pieces.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """Wrap an engine that runs already, and that stays open when this one is closed."""
+        """Wrap a running engine. Closing the wrapper leaves that engine open."""
         wrapper = cls()
         wrapper._open(engine)
         return wrapper
@@ -150,7 +151,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The wrapped engine, whose calls block. Raises `EngineClosed` outside of the context."""
+        """The wrapped engine, whose calls block. Raises `EngineClosed` outside of `async with`."""
         if self._engine is None:
             raise EngineClosed("this engine does not run: use it within `async with`")
         return self._engine
@@ -166,7 +167,7 @@ class AsyncEngine:
         await asyncio.to_thread(engine.close)
 
     def close(self) -> None:
-        """No text begins any more, and those in progress fail; the engine itself stays open."""
+        """Refuse new texts and fail the texts in progress. The wrapped engine stays open."""
         self._engine = None
         for stream in list(self.streams):
             stream.fail(EngineClosed(_CLOSED))
@@ -175,7 +176,7 @@ class AsyncEngine:
             threads.shutdown(wait=False)
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Raises `RequestError`."""
+        """Return the tokens of a prompt. Raises `RequestError`."""
         return await asyncio.get_running_loop().run_in_executor(
             self.encoder, self.engine.encode, prompt
         )
@@ -183,9 +184,9 @@ class AsyncEngine:
     def stream(
         self, prompt: Prompt, params: RequestOptions | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Generates one text, piece by piece; arguments as for `Engine.stream`.
+        """Generate one text, piece by piece; arguments as for `Engine.stream`.
 
-        Errors of `Engine.stream` are raised with the first piece.
+        Errors of `Engine.stream` are raised when the first piece is read.
         """
         return AsyncStream(self, prompt, params, options)
 
@@ -195,7 +196,7 @@ class AsyncEngine:
         params: RequestOptions | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
-        """Generates a text for each prompt; arguments as for `Engine.generate`."""
+        """Generate a text for each prompt; arguments as for `Engine.generate`."""
         tasks = []
         for prompt in as_prompts(prompts):
             stream = self.stream(prompt, params, **options)

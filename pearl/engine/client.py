@@ -1,6 +1,6 @@
 """The connection to a running target, shared by all streams of an engine. Launches nothing.
 
-A thread reads the socket, passes what arrives to the streams, and notices a lost target.
+A thread reads the socket, passes messages to the streams, and notices when the target is lost.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from pearl.transport.keys import channel_keys
 
 log = logging.getLogger(__name__)
 
-_READ_SECONDS = 0.1  # longest wait, so that a dead target is noticed
+_READ_SECONDS = 0.1  # longest wait for a message before checking that the target is alive
 
 
 class Client:
-    """Sends requests, and passes what arrives to their streams. It belongs to the process that made it, not to forks.
+    """Sends requests, and passes the target's messages to their streams. Usable only in the process that made it.
 
     Args:
         address: where the target listens.
-        launcher: what launched the target. It is closed by `close`, and when the client and its streams are dropped.
+        launcher: launched the target. `close` closes the launcher; so does dropping the client and its streams.
 
     Attributes:
-        numbers: of requests to come.
-        lost: why the target cannot be used any more; empty while it can.
+        numbers: yields the numbers of new requests.
+        lost: why the target can no longer be used; empty while it can be.
     """
 
     def __init__(self, address: str, launcher: LocalLauncher | Attached) -> None:
@@ -69,11 +69,13 @@ class Client:
         self._launcher = launcher
         self._timeout = config.target_timeout
         self._owner = os.getpid()
-        self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
-        self._fault: PearlError | None = None  # of no request: for one of the waiting threads
+        # Notified when a message has arrived, and when a stream or the client has ended.
+        self._changed = threading.Condition(threading.RLock())
+        # An error of the target about no particular request; one of the waiting threads raises it.
+        self._fault: PearlError | None = None
         self.is_closed = False
         self.numbers = count(1)
-        # Weak, so that a stream that its user has dropped is collected, and thereby cancelled.
+        # Weak: a stream that its user drops is garbage-collected, which cancels its request.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
@@ -86,7 +88,7 @@ class Client:
         )
 
     def meet(self, deadline: float) -> Client:
-        """Returns the client once the target has answered.
+        """Greet the target, wait for its answer, and return this client.
 
         Raises `StartError` and closes the client if no answer has come when time.monotonic() reaches `deadline`.
         """
@@ -104,20 +106,20 @@ class Client:
         return self
 
     def __del__(self) -> None:
-        """Closes a client that was dropped.
+        """Close a client that was dropped.
 
-        At interpreter shutdown it does nothing: threads are frozen then and may hold locks. The workers end by
-        themselves, for their stdin closes.
+        At interpreter shutdown this does nothing: threads are frozen then and may hold locks. The workers end by
+        themselves, because their stdin closes.
         """
         if not sys.is_finalizing():
             with suppress(Exception):
                 self.close()
 
     def close(self) -> None:
-        """Ends the connection and closes the launcher; a second time it does nothing.
+        """End the connection and close the launcher. A second call does nothing.
 
-        In a forked process it only marks itself closed: the engine is the parent's, and locks may be held by threads
-        that do not exist here.
+        In a forked process this only marks the client as closed: the engine belongs to the parent, and locks may be
+        held by threads that do not exist in the fork.
         """
         if self.is_closed:
             return
@@ -129,7 +131,7 @@ class Client:
         self.is_closed = True
         self.endpoint.wake()
         if self._reader.is_alive() and self._reader is not threading.current_thread():
-            self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
+            self._reader.join(2 * _READ_SECONDS)  # otherwise it could use a closed socket
         self.endpoint.close()
         self._tell()
         self._launcher.close()
@@ -146,7 +148,7 @@ class Client:
             )
 
     def check_open(self) -> None:
-        """Raises `EngineClosed` if this engine is closed, or belongs to the process that this one was forked from."""
+        """Raise `EngineClosed` if this engine is closed, or if this process is a fork of the one that made it."""
         self._check_ours()
         if self.is_closed:
             raise EngineClosed("this engine has been closed; make another")
@@ -162,21 +164,21 @@ class Client:
         return stream
 
     def forget(self, request: int) -> None:
-        """Drops the stream of a request that has ended."""
+        """Drop the stream of a request that has ended."""
         if self._is_ours:
             with self._changed:
                 self._streams.pop(request, None)
                 self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
-        """Cancels a request whose result is no longer wanted; from any thread."""
+        """Cancel a request whose result is no longer wanted. May be called from any thread."""
         self.forget(request)
         if not self.lost:
             with suppress(TargetLost):
                 self.post(Cancel(request))
 
     def post(self, message: Message) -> None:
-        """Sends a message, from any thread."""
+        """Send a message, from any thread. Does nothing if the client is closed. Raises `TargetLost`."""
         if self.is_closed or not self._is_ours:
             return
         try:
@@ -186,9 +188,9 @@ class Client:
             raise TargetLost(self.lost) from None
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Returns once `is_done`; checked after each message, and ten times a second.
+        """Wait until `is_done()`, which is checked after each message and ten times a second.
 
-        Raises `TargetLost`, `EngineClosed`, and an error of the target about no particular request.
+        Raises `TargetLost` or `EngineClosed`. Also raises an error that the target sent about no particular request.
         """
         self._check_ours()
         with self._changed:
@@ -205,7 +207,10 @@ class Client:
     # ---- the reading thread ----
 
     def receive(self, received: Sequence[Received]) -> None:
-        """Passes messages to their streams; a silence that is too long during a text, or a dead process, is a loss."""
+        """Pass messages to their streams.
+
+        The target counts as lost if its process is dead, or if it is silent for too long during a text.
+        """
         if received or not self._streams:
             allowance = 0.0
             for _, message in received:
@@ -227,9 +232,9 @@ class Client:
         self._tell()
 
     def _lose(self, why: str) -> None:
-        """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
+        """Give up the target and end the launched workers, even if nobody closes the engine.
 
-        Later callers get the same error, for the target is then dead because it was ended here.
+        Later calls keep the first cause: from then on the target is dead because this method ended it.
         """
         cause = self._launcher.exit_cause(why)
         self._launcher.lose()
@@ -237,7 +242,7 @@ class Client:
         self._tell()
 
     def _tell(self) -> None:
-        """Wakes the threads in `wait_until`."""
+        """Wake the threads in `wait_until`."""
         with self._changed:
             self._changed.notify_all()
 
@@ -261,7 +266,7 @@ class Client:
                 if stream is not None and not stream.take(message):
                     self._lose("the target's messages have a gap, or come twice")
             case Error(_, "TraceError", text):
-                # for the thread that records, not for the one that reads
+                # for the thread that waits in `Recording`, not for a thread that reads a stream
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
                 raise error_named(kind)(text)
@@ -272,11 +277,11 @@ class Client:
 
 
 def _read(client: ref[Client], endpoint: Connection) -> None:
-    """Reads as long as the client is open and something besides this thread refers to it."""
+    """Read messages until the client is closed or lost, or only this thread still refers to it."""
     while True:
         try:
             received = endpoint.receive(_READ_SECONDS)
-        except TransportError:  # it was closed
+        except TransportError:  # the endpoint was closed
             return
         owner = client()
         if owner is None or owner.is_closed or owner.lost:

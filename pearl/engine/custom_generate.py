@@ -1,6 +1,6 @@
-"""Our decoding behind `model.generate(custom_generate=...)` of transformers: models that the caller has loaded.
+"""Decoding for `model.generate(custom_generate=...)` of transformers, with models that the caller has loaded.
 
-`launch/hub` is the folder that a hub repository holds; it calls `generate`.
+`launch/hub` is the content of a hub repository for custom_generate; its code calls `generate`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REFUSED = (
     "renormalize_logits",
     "remove_invalid_values",
 )
-_tried: WeakSet[PreTrainedModel] = WeakSet()  # a trial takes several forwards
+_tried: WeakSet[PreTrainedModel] = WeakSet()  # models that are not tried again
 
 
 def generate(
@@ -54,12 +54,13 @@ def generate(
     seed: int | None = None,
     **arguments: Any,
 ) -> Any:
-    """`model.generate` calls this function with its own `arguments`; it returns what `model.generate` would return.
+    """Decode for `model.generate`, which passes its own `arguments`; return what `model.generate` would return.
 
     Args:
-        method: ar, ngram (the default without an assistant), or sd.
-        gamma: draft tokens a step; default: by the measured speeds.
-        seed: one sampled text a seed, whatever the method; default: torch's generator. Rows of a batch are its samples.
+        method: ar, ngram or sd; the default is sd with an assistant, otherwise ngram.
+        gamma: draft tokens per step; chosen by the measured speeds by default.
+        seed: a seed gives the same sampled text with every method; drawn from torch's generator by default. Rows of a
+            batch are different samples of the seed.
 
     Raises `ConfigError` for an argument that is not supported, `ModelError` for a model or a length.
     """
@@ -91,7 +92,7 @@ def _refuse(names: list[str]) -> None:
 
 
 def _params(config: GenerationConfig, seed: int | None) -> RequestOptions:
-    """Raises `ConfigError` for options that are not supported."""
+    """Return transformers' options as ours. Raises `ConfigError` for options that are not supported."""
     samples = bool(config.do_sample)
     refused = [name for name in _REFUSED if getattr(config, name, None)]
     _refuse(list(unsupported_options(config.to_dict(), samples)) + refused)
@@ -127,7 +128,7 @@ class _Call:
         generation_config: GenerationConfig,
         **prepared: Any,
     ) -> Any:
-        """The decoding loop that transformers calls: input_ids [batch, n], its rows one after the other."""
+        """Decode the rows of input_ids [batch, n] one after the other; transformers calls this as its decoding loop."""
         if self.streamer is not None and len(input_ids) > 1:
             raise ConfigError("a streamer takes one text, not a batch")
         params = _params(generation_config, self.seed)
@@ -156,7 +157,7 @@ class _Call:
         return texts
 
     def _runners(self, target: PreTrainedModel, limit: int) -> list[HFRunner]:
-        """A runner of each model. Raises `ModelError` where the target's context is shorter than `limit` tokens."""
+        """Return a runner for each model. Raises `ModelError` if the target's context has fewer than `limit` tokens."""
         runners = []
         for model in self.models:
             if model is self.models[0]:
@@ -174,7 +175,7 @@ class _Call:
         runners: Sequence[HFRunner],
         criteria: generation.StoppingCriteriaList,
     ) -> torch.Tensor:
-        """Generate one text. Returns `ids` [n] and the tokens after them."""
+        """Generate one text. Return `ids` [n], followed by the generated tokens."""
         for runner in runners:
             runner.rollback(0)
         tokens = chain.from_iterable(committed.tokens for committed in decode(submit, *runners))

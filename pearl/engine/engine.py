@@ -1,6 +1,6 @@
 """`Engine`, the user's handle on a pair of models that other processes hold.
 
-In this process's background run only the threads that watch the workers and read what the target sends.
+The background threads of this process only watch the workers and read the target's messages.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from pearl.text.tokenizer import GenerationDefaults
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 2  # times the slots: requests that `generate` submits before the first of them has ended
+_AHEAD = 2  # `generate` submits up to _AHEAD * slots requests before the oldest has ended
 
 
 class Engine:
-    """A pair of models in two processes, ready to generate. It belongs to the process that made it, not to its forks.
+    """A pair of models in two processes, ready to generate. Usable only in the process that made it, not in its forks.
 
         with Engine() as engine:                         # the embedded pair
             print(engine.generate(["Hello!"])[0].text)
 
     Args:
-        target, draft: models as in `EngineConfig`; draft "none" for the methods ar and ngram.
-        config: all settings at once; the other arguments override it.
+        target, draft: models as in `EngineConfig`; draft "none" suffices for the methods ar and ngram.
+        config: all settings at once; the other arguments override them.
         progress: called with a line of text while models load.
         settings: any field of `EngineConfig`.
 
     Attributes:
-        directory: of its sockets, and of the card by which the user's other processes find it.
+        directory: holds the sockets, and the card by which the user's other processes find the engine.
         defaults: the checkpoint's own sampling settings.
-        client: the connection to the target, for those who read for several streams.
+        client: the connection to the target, shared by all streams.
 
     Raises:
-        ConfigError, ModelError, StartError: nothing is left running.
+        ConfigError, ModelError, StartError: the engine did not start; no process is left running.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Engine:
 
     @classmethod
     def launched_by(cls, launcher: LocalLauncher | Attached, progress: Progress = silent) -> Engine:
-        """An engine whose workers another launcher starts. Raises as the constructor does."""
+        """Return an engine whose workers `launcher` starts. Raises the same errors as the constructor."""
         engine = cls.__new__(cls)
         engine._launch(launcher, progress)
         return engine
 
     @classmethod
     def attach(cls, directory: Path, progress: Progress = silent) -> Engine:
-        """Another front, in another process of the same user, of the engine in `directory`.
+        """Connect to the running engine in `directory`, which another process of the same user has launched.
 
-        Closing it does not end that engine. Raises `ConfigError`, `StartError`.
+        Closing the returned engine does not end the running one. Raises `ConfigError`, `StartError`.
         """
         return cls.launched_by(Attached(directory), progress)
 
@@ -99,7 +99,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Ends the workers and removes their files; a second time it does nothing, nor in a forked process.
+        """End the workers and remove their files. Does nothing in a second call or in a forked process.
 
         An engine closes itself once it and its streams are no longer referenced.
         """
@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of these models on these devices, such as a draft of another vocabulary."""
+        """Sentences for the user about these models on these devices: the draft has another vocabulary, for example."""
         return self._launcher.notes
 
     def __repr__(self) -> str:
@@ -125,12 +125,12 @@ class Engine:
 
     @property
     def context(self) -> int:
-        """Tokens that a prompt and its text may have together."""
+        """The most tokens that a prompt and its text may have together."""
         return self.welcome.context
 
     @property
     def welcome(self) -> Welcome:
-        """What the target reported of itself, and the speeds measured at start."""
+        """The target's report of itself, with the speeds measured at start."""
         assert self.client.welcome is not None
         return self.client.welcome
 
@@ -155,17 +155,17 @@ class Engine:
         raw: bool = True,
         show: Collection[str] = (),
     ) -> Stream:
-        """Generates one text, piece by piece.
+        """Generate one text, piece by piece.
 
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
-            params: how to decode and sample; fields that are not set have the checkpoint's defaults.
+            params: how to decode and sample; unset fields take the checkpoint's defaults.
             method, rule, preview, raw, show: see `Options`.
 
         Raises:
             ConfigError: an unknown option, or one that this engine cannot serve.
-            RequestError: the prompt does not fit, for example. Nothing was computed.
-            TargetLost: (while iterating) the target is gone; the engine can no longer be used.
+            RequestError: the request cannot be served: the prompt is too long, for example. Nothing was computed.
+            TargetLost: the target is gone, and the engine can no longer be used. Also raised while iterating.
         """
         self.client.check_open()
         submit = submission(
@@ -184,7 +184,7 @@ class Engine:
         params: RequestOptions | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
-        """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
+        """Generate a text for each prompt, up to `slots` texts at a time; arguments as for `stream`."""
         streams: deque[Stream] = deque()
         results = []
         slots = self.config.slots
@@ -202,14 +202,14 @@ class Engine:
         return results
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
-        """The tokens of a prompt; see `stream`. Raises `RequestError`."""
+        """Return the tokens of a prompt; see `stream`. Raises `RequestError`."""
         return encode(self.tokenizer, prompt, raw, self.context)
 
 
 def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
-    with suppress(Exception):  # imports what a template needs, while the workers load
+    with suppress(Exception):  # import the template engine while the workers load
         tokenizer.chat_text([{"role": "user", "content": "Hello"}])
     log.info("defaults of the checkpoint: %s", defaults)
     if defaults.ignored:
@@ -223,7 +223,10 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
 def _options(
     config: EngineConfig, params: RequestOptions | None, method: str | None, rule: str | None
 ) -> RequestOptions:
-    """The options of a request; `method` and `rule` override `params`. Raises `ConfigError` for what is not served."""
+    """Return a request's options: `params`, overridden by `method` and `rule`.
+
+    Raises `ConfigError` for options that this engine cannot serve.
+    """
     options = params or RequestOptions()
     if method:
         options = options.changed(method=method)

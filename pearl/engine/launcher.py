@@ -1,4 +1,4 @@
-"""Launching an engine's workers and ending them: here, or under torchrun (`torchrun`)."""
+"""Launches an engine's workers as children of this process, and ends them. For torchrun see `torchrun`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-# for the draft to end by itself after the target is lost, while callers wait
+# after the target is lost, the draft gets this long to end by itself; callers wait meanwhile
 _DRAFT_END_SECONDS = 1.0
-_PART_SECONDS = 5.0  # for a draft of another process to write its part of the trace
+_PART_SECONDS = 5.0  # for a draft that another process launched to write its part of the trace
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
 class Attached:
-    """Stands in for a launcher where another process has launched the engine, which outlives this front.
+    """Stands in for a launcher when another process has launched the engine. The engine outlives this front.
 
     Raises `ConfigError` if `directory` holds no running engine.
     """
 
     target = None
     draft = None
-    alive = True  # for all that this process can see
+    alive = True  # this process cannot see whether the target runs
     remedy = "Start an engine again, with `pearl serve` for example"
 
     def __init__(self, directory: Path) -> None:
@@ -69,16 +69,16 @@ class Attached:
 
 
 class LocalLauncher:
-    """Starts what an engine needs, as children of this process, by its methods in this order.
+    """Launches an engine's workers as children of this process.
 
-    `close` is called whatever fails.
+    Call `launch`, `wait_until_ready` and `keep` in this order, and `close` at the end, even if a call fails.
 
     Args:
-        draft_elsewhere: another process launches the draft.
+        draft_elsewhere: whether another process launches the draft.
 
     Attributes:
-        directory: the engine's, of sockets and keys, accessible to this user only.
-        draft: the draft worker's keeper, if this process launches it.
+        directory: holds the engine's sockets and keys; accessible to this user only.
+        draft: the draft worker's keeper; None if this process does not launch a draft.
     """
 
     remedy = "Make a new engine"
@@ -95,7 +95,7 @@ class LocalLauncher:
         self._has_ended = False
 
     def launch(self, progress: Progress) -> str:
-        """Starts the workers; returns the address where the target listens while they load their models."""
+        """Start the workers, and return the address where the target listens. The models may still be loading then."""
         check(self.config, self._roles, progress)
         self._deadline = time.monotonic() + self.config.startup_timeout
         address = bind_address(self.config.control, self.directory)
@@ -105,7 +105,7 @@ class LocalLauncher:
         if address.endswith("*"):  # the target chooses a free port
             self.target.wait_for("bound", self._deadline)
             address = self.target.address
-        if "draft" in self._roles:  # at once: both import torch meanwhile
+        if "draft" in self._roles:  # start it now: both workers import torch meanwhile
             self.draft = DraftKeeper(self._settings("draft", address), progress)
             self._launched.append(self.draft)
         self.target.wait_for("bound", self._deadline)
@@ -117,15 +117,15 @@ class LocalLauncher:
         )
 
     def wait_until_ready(self) -> float:
-        """Returns once the models are loaded, with the time.monotonic() by which the target must have answered.
+        """Wait until the models are loaded. Return the time.monotonic() by which the target must have answered.
 
-        Raises the worker's own error if it fails, `StartError` if it is late.
+        Raises a worker's own error if it fails, `StartError` if it is late.
         """
         self.target.wait_for("ready", self._deadline, self._check_draft)
         return self._deadline
 
     def _check_draft(self) -> None:
-        """Raises the error of a draft that has failed, or the target's: a draft also ends because the target did."""
+        """Raise the draft's error if the draft has ended; the target's, if the draft ended because the target did."""
         if self.draft is not None and not self.draft.worker.alive:
             error = self.draft.worker.exit_error()
             if isinstance(error, TransportError) and self.target.is_gone():
@@ -133,12 +133,12 @@ class LocalLauncher:
             raise error
 
     def keep(self) -> None:
-        """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
+        """Begin to restart a failed draft, and let other fronts find the engine. Called once the engine is ready."""
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
         for role in ROLES:
-            if os.path.exists(config[role]):  # other fronts may run in another directory
+            if os.path.exists(config[role]):  # other fronts may have other working directories
                 config[role] = os.path.abspath(config[role])
         places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
@@ -152,7 +152,7 @@ class LocalLauncher:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of these models on these devices, a sentence or two each."""
+        """Notes for the user about these models on these devices, each of one or two sentences."""
         return [note for worker in self._workers for note in worker.notes]
 
     @property
@@ -161,33 +161,33 @@ class LocalLauncher:
         return self.target.alive
 
     def exit_cause(self, otherwise: str) -> str:
-        """Why the target is gone: its own last error, or `otherwise`."""
+        """Return the target's own last error if its process has ended, otherwise `otherwise`."""
         if self.target.is_gone():
             return str(self.target.exit_error())
         return otherwise
 
     def lose(self) -> None:
-        """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
+        """End the workers at once, as the target can no longer be used. May be called repeatedly, by any thread."""
         with self._ending:
             self.target.kill()
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
-        """Ends what was launched and removes its files, also after `lose`; writes the trace of the whole run."""
+        """End the workers and remove their files, unless that is done; then write the trace of the whole run."""
         self._end(END_SECONDS)
         if self.config.trace:
             path = Path(self.config.trace)
             deadline = time.monotonic() + _PART_SECONDS
-            # A draft of another process may still write its part.
+            # A draft that another process launched may still be writing its part.
             while being_written(path) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             try:
                 self._merge(path)
-            except TraceError as error:  # it does not make the texts wrong
+            except TraceError as error:  # the generated texts are right without a trace
                 log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
-        """Merges the parts; if that fails, removes them and an earlier trace at `path`."""
+        """Merge the trace's parts into `path`. If that fails, remove the parts and any earlier trace at `path`."""
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
             if not all(part.stat().st_size for part in parts):
@@ -202,7 +202,7 @@ class LocalLauncher:
             raise
 
     def _end(self, seconds: float) -> None:
-        """Ends the workers once; a second thread waits until that is done.
+        """End the workers; only the first call does so. A second thread waits until they have ended.
 
         Args:
             seconds: how long each worker may take to end by itself.
@@ -211,7 +211,7 @@ class LocalLauncher:
             if self._has_ended:
                 return
             self._has_ended = True
-            # The target first: it must learn that it is to end before its draft goes.
+            # The target first: it must be told to end before its draft disappears.
             for worker in self._launched:
                 worker.close()
             for worker in self._launched:

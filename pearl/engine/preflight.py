@@ -20,9 +20,10 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Raises `ModelError` for a model or device of `roles` that is not on this machine, `ConfigError` for other files.
+    """Check models, devices and other files of `roles` on this machine.
 
-    Reads headers of .gguf files, which would take longer than workers have to start.
+    This also reads the headers of .gguf files, which would exceed the time that workers have to start. Raises
+    `ModelError` for a model, a head or a device, `ConfigError` for another file.
     """
     classifier_of(config)
     for role in roles:
@@ -46,7 +47,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
         from pearl.drafting.datastore import check_tokenizer, read_header
 
         directory = Path(config.datastore)
-        header = read_header(directory)  # first: a tokenizer may take long
+        header = read_header(directory)  # before the tokenizer, which may take long to load
         check_tokenizer(header, _tokenizer(config.target, config, progress), directory)
 
 
@@ -70,7 +71,10 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
 
 
 def _check_dtype(model: ModelConfig) -> None:
-    """Only our own forward has rounded matrices, and logits that do not depend on the window."""
+    """Raise `ModelError` if transformers runs a model with a rounded dtype or with `exact`.
+
+    Only our own forward has rounded matrices, and logits that do not depend on the window.
+    """
     if model.rounding and model.forwards == "transformers":
         raise ModelError(
             f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards "

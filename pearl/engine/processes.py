@@ -1,6 +1,6 @@
-"""Launching worker processes and watching them. Knows a worker's status lines, nothing of decoding.
+"""Launches worker processes and watches them. Knows a worker's status lines, but nothing of decoding.
 
-Used by the engine for both workers and, under torchrun, by each process for its own.
+An engine launches both workers with this module. Under torchrun each rank launches its own worker with it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pearl.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 COMMAND = [sys.executable, "-m", "pearl.worker"]
-END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
-_EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
+END_SECONDS = 8.0  # a worker that has not ended by itself after this time is killed
+_EXIT_SECONDS = 5.0  # longest wait for the last status line of a worker that exits
 _LOOK_SECONDS = 0.2  # between two checks of a worker
-# longest wait before a restart: a draft that dies at once must not become a busy loop
+# longest wait before a restart; restarting a draft that dies at once must not become a busy loop
 _MOST_BACK_OFF_SECONDS = 30.0
-_SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
+_SOUND_SECONDS = 600.0  # after a draft has run this long, earlier restarts no longer count
 
 
 class Worker:
@@ -41,12 +41,12 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
         self.role = settings.role
-        self.notes: list[str] = []  # sentences for the user, complete once it is ready
+        self.notes: list[str] = []  # sentences for the user; complete once the worker is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
         self.ready_since = 0.0
         self._progress = progress
-        self._statuses: dict[str, dict[str, Any]] = {}  # by state: the last line that names it
+        self._statuses: dict[str, dict[str, Any]] = {}  # state -> the last status with it
         self._changed = threading.Condition()
         self._process = Popen(
             COMMAND,
@@ -71,12 +71,12 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """Where the target listens, once it is bound."""
+        """The address where the target listens, once it is bound."""
         return str(self._statuses["bound"]["address"])
 
     @property
     def place(self) -> dict[str, str]:
-        """Its device and dtype; empty until it is ready."""
+        """The model's device and dtype; empty until the worker is ready."""
         return self._statuses.get("ready", {})
 
     def _read(self) -> None:
@@ -100,7 +100,7 @@ class Worker:
             self._changed.notify_all()
 
     def _reaches(self, state: str, seconds: float) -> bool:
-        """Waits until the worker has reached `state`, or is gone; returns whether it has reached it."""
+        """Wait at most `seconds` until the worker reaches `state` or is gone. Return whether it has reached `state`."""
         with self._changed:
             self._changed.wait_for(lambda: self._statuses.keys() & {state, "gone"}, seconds)
             return state in self._statuses
@@ -108,13 +108,13 @@ class Worker:
     def wait_for(
         self, state: str, deadline: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits until the worker has reached `state`: bound or ready.
+        """Wait until the worker has reached `state`: bound or ready.
 
-        Raises the worker's own error if it failed, `StartError` if it died without one or time is up.
+        Raises the worker's own error if it failed. Raises `StartError` if it died without an error, or is too late.
 
         Args:
-            deadline: of time.monotonic().
-            check: called now and then; what it raises ends the wait.
+            deadline: a time.monotonic().
+            check: called now and then; an error that it raises ends the wait.
         """
         while not self._reaches(state, _LOOK_SECONDS):
             check()
@@ -127,16 +127,16 @@ class Worker:
                 )
 
     def is_gone(self) -> bool:
-        """Whether the worker has ended; waits a moment for its last status line."""
+        """Return whether the worker has ended. Waits a moment for its last status line."""
         return self._reaches("gone", _EXIT_SECONDS)
 
     def exit_error(self) -> errors.PearlError:
-        """Why the worker is gone."""
+        """Return the error that says why the worker is gone."""
         self.is_gone()
         failure = self._statuses.get("failed")
         if failure is not None:
             kind = errors.error_named(failure["kind"])
-            if kind is errors.DraftLost:  # it is the draft itself that failed
+            if kind is errors.DraftLost:  # here the draft itself has failed
                 kind = errors.StartError
             return kind(f"{self.role} worker: {failure['message']}")
         code = self._process.poll()
@@ -148,24 +148,27 @@ class Worker:
         return errors.StartError(f"{self.role} worker was killed by signal {-code}{hint}")
 
     def kill(self) -> None:
-        """Kills it and its own children: it leads a session."""
+        """Kill the worker and its own children, which are in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
+        """Tell the worker to end: send a byte, and close its stdin.
+
+        The byte is for the case that a fork of this process also holds stdin open.
+        """
         self._write(b"\n")
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def _write(self, line: bytes) -> None:
-        # It may have ended already, and its status lines say why; or its stdin is closed.
+        # Ignored: the worker may have ended, and its status lines say why; or its stdin is closed.
         with contextlib.suppress(OSError, ValueError):
             self._stdin.write(line)
             self._stdin.flush()
 
     def end(self, seconds: float = END_SECONDS) -> None:
-        """Waits until it has ended, and kills it if it does not."""
+        """Tell the worker to end, and wait; kill it if it has not ended after `seconds`."""
         self.close()
         try:
             self._process.wait(seconds)
@@ -180,12 +183,12 @@ class Worker:
 class DraftKeeper:
     """Restarts a draft worker that dies or falls silent, with back-off, at most `draft_restarts` times in a row.
 
-    The target watches for silence only during requests; here it is watched always, and a draft that hangs is killed.
+    The target notices a silent draft only during requests. The keeper watches always, and kills a draft that hangs.
     """
 
     def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
         self._config = settings.config
-        # A process group cannot be joined again.
+        # A restarted draft cannot join torch's process group again.
         self._settings = settings.model_copy(update={"tensors": "frames"})
         self._closing = threading.Event()
         self._in_a_row = 0  # restarts since a sound run
@@ -194,7 +197,7 @@ class DraftKeeper:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
     def keep(self) -> None:
-        """Starts watching; until then a failed draft stays down, so that its error can be reported."""
+        """Start watching. Before this call a failed draft is not restarted, so that its error can be reported."""
         self._thread.start()
 
     def _watch(self) -> None:
@@ -217,7 +220,7 @@ class DraftKeeper:
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Tries until there is a process; a lack of files, threads or memory does not count as a restart."""
+        """Try to start a worker until it succeeds. Failures for lack of files, threads or memory are no restarts."""
         for tries in count(1):
             try:
                 self.worker = Worker(self._settings)
@@ -228,7 +231,7 @@ class DraftKeeper:
                 return
 
     def _trouble(self) -> str | None:
-        """What is wrong with the draft; None if nothing is."""
+        """Return what is wrong with the draft; None if nothing is."""
         worker = self.worker
         if not worker.alive:
             return str(worker.exit_error())
@@ -256,10 +259,10 @@ def _back_off(times: int) -> float:
 
 
 def _environment(place: Device) -> dict[str, str]:
-    """The worker's environment, read before any library starts its threads.
+    """Return the worker's environment variables, which libraries read before they start threads.
 
-    It has as many threads as cores that it is pinned to. If it has several GPUs, only those are visible, so that a
-    spread model stays off the other worker's.
+    A pinned worker gets as many threads as cores. A worker with several GPUs sees only those, so that a model that is
+    spread over them does not use the other worker's.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:

@@ -1,4 +1,4 @@
-"""Recordings that a front has the workers make, and reads while they are written."""
+"""Recordings of the workers' trace that a front requests, and reads while the workers write them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
 
 
 class Recording:
-    """One recording at a time. Raises `TraceError` if it cannot begin or end.
+    """Starts and stops recordings, one at a time. Raises `TraceError` if a recording cannot begin or end.
 
     Args:
-        post, wait_until: the client's, which puts the target's answers into `answer`.
-        directory: the engine's, where the workers write their parts.
-        is_taken: whether the workers already write a trace from start to end; then there can be no other.
+        post, wait_until: the client's methods. The client puts the target's answers into `answer`.
+        directory: the engine's directory, where the workers write their parts.
+        is_taken: whether the workers already write a trace of the whole run; then no recording is possible.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Recording:
         self._wait_until = wait_until
         self._directory = directory
         self._is_taken = is_taken
-        self._number = 0  # of the recording that runs
+        self._number = 0  # of the current recording; 0 if there is none
         self.answer: Trace | TraceError | None = None
 
     def stop(self) -> None:
@@ -45,9 +45,9 @@ class Recording:
             self._abandon(number)
 
     def start(self) -> Path:
-        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
+        """Begin a recording, which is read while the workers write it (`pearl.trace.recorder.records_since`).
 
-        Returns the path that names the workers' parts, which `stop` removes.
+        Return the path from which the names of the workers' parts are derived (`part_paths`); `stop` removes the parts.
         """
         if self._is_taken or self._number:
             raise TraceError("this engine is recording a trace already")
@@ -55,7 +55,7 @@ class Recording:
         try:
             self._request(Trace(number, True))
         except BaseException:
-            self._abandon(number)  # it may have begun, or be about to
+            self._abandon(number)  # a worker may have begun to record, or may do so later
             raise
         self._number = number
         return asked_for(self._directory, number)
@@ -66,13 +66,13 @@ class Recording:
             part.unlink(missing_ok=True)
 
     def _request(self, trace: Trace) -> None:
-        """Returns once both workers have done it."""
+        """Send `trace` and wait until both workers have obeyed. Raises `TraceError` if they do not."""
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
         self._post(trace)
 
         def is_done() -> bool:
-            # A late echo of an abandoned request differs from `trace`.
+            # A late answer to an abandoned request differs from `trace`.
             is_answered = self.answer == trace or isinstance(self.answer, TraceError)
             return is_answered or time.monotonic() > deadline
 

@@ -22,23 +22,24 @@ ROLES = ("target", "draft")
 
 
 class ModelPlace(NamedTuple):
-    """Where a model runs, and in which numbers."""
+    """A model's device and dtype."""
 
     device: str
     dtype: str
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What an engine reports of itself. Raises `ValueError` if the settings name no models.
+    """An engine's description of itself. Raises `ValueError` if `config` lacks a model, its device or its dtype.
 
     Attributes:
-        pid, started: the process that holds the engine; a later process with the same id has another start time.
-        program: what that process runs, such as "pearl serve".
+        pid, started: id and start time of the process that holds the engine. A later process with the same id has
+            another start time.
+        program: the command of that process, such as "pearl serve".
         address: where the engine listens.
-        config: its settings, as JSON.
-        places: role -> device and dtype ("" for a model without weights) that its worker reported.
+        config: the engine's settings, as JSON.
+        places: role -> the device and dtype that the role's worker reported; dtype "" for a model without weights.
         directory: where the card was read; empty for a new card.
-        age: seconds since the engine was ready; 0 for a new card.
+        age: seconds since the card was written; 0 for a new card.
     """
 
     pid: int
@@ -61,7 +62,7 @@ class Card(msgspec.Struct, frozen=True):
         return _started(self.pid) == self.started
 
     def place(self, role: str) -> ModelPlace:
-        """Device and dtype that the worker reported; the settings where it did not."""
+        """Return the device and dtype that the worker reported; where it reported none, those of the settings."""
         reported = self.places.get(role, {})
         return ModelPlace(
             reported.get("device", self.config[f"{role}_device"]),
@@ -74,7 +75,7 @@ class Card(msgspec.Struct, frozen=True):
         return [role for role in ROLES if self.config[role] != "none"]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `pearl ps --json` prints."""
+        """Return the document that `pearl ps --json` prints."""
         document = {"pid": self.pid, "age_seconds": round(self.age, 1), "program": self.program}
         document |= {role: self.config[role] for role in ROLES}
         for role in self.roles:
@@ -97,7 +98,7 @@ def read_card(directory: Path) -> Card | None:
     """Return the card in `directory`.
 
     Returns None if the card is missing or damaged, if another user could have written it, or if its address is on
-    another machine and it names no keys.
+    another machine but its configuration names no keys.
     """
     path = directory / _FILE
     try:
@@ -113,7 +114,7 @@ def read_card(directory: Path) -> Card | None:
 
 
 def running_engines() -> list[Card]:
-    """This user's engines on this host, newest first."""
+    """Return this user's engines on this host, newest first."""
     running = []
     for directory in private_directories():
         card = read_card(directory)
@@ -123,7 +124,7 @@ def running_engines() -> list[Card]:
 
 
 def engines_named(name: str) -> list[Card]:
-    """The running engines with this process id, or the one in this directory."""
+    """Return the running engines of the process with id `name`; if there are none, the one in the directory `name`."""
     engines = [card for card in running_engines() if str(card.pid) == name]
     if not engines:
         card = read_card(Path(name))
@@ -139,7 +140,7 @@ def stop(card: Card, seconds: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        if not card.alive:  # checked now that `process` cannot become another one
+        if not card.alive:  # checked after pidfd_open: a pidfd never refers to a later process
             return True
         signal.pidfd_send_signal(process, signal.SIGTERM)
         return bool(select.select([process], [], [], seconds)[0])
@@ -148,7 +149,7 @@ def stop(card: Card, seconds: float) -> bool:
 
 
 def _program(arguments: list[str]) -> str:
-    """The name of the program, with the command if it is ours."""
+    """Return the program's name; for PEARL's own program with its command, such as "pearl serve"."""
     path = Path(arguments[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     if name == "pearl":
@@ -157,7 +158,7 @@ def _program(arguments: list[str]) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it has ended."""
+    """Return when the process started, in clock ticks since boot; None if it has ended."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A user's prompt and options as a `Submit` for the target. Pure; raises `RequestError` if it cannot be served."""
+"""Turns a user's prompt and options into a `Submit` for the target, or raises `RequestError`. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pearl.text.tools import in_words, knows_tools
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and more for the chat template; all in OpenAI's format.
+    """Chat messages, with other inputs of the chat template. Messages and tools have OpenAI's format.
 
-    The text contains the model's calls of tools as it writes them: `pearl.text.tools` reads them.
+    The generated text contains tool calls as the model writes them; `pearl.text.tools` parses them.
 
     Attributes:
-        tools: that the model may call.
-        prefix: what the reply begins with: part of the prompt, not of the text.
-        variables: of the template, such as enable_thinking.
+        tools: tools that the model may call.
+        prefix: the beginning of the reply. It belongs to the prompt, not to the generated text.
+        variables: variables of the template, such as enable_thinking.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -39,7 +39,7 @@ class Chat:
 
 log = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 32  # of a prompt for each token of the context: texts have 2 to 5
+_MOST_CHARACTERS = 32  # of a prompt, per token of the context; usual texts have 2 to 5
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
@@ -47,10 +47,10 @@ _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 class Options(TypedDict, total=False):
     """How one text is generated.
 
-    method, rule: in place of those of the options.
+    method, rule: override the method and rule of the `RequestOptions`.
     preview: also yield the draft's pending tokens.
     raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
-    show: special tokens whose names are part of the text.
+    show: special tokens whose names appear in the text.
     """
 
     method: str | None
@@ -61,7 +61,7 @@ class Options(TypedDict, total=False):
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several: a list of ints or of messages is one."""
+    """Return a list of prompts from one or several. A list of ints or of messages is one prompt."""
     if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
@@ -73,11 +73,11 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 def encode(
     tokenizer: Tokenizer, prompt: Prompt, raw: bool = True, context: float = inf
 ) -> list[int]:
-    """The tokens of a prompt: text, token ids, or chat messages.
+    """Return the tokens of a prompt, which is text, token ids, or chat messages.
 
     Args:
         raw: take text as it is; False applies the chat template, if there is one.
-        context: tokens that the model holds.
+        context: the model's context, in tokens; a much longer text is refused before it is encoded.
     """
     if isinstance(prompt, str):
         chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
@@ -86,7 +86,8 @@ def encode(
         return _encoded(tokenizer, chat, context, special=False)
     if isinstance(prompt, Chat):
         text = _chat_text(tokenizer, prompt)
-        return _encoded(tokenizer, text, context, special=False)  # the template writes its own
+        # The template writes special tokens itself.
+        return _encoded(tokenizer, text, context, special=False)
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
@@ -113,7 +114,7 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
         _say_in_words()
         try:
             text = render(in_words(chat.messages, chat.tools))
-        except RequestError:  # of a template without system messages
+        except RequestError:  # the template takes no system messages
             text = render(in_words(chat.messages, chat.tools, "user"))
     if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
@@ -133,7 +134,7 @@ def _say_in_words() -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) -> list[int]:
-    """Refuses a text that cannot fit before it encodes: encoding takes seconds, in which other requests wait."""
+    """Return the tokens of a text. Refuse a text that cannot fit: encoding it would delay other requests by seconds."""
     if len(text) > _MOST_CHARACTERS * context:
         raise RequestError(
             f"the context holds {context} tokens; the prompt has {len(text)} characters"
@@ -153,7 +154,7 @@ def submission(
     defaults: GenerationDefaults,
     preview: bool = False,
 ) -> Submit:
-    """Request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
+    """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
     room = max(0, context - len(tokens))
     max_tokens = options.max_tokens or min(defaults.max_tokens or context, room)
     limit = len(tokens) + max_tokens
@@ -181,7 +182,7 @@ def submission(
 def resolved(
     options: RequestOptions, defaults: GenerationDefaults, prompt_length: int
 ) -> RequestOptions:
-    """The user's options over the checkpoint's own defaults, as a worker reads them."""
+    """Return the user's options, completed by the checkpoint's defaults, in the form that a worker reads."""
     assert options.seed is not None
     grammar = grammar_of(options.json_schema, options.regex)
     if grammar and not defaults.eos:

@@ -26,14 +26,15 @@ _SHOWN = 60  # characters of a text in a repr
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step of the target added.
+    """The tokens and text that one step of the target added.
 
     Attributes:
-        text: final text; may be empty, since text that later tokens could change is held back.
-        tokens, provenance: the tokens committed, and the origin of each.
-        texts: the text that became final with each token; joined they are `text`.
-        preview: the draft's pending tokens, a guess at what follows; only if requested.
-        logprobs: of each token; only if requested.
+        text: final text. It may be empty, since text that later tokens could change is held back.
+        tokens: the committed tokens.
+        provenance: the origin of each token.
+        texts: for each token, the text that became final with it; together they are `text`.
+        preview: the draft's pending tokens, a guess at the following ones; only if requested.
+        logprobs: the log probabilities of each token; only if requested.
     """
 
     text: str
@@ -49,7 +50,11 @@ class Piece:
 
 @dataclass(repr=False)
 class Result:
-    """A finished text. `finish_reason`: eos, stop, length or cancelled; `logprobs`: of each token, if requested."""
+    """A text and its statistics.
+
+    `finish_reason` is eos, stop, length or cancelled; empty while the text is generated. `logprobs` has an entry for
+    each token, if requested.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +77,7 @@ class StreamClient(Protocol):
     """The connection to a target, as a stream uses it."""
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Return once `is_done`, which is checked after each message that arrives."""
+        """Wait until `is_done()`, which is checked after each message that arrives."""
 
     def forget(self, request: int) -> None:
         """Drop the stream of a request that has ended."""
@@ -82,7 +87,10 @@ class StreamClient(Protocol):
 
 
 class Stream:
-    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
+    """The pieces of one text as they arrive: iterate over them, or `close()` to cancel the rest.
+
+    `result` grows with each piece that is read.
+    """
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class Stream:
         self._text = TextStream(tokenizer, submit.prompt, submit.options.stop, show)
 
     def take(self, message: object) -> bool:
-        """Puts a message into the inbox; returns False if committed tokens do not follow the earlier ones."""
+        """Put a message into the inbox. Return False, and ignore it, if its tokens do not follow the earlier ones."""
         if isinstance(message, Committed):
             if message.start != self._end:
                 return False
@@ -139,7 +147,7 @@ class Stream:
             raise
 
     def read(self) -> Result:
-        """The whole text, once it is written."""
+        """Wait for the whole text and return it."""
         for _ in self:
             pass
         return self.result
@@ -163,7 +171,7 @@ class Stream:
         return Piece(text)
 
     def close(self) -> None:
-        """Cancels the rest of the text, from any thread; a thread that waits for a piece finds its end."""
+        """Cancel the rest of the text. May be called from any thread; a thread that waits for a piece stops waiting."""
         if self.is_open:
             self.is_open = False
             self.result.finish_reason = self.result.finish_reason or "cancelled"

@@ -1,8 +1,8 @@
 """An engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
 
-The two find each other through torchrun's store. Each is only a launcher: it restarts a dead draft without failing
-itself, at which torchrun would end the whole job. With an address as control channel they may be on two hosts, which
-share only the address and the keys.
+The ranks find each other through torchrun's store. Each rank only launches its worker, so that a dead draft can be
+restarted: if the rank itself failed, torchrun would end the whole job. With a TCP address as control channel the ranks
+may run on two hosts, which share only the address and the keys.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _POLL_SECONDS = 0.5
 
 
 def rank() -> int | None:
-    """This process's rank under torchrun with several processes; None otherwise."""
+    """Return this process's rank if torchrun started several processes; None otherwise."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return None
     return int(os.environ["RANK"])
 
 
 def check_world(config: EngineConfig) -> None:
-    """Raises `ConfigError` unless there is a process for each model; it launches all workers of its model."""
+    """Raise `ConfigError` unless torchrun started exactly two processes, and the engine has a draft."""
     world = int(os.environ["WORLD_SIZE"])
     if world != 2 or not config.has_draft:
         remedy = "Start `python -m pearl` directly"
@@ -64,7 +64,7 @@ def check_world(config: EngineConfig) -> None:
 
 
 def die_with_torchrun() -> None:
-    """Ends this process when torchrun is gone, SIGKILL included; its worker follows, for its stdin closes."""
+    """End this process when torchrun is gone, even by SIGKILL. The worker then ends too, because its stdin closes."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -109,7 +109,7 @@ class TorchrunLauncher(LocalLauncher):
         super().close()
 
     def _report_closed(self) -> None:
-        """Tells the other rank that the engine is closed; it then ends its worker."""
+        """Tell the other rank that the engine is closed, so that it ends its worker."""
         try:
             self._store.set(_CLOSED, "yes")
         except TransportError:
@@ -117,14 +117,14 @@ class TorchrunLauncher(LocalLauncher):
 
 
 def serve(config: EngineConfig, progress: Progress) -> None:
-    """Keeps the draft running on rank 1 until rank 0 closes the engine. Raises the worker's start error.
+    """Keep the draft running on rank 1 until rank 0 closes the engine. Raises the worker's start error.
 
-    torchrun authenticates nobody, so what the store holds is checked before it is used.
+    torchrun does not authenticate peers, so values from its store are checked before they are used.
     """
     store = _store()
     with _reported_to_rank_0(store, config):
         if config.keys is not None:
-            read_keys(Path(config.keys))  # fails now rather than after rank 0 has loaded its model
+            read_keys(Path(config.keys))  # fail now rather than after rank 0 has loaded its model
         address = store.get(_ADDRESS, config.startup_timeout)
         with _directory(config, store, address) as directory:
             settings = WorkerSettings(
@@ -148,9 +148,10 @@ def serve(config: EngineConfig, progress: Progress) -> None:
 
 @contextmanager
 def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
-    """Report why this rank fails: not every torchrun then ends rank 0, which would wait in vain.
+    """Report an error of this rank to rank 0, which might wait in vain: not every torchrun ends rank 0 then.
 
-    On one host rank 0 prints the error; this rank exits with 0, or torchrun would end rank 0 before that.
+    On one host rank 0 prints the error. This rank then exits with 0: otherwise torchrun could end rank 0 before it
+    prints.
     """
     try:
         yield
@@ -166,7 +167,7 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
 
 @contextmanager
 def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
-    """Yields rank 0's directory on the same host; on another host a new one, removed at the end.
+    """Yield the directory for the draft's files: rank 0's on the same host, otherwise a new one, removed at the end.
 
     Raises `StartError` if rank 0 is not where the configuration says.
     """
@@ -190,7 +191,7 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
 
 
 def _wait_until_ready(worker: Worker, store: TorchrunStore, config: EngineConfig) -> None:
-    """Returns once the draft is ready, or rank 0 has closed the engine."""
+    """Wait until the draft is ready, or rank 0 has closed the engine."""
 
     def check() -> None:
         if _is_closed(store):
@@ -199,13 +200,13 @@ def _wait_until_ready(worker: Worker, store: TorchrunStore, config: EngineConfig
     try:
         worker.wait_for("ready", time.monotonic() + config.startup_timeout, check)
     except TransportError:
-        # It was closed, or the target that it connects to has failed, which rank 0 reports.
+        # If rank 0 has closed the engine, it reports the cause, such as a target that failed.
         if not _is_closed(store):
             raise
 
 
 def _is_closed(store: TorchrunStore) -> bool:
-    """Whether rank 0 has closed the engine; waits a moment for that."""
+    """Return whether rank 0 has closed the engine or torchrun's store is gone. Waits up to `_POLL_SECONDS`."""
     try:
         store.get(_CLOSED, _POLL_SECONDS)
     except TransportError:

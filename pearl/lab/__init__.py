@@ -1,4 +1,4 @@
 """Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it.
 
-The registry of methods (`pearl.spec.methods`) names the factories in `guesses`.
+One part is reached by name: the registry of methods (`pearl.spec.methods`) names the factories in `guesses`.
 """

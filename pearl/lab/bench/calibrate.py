@@ -31,7 +31,7 @@ from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
 from pearl.worker.placement import shared_gpus
 
-_MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
+_MIN_SPEEDUP = 1.02  # a method pays if its speedup over ar is above this; less may be noise
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def calibrate(
 
 
 def _profile(text: Statistics, acceptance: float) -> Profile:
-    """Return the forward times and the rate of each method, as of the last text of method auto."""
+    """Return the forward times and each method's rate, from the statistics of the last text of method auto."""
     rates = text.rates
     return Profile(
         text.t_draft,
@@ -110,7 +110,10 @@ def _profile(text: Statistics, acceptance: float) -> Profile:
 
 
 def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
-    """Return a sentence on the tokens that a draft of another vocabulary cannot propose; "" if there are none."""
+    """Return a sentence on the share of `tokens` that the draft cannot propose.
+
+    Return "" if there is no draft, if the draft is a head, or if its vocabulary is the target's.
+    """
     if not config.has_draft or is_head(config.draft):
         return ""
     translation = translation_of(config.target, config.draft, config.trust_remote_code)
@@ -121,9 +124,9 @@ def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
 
 
 def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
-    """Return the fastest method as a sentence, and as flags.
+    """Return the fastest method as a sentence, and as command-line flags.
 
-    The sentence names the methods whose intervals overlap with that of the fastest.
+    The sentence also names methods whose speedup may be equal: their confidence intervals overlap with the fastest's.
     """
     speedups = {}
     for row in rows:

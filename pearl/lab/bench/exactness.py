@@ -1,9 +1,10 @@
 """Check that a pair's logits and texts are equal bit for bit on this machine: what `pearl check` runs.
 
 Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
-Texts: every method and window.  Under rules that commit the target's own draw (greedy, coupled) they are compared with
-the target alone, decoded in this process without the engine; under the ratio rule with each other.  A bug that changes
-only the distribution of sampled texts is not found here but by tests/test_verification.py.
+Texts: every method and several windows.  Under rules that commit the target's own draw (greedy, coupled), the texts are
+compared with texts of the target alone, decoded in this process without the engine.  Under the ratio rule, methods are
+compared with each other.  A bug that changes only the distribution of sampled texts is not found here, but by
+tests/test_verification.py.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _DIRECT = (
     "pearl-no-pre-verify",
     "pearl-no-post-verify",
 )
-_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for shaped texts, and for simultaneous ones
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts with a shape, and simultaneous texts
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
-_QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one way of each kind
-_RULES = ("greedy", "coupled")  # that commit the target's own draw
+_QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one method of each kind
+_RULES = ("greedy", "coupled")  # rules that commit the target's own draw
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class Finding:
 
     Attributes:
         first: the first difference, in words.
-        guessed: guessed tokens of the texts, by source; without any, equal texts prove nothing about guesses.
-        longest: most tokens that one step of the target has added to a text.
+        guessed: source -> number of guessed tokens in the texts. If there are none, equal texts prove nothing about
+            guesses.
+        longest: the most tokens that one step of the target added to a text.
     """
 
     what: str
@@ -91,11 +93,13 @@ def check_pair(
     quick: bool = False,
     watcher: Watcher,
 ) -> Iterator[Finding]:
-    """Make every comparison of `pearl check`, and yield one finding each; arguments as of `check_texts`.
+    """Make every comparison of `pearl check`, and yield a finding for each.
 
     Args:
-        quick: compare fewer: one method of each kind, no shaped logits, and no texts side by side.
-        watcher: its total is the number of findings.
+        asked: the prompts.
+        params, kill: see `check_texts`.
+        quick: make fewer comparisons: one method of each kind, no texts with a shape, no simultaneous texts.
+        watcher: counts the findings.
     """
     target = make_runner(config.model("target"), place(config, "target"))
     shapes: Mapping[str, Mapping[str, Any]] = {}
@@ -115,13 +119,13 @@ def check_pair(
     if target.capabilities.row_invariant and not quick:
         for rule, settings in product(_RULES, methods):
             together.append(Case(rule, settings, together=True))
-    # The logits of a head depend on the states that have come.
+    # A head has no logits of its own to compare: they depend on the target's states.
     has_draft_logits = config.has_draft and not is_head(config.draft)
     texts_in_all = len(unmixed) + len(shaped) + len(texts) + len(together)
     watcher.begin("checking", 1 + has_draft_logits + texts_in_all)
     yield _check_logits(target, "target")
     references = target_texts(config, target, asked, params, shapes, watcher)
-    del target  # a GPU may have no room for it beside the engine's
+    del target  # a GPU may have no room for this target and the engine's
     if has_draft_logits:
         yield _check_logits(make_runner(config.model("draft"), place(config, "draft")), "draft")
     yield from _check_on(config.model_copy(update={"datastore": None}), unmixed, references)
@@ -133,7 +137,7 @@ def check_pair(
 def _check_on(
     config: EngineConfig, cases: Sequence[Case], references: References
 ) -> Iterator[Finding]:
-    """Compare the texts of an engine with this configuration, one finding a case."""
+    """Compare the texts of an engine with this configuration; yield a finding for each case."""
     if cases:
         with Engine(config=config) as engine:
             for case in cases:
@@ -159,7 +163,7 @@ def compare_cuts(
 
     Args:
         tokens: length of the sequence, at most the runner's context.
-        piece: tokens per forward of the reference, and the largest random size. On a GPU those of the largest table.
+        piece: tokens per forward of the reference, and the largest random size.
     """
     rng = random.Random(seed)
     ids = rng.choices(range(runner.vocab_size), k=tokens)
@@ -183,7 +187,7 @@ def compare_cuts(
         position += count
         fed += count
         equal += count - len(differing)
-        if rng.random() < 0.2:  # as after a rejection: roll back, and feed again
+        if rng.random() < 0.2:  # as after a rejection: roll back, and feed positions again
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
@@ -192,7 +196,7 @@ def compare_cuts(
 
 
 def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> torch.Tensor:
-    """Return the logits [tokens, vocab] of forwards of `piece` tokens each."""
+    """Return the logits [tokens, vocab] for `ids`, computed in forwards of `piece` tokens."""
     runner.rollback(0)
     rows = []
     for start in range(0, len(ids), piece):
@@ -206,13 +210,13 @@ def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> to
 
 
 class Case(NamedTuple):
-    """Texts of a method to compare.
+    """A method whose texts are compared.
 
     Attributes:
-        reference: a name of `References`.
-        settings: of the method.
-        kill: kill the draft's process after three pieces of each text.
-        together: submit all prompts at once.
+        reference: the name, in `References`, of the texts to compare with.
+        settings: the method and its settings, for `parse_settings`.
+        kill: whether to kill the draft's process after three pieces of each text.
+        together: whether to submit all prompts at once.
     """
 
     reference: str
@@ -240,7 +244,8 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
     if config.has_draft and not is_head(config.draft):
         cases += map(Case, repeat("ratio"), ratio)
     if config.has_draft and kill:
-        # Last: without its draft a text of the ratio rule has the same distribution only.
+        # Last, after all cases of the ratio rule: a text of that rule keeps its distribution
+        # without the draft, but not its tokens.
         cases += map(Case, killed, repeat("pearl"), repeat(True))
     return cases
 
@@ -254,13 +259,13 @@ def check_texts(
     quick: bool = False,
     known: Mapping[str, list[list[int]]] = {},
 ) -> Iterator[Finding]:
-    """Compare the texts of all methods, one finding each.
+    """Compare the texts of all methods; yield a finding for each method and rule.
 
     Args:
-        params: for sampled texts: needs a temperature above 0.
-        kill: also decode texts during which the draft process is killed.
-        quick: one method of each kind.
-        known: the target's own texts, by rule.
+        params: sampling parameters, with a temperature above 0.
+        kill: whether to also decode texts during which the draft process is killed.
+        quick: whether to compare only one method of each kind.
+        known: rule -> the target's own texts, if known.
     """
     references = References(prompts, params, dict(known))
     for case in text_cases(engine.config, kill=kill, quick=quick):
@@ -306,10 +311,10 @@ def _check(engine: Engine, case: Case, references: References) -> Finding:
 
 
 def _read(stream: Stream, kill_in: Engine | None) -> int:
-    """Return the most tokens that came at once.
+    """Read a stream to its end; return the largest number of tokens in a piece.
 
     Args:
-        kill_in: an engine whose draft's process is killed after three pieces.
+        kill_in: kill this engine's draft process after three pieces; None to kill nothing.
     """
     longest = 0
     with stream:
@@ -322,7 +327,7 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
 
 # ---- the target alone ----
 
-PROMPTS = (  # the second has a prefix of the first; the third repeats itself, so that many tokens are guessed
+PROMPTS = (  # the first two begin alike; the third repeats itself, so that many tokens are guessed
     "Explain gravity to a beginner.",
     "Explain gravity to a child of five.",
     "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
@@ -335,13 +340,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 class References:
-    """Texts that others are compared with, by name.
+    """The reference texts, by name.
 
-    They are the target's own under each direct rule, also with a shape ("greedy, grammar"), and under rule ratio those
-    of `pearl` with stream windows.
+    Under a direct rule ("greedy", "coupled") the reference texts are the target's own. With a shape, their name is
+    such as "greedy, grammar". Under rule ratio they are those of method `pearl` with stream windows.
 
     Args:
-        texts: by name; missing ones are decoded by the engine that is checked.
+        texts: name -> texts. The engine that is checked decodes missing ones.
     """
 
     def __init__(
@@ -355,7 +360,7 @@ class References:
         self._texts = texts
 
     def add(self, name: str, params: RequestOptions, texts: list[list[int]]) -> None:
-        """Add texts of the first prompts, sampled with `params`."""
+        """Add reference texts, one for each of the first prompts, sampled with `params`."""
         self.sampling[name] = params
         self._texts[name] = texts
 
@@ -381,10 +386,12 @@ def target_texts(
     shapes: Mapping[str, Mapping[str, Any]],
     watcher: Watcher,
 ) -> References:
-    """Decode prompts and a second turn of the first, under each direct rule; two of these with each of `shapes` too.
+    """Decode the reference texts of the direct rules.
 
-    The target decodes them in this process, one token a forward, from an empty cache. The texts share only the runner,
-    the draw and the shaper with the engine, so any other bug shows as a difference.
+    The prompts are those in `asked`, and a second turn after the first prompt's answer. The first two of these prompts
+    are also decoded with each of `shapes`. The target decodes in this process, one token per forward, from an empty
+    cache. Only the runner, the draw and the shaper are shared with the engine, so a bug elsewhere shows as a
+    difference.
     """
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     rules = direct_rules(params)
@@ -413,7 +420,10 @@ def target_texts(
 
 
 def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return the shapes that the target's texts can have: a toy has no space, which the grammar needs."""
+    """Return the shapes that the target's texts can have.
+
+    The grammar needs an EOS token, llguidance, and a vocabulary with spaces, which a toy lacks.
+    """
     _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     if defaults.eos and not is_toy(config.target) and find_spec("llguidance"):
         return _SHAPES
@@ -421,5 +431,5 @@ def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
 
 
 def direct_rules(params: RequestOptions) -> dict[str, RequestOptions]:
-    """Return how to sample under each rule that commits the target's own draw."""
+    """Return the sampling options for each rule that commits the target's own draw."""
     return {"greedy": params.changed(temperature=0.0), "coupled": params}

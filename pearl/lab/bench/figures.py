@@ -33,10 +33,13 @@ _EXACT = Estimate(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Rejections:
-    """Rejections of the texts whose expected number is known: `expected`, with standard deviation `sd`.
+    """Rejections in the texts for which the expected number of rejections is known.
 
     Attributes:
-        bias: as in `Figures`, but per verified token.
+        count: number of rejections.
+        expected, sd: expected number of rejections, and the standard deviation of that number.
+        judged: number of judged draft tokens.
+        bias: as in `Figures`, but per judged draft token.
     """
 
     count: int
@@ -54,19 +57,19 @@ class Figures:
     """The figures of one row.
 
     Attributes:
-        rule: its acceptance rule; empty: none, all tokens are the target's own draws.
-        exact: whether its texts have the target's distribution.
+        rule: the row's acceptance rule; empty for a method without a draft.
+        exact: whether the row's texts have the target's distribution.
         rate: tokens per second after the first commit, median over texts.
-        speedup: rate / rate of the row's base on the same text, median over texts; None if that was not measured.
-        by_set: set -> the speedup over its texts.
+        speedup: rate / rate of the row's base on the same text, median over texts; None if the base was not measured.
+        by_set: name of a prompt set -> speedup over its texts.
         first_seconds: median seconds to the first token of the first turn.
         itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
         acceptance: accepted / judged draft tokens.
         tokens_per_run: mean tokens committed up to and including a correction or bonus.
         accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
         tokens_per_step: as `Statistics.tokens_per_step`.
-        bias: total variation distance between the distribution sampled from and the target's, per committed token.
-        perplexity: of the texts under the target, at temperature 1 and unfiltered.
+        bias: total variation distance between the sampled distribution and the target's, per committed token.
+        perplexity: perplexity of the texts under the target, at temperature 1 and unfiltered.
     """
 
     name: str
@@ -97,7 +100,7 @@ def figures(
     """Return the figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
-        surprise: see `Surprise`; None: no perplexity.
+        surprise: computes a text's surprise, as `Surprise` does; None for figures without perplexity.
     """
     rows = []
     for row in plan.rows:
@@ -162,7 +165,7 @@ def _is_exact(plan: Plan, row: Row) -> bool:
 
 
 def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict[str, list[float]]:
-    """Return by set the ratios of rates over those of the base on the same texts."""
+    """Return set -> for each text, its rate / the base's rate on the same text."""
     base_rates = {(sample.set, sample.task): sample.rate for sample in base}
     speedups: dict[str, list[float]] = {}
     for sample in samples:
@@ -238,7 +241,7 @@ def _interval(values: Iterable[float | None]) -> Estimate | None:
 
 
 class Surprise:
-    """The negative log likelihood of texts under the target, by its own forward in this process."""
+    """Computes the negative log likelihood of texts under the target, with a forward in this process."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
         self.runner = runner or make_runner(config.model("target"), place(config, "target"))

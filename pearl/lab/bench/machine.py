@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from pearl.trace.recorder import where_and_what
 
-_MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences are noise
+_MAX_FOREIGN_SHARE = 0.05  # share of the cores' time; above it small differences are noise
 
 
 def hardware() -> dict[str, Any]:
-    """Host, versions, processor, cores this process may use, OMP_NUM_THREADS, GPUs, operating system."""
+    """Return host, versions, processor, this process's cores, OMP_NUM_THREADS, GPUs and operating system."""
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
@@ -40,11 +40,12 @@ def in_words(where: dict[str, Any]) -> str:
 
 
 class Conditions:
-    """The duration and the foreign load of a measurement, from construction to `stop`; the load is 0 outside Linux.
+    """The duration and the foreign load of a measurement, from construction to `stop`. Outside Linux the load is 0.
 
     Attributes:
         stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
-        others: share taken by processes that are neither this one nor its children, which have ended by then.
+        others: share of all cores' time that other processes took. This process and those of its children that have
+            ended when `stop` is called do not count.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Conditions:
 
 
 class _Foreign(NamedTuple):
-    """Seconds of all cores since boot, taken by the host and by processes other than this and its ended children."""
+    """Core seconds since boot that the host took, and that processes took, without this one and its ended children."""
 
     host: float
     processes: float

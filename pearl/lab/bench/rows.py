@@ -1,4 +1,4 @@
-"""The rows of a benchmark: decoding settings, built in or named in a line as for `pearl bench`; their devices."""
+"""The rows of a benchmark: their decoding settings, which are built in or named as for `pearl bench`, and devices."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Row:
     """One row of a benchmark.
 
     Attributes:
-        options: those in which it differs from the plan's.
-        base: name of the row that its speedup is over.
-        system: name of the engine that decodes it.
+        options: the options in which the row differs from the plan.
+        base: name of the row that this row's speedup is relative to.
+        system: name of the engine that decodes the row.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def devices_of(config: EngineConfig) -> tuple[Device, Device]:
-    """Return (device of the target, device of both together), as the workers resolve them."""
+    """Return (the target's device, the union of both models' devices), as the workers resolve them."""
     target = settled(config, "target")
     if config.has_draft:
         return target, target | settled(config, "draft")
@@ -64,8 +64,9 @@ def device_of_row(row: Row, config: EngineConfig) -> Device:
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     """Return all rows that this pair can have.
 
-    `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
-    GPUs a target is spread layer by layer, which is no faster.
+    `ar` and `ngram` run on the target's devices. They have a second row on all cores of the pair, if those are more
+    than the target's. An emulated pair has no such row, nor has a pair on GPUs: spreading the target's layers over more
+    GPUs makes it no faster.
     """
     names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
     if config.head is not None:
@@ -85,7 +86,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
 def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
     """Return `ar`, and a row for each name: one of `defaults`, or the settings that `parse_settings` reads.
 
-    Rows on all devices are left out where these are only the target's. Raises `ConfigError` for a bad or repeated name.
+    A row on all devices is left out if `defaults` lacks it. Raises `ConfigError` for a bad or repeated name.
     """
     by_name = {AR: Row(AR, RequestOptions(method=AR))}
     for row in defaults:
@@ -123,7 +124,7 @@ def parse_settings(text: str) -> RequestOptions:
 
 
 def is_emulated(config: EngineConfig) -> bool:
-    """Whether the pair is toys with given forward times, which can be simulated too."""
+    """Return whether both models are toys with given forward times; such a pair can also be simulated."""
     return bool(
         is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace
     )

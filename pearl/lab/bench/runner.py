@@ -1,4 +1,4 @@
-"""Run a benchmark: its rows decode each task in turn, so that a slow phase of the machine affects all of them."""
+"""Run a benchmark: the rows take turns on each task, so that a slow phase of the machine affects all rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 @dataclass
 class TaskSample(Sums):
-    """One task, decoded once by one row. `texts`: of its turns.
+    """One task, decoded once by one row.
 
     Attributes:
-        task: number within the set, from 1.
-        results: its turns.
+        texts: the statistics of each turn.
+        task: number of the task within its set, from 1.
+        results: the result of each turn.
     """
 
     row: str
@@ -57,24 +58,24 @@ class TaskSample(Sums):
 
     @property
     def first_seconds(self) -> float:
-        """Seconds to the first token of the first turn, without those in the queue."""
+        """Seconds to the first token of the first turn, without the time in the queue."""
         turn = self.texts[0]
         return turn.seconds_to_first_token - turn.queue_seconds
 
     @property
     def itl_p50(self) -> float | None:
-        """The median over the turns."""
+        """The median of the turns' values."""
         return median_of(map(attrgetter("itl_p50"), self.texts))
 
     @property
     def itl_p99(self) -> float | None:
-        """The largest value of a turn."""
+        """The largest of the turns' values."""
         latencies = [turn.itl_p99 for turn in self.texts if turn.itl_p99 is not None]
         return max(latencies, default=None)
 
     @property
     def bias(self) -> float:
-        """The sum over the turns."""
+        """The sum of the turns' values."""
         return sum(turn.bias or 0.0 for turn in self.texts)
 
 
@@ -88,13 +89,13 @@ def median_of(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The settings of a benchmark.
 
     Attributes:
-        raw: take prompts without a chat template.
-        together: load all systems at once and let them take turns; otherwise run one system after the other, which
-            needs less memory.
-        gamma: for rows of sd and ssd without one; None: the fastest.
+        raw: whether to take prompts without a chat template.
+        together: whether to load all systems at once and let them take turns; otherwise one system runs after the
+            other, which needs less memory.
+        gamma: gamma of the rows of sd and ssd that set none; if None, the fastest gamma is measured.
     """
 
     config: EngineConfig
@@ -114,7 +115,8 @@ class Measured:
     """The results of a benchmark.
 
     Attributes:
-        gammas: gammas tried for sd -> tokens per second. gamma: the fastest of them.
+        gammas: gamma -> tokens per second of sd, for each gamma that was tried.
+        gamma: the gamma of sd and ssd: the planned one, otherwise the fastest; None if no row needed one.
         skipped: turns left out because they do not fit the context.
     """
 
@@ -147,7 +149,7 @@ class _Run:
         self._measured = Measured()
 
     def run(self) -> Measured:
-        systems: dict[str, Row] = {}  # with a row of each
+        systems: dict[str, Row] = {}  # system -> its first row
         for row in self._rows:
             systems.setdefault(row.system, row)
         groups = [list(systems)]
@@ -185,9 +187,9 @@ class _Run:
     # ---- the gamma of sd ----
 
     def _choose_gamma(self, pair: Engine) -> None:
-        """Set the gamma of sd and ssd: as planned; otherwise by trying.
+        """Set the gamma of the rows of sd and ssd to the plan's gamma or, if that is None, to the fastest.
 
-        Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
+        Rows that have a gamma keep it. Rows with a stop policy keep the policy's bound.
         """
         for i, row in enumerate(self._rows):
             options = row.options
@@ -198,9 +200,9 @@ class _Run:
             self._rows[i] = replace(row, options=options.changed(gamma=self._measured.gamma))
 
     def _fastest_gamma(self, pair: Engine) -> int:
-        """Return the fastest of 1, 2, ... up to where the next two are slower."""
+        """Try gammas 1, 2, ... until two in a row are slower than the fastest; return the fastest."""
         count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
-        # By number, so that the first task of each set is among them.
+        # Sorted by number, so that the first task of each set is among the chosen.
         tasks = sorted(self._plan.tasks, key=attrgetter("number"))[:count]
         rates = self._measured.gammas
         best = 1
@@ -224,7 +226,7 @@ class _Run:
         rows = self._rows_on(engines)
         self._watcher.begin("measuring", len(rows) * len(tasks))
         for i, task in enumerate(tasks):
-            start = i % len(rows)  # rotate the order, so that no row gains by its place
+            start = i % len(rows)  # rotate the order of the rows, so that it favours none
             for row in rows[start:] + rows[:start]:
                 sample = self._measure_task(engines[row.system], row, task)
                 note = f"{row.name}, {task.set} {task.number}"
@@ -242,7 +244,7 @@ class _Run:
         return TaskSample(row.name, task.set, task.number, turns, texts=texts)
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
-        """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
+        """Decode the turns of a task; each prompt contains the earlier replies. Stop early if the context is full."""
         conversation = Conversation(self._tokenizer, self._raw)
         seed = (self._plan.params.seed or 0) + task.number  # the same for all rows
         params = params.changed(seed=seed)
@@ -254,7 +256,7 @@ class _Run:
                     self._measured.skipped.append(label)
                     self._watcher.say(f"{label} does not fit the context: left out")
                 return
-            if number == 1:  # an earlier row has decoded the same prompt
+            if number == 1:  # an earlier row has decoded the same prompt: its KV must not be reused
                 forget(engine, params, prompt)
             (result,) = engine.generate(prompt, params)
             conversation.add(turn, self._tokenizer.decode(result.tokens))
@@ -262,9 +264,9 @@ class _Run:
 
 
 def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
-    """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token.
+    """Make sure that no KV cache holds a prefix of `prompt`: generate a short text that begins with another token.
 
-    `options`: how that text is decoded; drawn greedily, all the same.
+    The short text is decoded with `options`, but greedily.
     """
     params = options.changed(
         temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None

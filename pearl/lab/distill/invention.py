@@ -1,4 +1,4 @@
-"""Prompts that the target invents: it continues the start of a user's turn."""
+"""Lets the target invent prompts: the target continues the start of a user's turn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pearl.lab.distill.benchmarks import is_benchmark
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.pair import Teacher
 
-_TEMPERATURE = 1.0  # of sampling invented prompts
-_TOP = 64  # likeliest tokens that they are sampled from
+_TEMPERATURE = 1.0  # for sampling invented prompts
+_TOP = 64  # prompts are sampled from so many likeliest tokens
 _PLAIN = 0.3  # share of invented prompts without an opening
-_TURNS_PER_PROMPT = 1.15  # some are empty, duplicates or benchmark prompts
+_TURNS_PER_PROMPT = 1.15  # above 1, as some turns are empty, duplicates or benchmark prompts
 
 
 def invent(
@@ -27,11 +27,11 @@ def invent(
     watcher: Watcher,
     label: str,
 ) -> list[str]:
-    """Let the target invent `count` prompts, or a few fewer: it continues openings of the configuration.
+    """Let the target invent `count` prompts, or a few fewer, by continuing openings of the configuration.
 
-    Leaves out benchmark prompts, which the target may have memorised. `label`: the work, for the watcher.
+    Benchmark prompts, which the target may have memorised, are left out. `label` names the work for the watcher.
 
-    Raises `ConfigError` without openings for a target without a chat template.
+    Raises `ConfigError` if there are no openings and the target has no chat template.
     """
     openings = config.openings
     has_template = bool(teacher.encode_start(""))

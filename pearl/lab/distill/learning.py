@@ -1,6 +1,6 @@
-"""How a draft learns: batches, the learning rate, the optimizers and a training step.
+"""Training of a draft: batches, the learning rate, the optimizers and a training step.
 
-Everything random is keyed by the seed and the place in the run.
+All random numbers are keyed by the seed and the place in the run.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ from pearl.lab.distill.pair import embeddings, head, hidden_states, replacing
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.text.tokenizer import copy_tokenizer
 
-_BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
+# answers are sorted by length within random groups of so many batches: this saves padding
+_BATCHES_PER_SORT = 64
 _ADAM_BETAS = (0.9, 0.95)
 _WARMUP = 0.03  # share of a run in which the learning rate rises
-_DECAY = 0.4  # share of a run in which it falls
+_DECAY = 0.4  # share of a run in which the learning rate falls
 _CLIP = 1.0  # largest norm of a gradient
 _MEASURED = 4096  # tokens of a batch when measuring, padding included
 _LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
-    """A host generator for one place in a run, such as ("round-003-001", "answers"), independent of all others."""
+    """Return a host generator for one place in a run, such as ("round-003-001", "answers").
+
+    Generators of different places or seeds are independent.
+    """
     key = blake2b("/".join(map(str, (seed, *place))).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
 
@@ -49,11 +53,12 @@ def generator(seed: int, *place: object) -> torch.Generator:
 def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) -> list[list[int]]:
     """Return the batches of a round, as indices of answers.
 
-    They contain each answer of this round once, and random answers of all rounds, fresh * config.passes in all.
+    The batches contain fresh * config.passes answers in random order: each answer of this round once, and random
+    answers of all rounds so far.
 
     Args:
         lengths: tokens of each answer with its prompt, in the order of the rounds.
-        fresh: number of answers of this round, which come last.
+        fresh: number of answers of this round; they are the last ones.
     """
     draw = random.Random(f"{config.seed}/{round}/plan")
     chosen = list(range(len(lengths) - fresh, len(lengths)))
@@ -73,7 +78,7 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
 
 
 def packed(numbers: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Return batches of similar length, each of up to `limit` tokens with padding."""
+    """Return batches of answers of similar length, each of up to `limit` tokens with padding."""
     batches: list[list[int]] = []
     for number in sorted(numbers, key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[number] <= limit:
@@ -103,7 +108,8 @@ def optimizers(
     al. 2025, "Muon is scalable for LLM training"), so one learning rate serves both.
 
     Args:
-        weights: the trained weights by name. tables: those of them whose rows are tokens.
+        weights: the trained weights, by name.
+        tables: names of the weights that have a row for each token.
     """
     rate = config.learning_rate
     for_adamw = []
@@ -128,7 +134,7 @@ def optimizers(
 
 @dataclass
 class Batch:
-    """Right-padded answers. `rows`: indices into the flattened ids, of the states that predict answer tokens."""
+    """Right-padded answers. `rows` are indices into the flattened ids: the positions that predict answer tokens."""
 
     ids: torch.Tensor  # [answers, length]
     rows: torch.Tensor  # [tokens]
@@ -159,8 +165,8 @@ class Learner(ABC):
     """The trained weights of a run, with their optimizers.
 
     Args:
-        weights: the trained weights by name. tables: see `optimizers`.
-        device: on which they are trained.
+        weights, tables: see `optimizers`.
+        device: the device of the weights.
     """
 
     def __init__(
@@ -185,7 +191,7 @@ class Learner(ABC):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned. Raises `DistillError` for the state of another learner."""
+        """Load a state that `state` returned. Raises `DistillError` if its weights have other names."""
         if state["weights"].keys() != self._weights.keys():
             raise DistillError(
                 "the checkpoint belongs to another draft than these settings describe"
@@ -198,7 +204,9 @@ class Learner(ABC):
     def step(
         self, answers: Sequence[RecordedAnswer], progress: float, step: int
     ) -> tuple[float, int]:
-        """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
+        """Make one optimizer step; return (loss, answer tokens).
+
+        Raises `DistillError` if the loss or the gradient is not finite.
 
         Args:
             progress: see `rate`.
@@ -235,7 +243,7 @@ class Learner(ABC):
         return agreed / total
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the trained weights, and `about` as distillation.json. Raises `DistillError`."""
+        """Write a checkpoint of the trained weights, with `about` as distillation.json. Raises `DistillError`."""
         with replacing(directory) as building:
             self._write(target, building)
             (building / "distillation.json").write_text(json.dumps(about, indent=1))
@@ -246,11 +254,11 @@ class Learner(ABC):
 
     @abstractmethod
     def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
-        """Return losses whose sum is to fall; the first one is reported."""
+        """Return the losses, whose sum is minimised; the first one is reported."""
 
     @abstractmethod
     def _agreed(self, batch: Batch) -> torch.Tensor:
-        """For each answer token, whether the likeliest token is the target's."""
+        """Return for each answer token whether the learner's likeliest token is the target's."""
 
     @abstractmethod
     def _write(self, target: str, directory: Path) -> None:
@@ -258,7 +266,7 @@ class Learner(ABC):
 
 
 class DraftLearner(Learner):
-    """A draft model, as learner."""
+    """Trains a draft model."""
 
     def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
         self.draft = draft
@@ -293,7 +301,7 @@ class DraftLearner(Learner):
         return torch.cat(chosen) == batch.top_ids[:, 0]
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """Return the draft's last states that predict the answer tokens [tokens, width]."""
+        """Return the draft's last hidden states [tokens, width] that predict the answer tokens."""
         return hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
 
     def _write(self, target: str, directory: Path) -> None:

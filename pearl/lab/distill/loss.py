@@ -1,9 +1,9 @@
-"""The training loss: how far the draft is from the target over its recorded tokens and the rest of the vocabulary.
+"""The training loss: a divergence between target and draft, over the recorded tokens and the rest of the vocabulary.
 
 The recorded tokens are the target's likeliest.  All other tokens together are one more outcome, with the probability
-that the recorded ones leave.  Divergences are those of DistillSpec (Zhou et al. 2024), over these outcomes.  The output
-head is part of the loss, whose gradient is computed with it, chunk by chunk: logits exist for `_CHUNK_ROWS` rows at a
-time.
+that the recorded tokens leave.  The divergences are those of DistillSpec (Zhou et al. 2024), over these outcomes.  The
+loss includes the output head, so that logits exist for only `_CHUNK_ROWS` rows at a time; the loss and its gradient are
+computed together, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
-# Logit of a token that is none of the others; finite, because all of them may be recorded.
+# Logit that excludes a recorded token from the rest. Finite, because all tokens may be recorded.
 _LEFT_OUT = -1e4
 
 
@@ -25,8 +25,8 @@ def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return (p * (p.log() - middle) + q * (log_q - middle)) / 2
 
 
-# Each outcome's part of the divergence, from target p and the logarithm of draft q. For fkl that is the cross-entropy,
-# which differs from KL(p, q) by the target's entropy, a constant.
+# Each outcome's term of the divergence, from the target's p and the logarithm of the draft's q.
+# For fkl the sum is the cross-entropy, which is KL(p, q) plus the target's entropy, a constant.
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "fkl": lambda p, log_q: -p * log_q,
     "rkl": lambda p, log_q: log_q.exp() * (log_q - p.log()),
@@ -41,10 +41,11 @@ def _rows_loss(
     """Return the sum of the rows' losses.
 
     Args:
-        logits: [rows, tokens], of the draft, for all tokens that the loss considers.
+        logits: [rows, tokens], the draft's, for all tokens that the loss considers.
         ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
     """
-    # Not 1 minus the recorded ones: where the draft is very sure that is a rounding error, and so is its gradient.
+    # The rest is summed: if the draft is very sure, 1 minus the recorded probabilities would be a
+    # rounding error, and so would its gradient.
     others = logits.scatter(1, ids, _LEFT_OUT).logsumexp(-1, keepdim=True)
     draft = torch.cat((logits.gather(1, ids), others), -1).log_softmax(-1)
     target = torch.cat((probs, 1 - probs.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)
@@ -61,14 +62,14 @@ def head_loss(
     generator: torch.Generator | None = None,
     divergence: str = "fkl",
 ) -> torch.Tensor:
-    """Mean divergence per row, in nats (tvd: a share).
+    """Return the mean divergence per row, in nats; for tvd in [0, 1].
 
     Args:
-        hidden: [rows, width], the draft's last states.
-        weight: [vocab, width], its head.
+        hidden: [rows, width], the draft's last hidden states.
+        weight: [vocab, width], the draft's output head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: restrict the softmax to the batch's `ids` and this many random others, which are weighted to stand
-            for all others; 0: use the whole vocabulary.
+        negatives: if above 0, restrict the softmax to the batch's `ids` and this many random other tokens, which are
+            weighted to represent all others; if 0, use the whole vocabulary.
         generator: a host generator, for the negatives.
         divergence: a name in `DIVERGENCES`.
     """
@@ -95,7 +96,8 @@ def head_loss(
         loss.backward()
         total += loss.detach()
     count = len(hidden)
-    # Of value 0, and linear in states and head: autograd takes the gradients computed above for its own.
+    # Add a term of value 0 that is linear in states and head, with the gradients computed above: so
+    # autograd returns these gradients.
     terms = []
     for tensor, leaf in ((hidden, states), (weight, head)):
         if leaf.grad is not None:

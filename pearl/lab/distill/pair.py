@@ -1,6 +1,7 @@
 """The pair of a run: the target, which teaches, and the draft to train.
 
-A draft starts from an existing draft, or from some of the target's layers with its embeddings, which are not trained.
+A draft starts from an existing draft, or from some of the target's layers with the target's embeddings. The draft's
+embeddings are not trained if they are as large as the target's.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.placement import place
 
-_MARK = "\u2042"  # placeholder for a user's message, to split the chat template at
+_MARK = "\u2042"  # placeholder for a user's message: the chat template's text is split there
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A loaded target. `name`: as given by the user; `eos`: ids that end an answer."""
+    """A loaded target. `name` is as the user gave it; `eos` are the ids that end an answer."""
 
     name: str
     model: PreTrainedModel
@@ -48,19 +49,19 @@ class Teacher:
         return "" if text is None else text.partition(_MARK)[0]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt, inside the chat template if there is one; an answer follows them."""
+        """Return the tokens of a prompt, in the chat template if there is one. The answer follows these tokens."""
         ids = self.tokenizer.apply_chat([{"role": "user", "content": text}])
         return self.tokenizer.encode(text) if ids is None else ids
 
     def encode_start(self, opening: str) -> list[int]:
-        """The tokens of an unfinished user's turn that begins with `opening`."""
+        """Return the tokens of a user's turn that begins with `opening` and is not finished."""
         if self.turn_start:
             return self.tokenizer.encode(self.turn_start + opening, special=False)
         return self.tokenizer.encode(opening)
 
 
 def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
-    """Load model and tokenizer. Raises `ModelError`, also for a model without an end-of-sequence token."""
+    """Load the target and its tokenizer. Raises `ModelError`, also if the model has no end-of-sequence token."""
     name = config.target
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
@@ -84,9 +85,9 @@ def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
         draft = _from_layers(teacher.model, config.layers)
     else:
         draft = _existing(config.init_from, config.trust_remote_code, teacher)
-    draft.eval()  # train without dropout: few passes overfit little
+    draft.eval()  # train without dropout: a few passes over the data hardly overfit
     if head(draft).shape == head(teacher.model).shape:
-        # Tables as large as the target's are not trained.
+        # Embeddings and head are not trained if they are as large as the target's.
         embeddings(draft).requires_grad_(False)
         head(draft).requires_grad_(False)
     check_head(teacher.model)
@@ -110,7 +111,7 @@ def _existing(name: str, trust: bool, teacher: Teacher) -> PreTrainedModel:
 
 
 def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    """Make a draft of these layers of the target, numbered from 0, with all its other weights."""
+    """Make a draft from these layers of the target, numbered from 0, and from all other weights of the target."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(layers)
     config.dtype = torch.float32
@@ -132,7 +133,10 @@ def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrained
 
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
-    """Return (module name of the decoder layers, their number). Raises `ModelError` if no `ModuleList` has them."""
+    """Return (module name of the list of decoder layers, number of layers).
+
+    Raises `ModelError` if the layers are in no `ModuleList`.
+    """
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -143,20 +147,20 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The input table [vocab, width]."""
+    """Return the input embeddings [vocab, width]."""
     table: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     return table
 
 
 def head(model: PreTrainedModel) -> torch.Tensor:
-    """The output matrix [vocab, width]."""
+    """Return the matrix of the output head [vocab, width]."""
     matrix: torch.Tensor = model.get_output_embeddings().weight
     return matrix
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise `ModelError` unless logits are states times head: `head_loss` supports no scale, cap or bias."""
+    """Raise `ModelError` unless logits = states @ head.T: `head_loss` supports no scale, cap or bias of logits."""
     ids = torch.arange(4, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
     product = (hidden_states(model, ids) @ head(model).T).float()
@@ -167,9 +171,9 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the last states [batch, length, width] of right-padded ids [batch, length].
+    """Return the last hidden states [batch, length, width] of right-padded ids [batch, length].
 
-    Needs no mask: a causal model's states do not depend on tokens to their right.
+    No mask is needed: the states of a causal model do not depend on later tokens.
     """
     states: torch.Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return states
@@ -177,7 +181,7 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """Yield a directory to write, which then replaces `directory`. A failed write leaves no partial directory.
+    """Yield a new directory to write into; it then replaces `directory`. A failed write leaves no partial directory.
 
     Raises `DistillError`.
     """

@@ -1,4 +1,4 @@
-"""Prompts from files."""
+"""Reads prompts from files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pearl.lab.distill.benchmarks import is_benchmark
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     """Return the user's turns of the first `count` prompts of a file.
 
-    A .jsonl file has an object with "prompt", "question" or "turns" on each line, as in {"prompt": "What is gravity?"};
-    any other file a prompt on each line. Raises `ConfigError`.
+    Each line of a .jsonl file is an object with "prompt", "question" or "turns", such as
+    {"prompt": "What is gravity?"}. Each line of any other file is a prompt. Raises `ConfigError`.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -46,9 +46,9 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
 
 
 def training_prompts(paths: Iterable[str | Path]) -> list[str]:
-    """Return all prompts of some files.
+    """Return all prompts of these files.
 
-    Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid.
+    Raises `ConfigError` if a prompt belongs to a benchmark: the benchmark's figures would be invalid.
     """
     prompts = []
     for path in paths:

@@ -1,8 +1,8 @@
 """A run: rounds of answering and learning, which can be resumed after a kill.
 
-A run's directory has two files of PyTorch, written atomically: `answers.pt`, with the settings, the prompts and the
-target's answers, and `checkpoint.pt`.  Every random number is keyed by the seed and its place in the run, so a run that
-was killed and resumed gives the same bytes as one that was not, on the same machine with the same number of threads.
+A run's directory has two files of PyTorch, written atomically: `checkpoint.pt`, and `answers.pt` with the settings, the
+prompts and the target's answers.  Every random number is keyed by the seed and its place in the run.  So a run that was
+killed and resumed gives the same bytes as an uninterrupted run, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from pearl.lab.distill.pair import head, load_teacher, new_draft
 from pearl.lab.distill.prompts import training_prompts
 
 HELD_OUT = "held-out"
-_FORMAT = 4  # of the files of a run
+_FORMAT = 4  # version of the format of a run's files
 
 
 @dataclass(frozen=True)
 class RunPosition:
-    """A position in a run. All random numbers are keyed by it, so checkpoints hold no generator state.
+    """A position in a run. Random numbers are keyed by the position, so checkpoints hold no generator state.
 
     Attributes:
-        round, batch: the current round, and the steps done in it.
-        step, tokens: steps done in all, and answer tokens learnt from.
+        round: the current round.
+        batch: steps done in the current round.
+        step: steps done in all rounds.
+        tokens: answer tokens trained on in all rounds.
     """
 
     round: int = 0
@@ -53,7 +55,7 @@ class RunPosition:
 
 
 class Distillation:
-    """One run in the directory `config.out`. Raises `PearlError`, and then leaves all saved files whole."""
+    """A run in the directory `config.out`. Methods raise `PearlError`; an error leaves all saved files intact."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
         self._config = config
@@ -64,7 +66,7 @@ class Distillation:
         self._answered = self._settle(resume)
         self._place = RunPosition()
         self._saved = _read(self._directory / "checkpoint.pt")
-        if not config.head:  # whose vocabulary comes from answers
+        if not config.head:  # a head begins later, as its vocabulary comes from answers
             self._begin(DraftLearner(config, new_draft(config, self._teacher)))
 
     def _begin(self, learner: Learner) -> None:
@@ -74,9 +76,9 @@ class Distillation:
             self._learner.restore(self._saved)
 
     def _settle(self, resume: bool) -> dict[str, Any]:
-        """Return the contents of answers.pt: the settings, and by round its prompts and the answers so far.
+        """Return the contents of answers.pt: the settings, and for each round the prompts and the answers so far.
 
-        Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
+        Raises `ConfigError` if the directory holds a run and `resume` is False, or if that run has other settings.
         """
         path = self._directory / "answers.pt"
         saved = _read(path)
@@ -98,7 +100,7 @@ class Distillation:
         return saved
 
     def run(self) -> Path:
-        """Run all rounds, or those that are left; return the draft's directory."""
+        """Run all rounds that are not done yet; return the directory of the draft or head."""
         config = self._config
         with _locked(self._directory):
             held_out = self._answers(HELD_OUT, config.held_out)
@@ -119,7 +121,7 @@ class Distillation:
             return self._export()
 
     def _learn(self, round: int, pool: Sequence[RecordedAnswer], fresh: int) -> None:
-        """Train on one round, from the current place on. `fresh`: number of answers that the round added."""
+        """Train on the rest of one round, from the current position. The round added the last `fresh` answers."""
         lengths = list(map(attrgetter("length"), pool))
         batches = plan(self._config, round, lengths, fresh)
         start = self._place.batch
@@ -146,7 +148,7 @@ class Distillation:
         return path
 
     def _log(self, held_out: Sequence[RecordedAnswer]) -> None:
-        """Measure, report, and append to the log."""
+        """Measure the agreement on held-out answers, report it, and append it to the log."""
         tokens = self._place.tokens
         agreement = self._learner.agreement(held_out)
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
@@ -162,7 +164,10 @@ class Distillation:
     # Answering
 
     def answer(self) -> Path:
-        """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
+        """Answer the prompts of all rounds without training.
+
+        Return the path of a .jsonl file that has an object {"prompt": ..., "text": ...} for each answer.
+        """
         if self._config.on_policy:
             raise ConfigError("answers alone are the target's: leave on_policy out")
         path = self._directory / "answers.jsonl"
@@ -179,9 +184,9 @@ class Distillation:
         return path
 
     def _answers(self, name: str, count: int) -> list[RecordedAnswer]:
-        """Return the answers to `count` prompts; generate those that are not on disk yet.
+        """Return the answers to up to `count` prompts; generate the answers that are not on disk yet.
 
-        `name`: `HELD_OUT` or round-NNN.
+        `name` is `HELD_OUT` or round-NNN.
         """
         rounds = self._answered["rounds"]
         size = self._config.answer_batch
@@ -203,7 +208,10 @@ class Distillation:
         _write(self._directory / "answers.pt", self._answered)
 
     def _generate(self, batch: str, prompts: Sequence[str]) -> list[RecordedAnswer]:
-        """Answer prompts. The draft writes a share of the texts, where the target then names its likeliest tokens."""
+        """Answer prompts. The draft writes a share `on_policy` of the answers, but no held-out ones.
+
+        The likeliest tokens recorded with an answer are always the target's.
+        """
         config = self._config
         target = self._teacher.model
         encoded = list(map(self._teacher.encode_prompt, prompts))
@@ -235,7 +243,7 @@ class Distillation:
         return answers
 
     def _prompts(self, name: str, count: int) -> list[str]:
-        """Return up to `count` prompts: a share of the given ones, and invented ones for the rest."""
+        """Return up to `count` prompts: this round's share of the given prompts, then invented ones."""
         prompts: list[str] = []
         if name != HELD_OUT:
             prompts = self._given[int(name[-3:]) :: self._config.rounds][:count]
@@ -259,7 +267,7 @@ def _settings(config: DistillConfig) -> dict[str, Any]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other processes out of a run. Raises `DistillError` if one is at work in it, or a file cannot be written."""
+    """Lock a run's directory. Raises `DistillError` if another process holds the lock, or on an `OSError`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / ".lock").acquire(blocking=False):
@@ -274,7 +282,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _write(path: Path, state: Any) -> None:
-    """Write a file of PyTorch atomically. Raises `OSError`, and then leaves it as it was."""
+    """Write a file of PyTorch atomically. Raises `OSError`; the file is then unchanged."""
     content = io.BytesIO()
     torch.save(state, content)
     building = path.with_name(f".{path.name}.building")
@@ -288,7 +296,7 @@ def _write(path: Path, state: Any) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Read a file of `_write`; None if there is no file. Raises `DistillError` if it is damaged."""
+    """Read a file that `_write` wrote; return None if there is none. Raises `DistillError` if it is damaged."""
     if not path.exists():
         return None
     try:

@@ -1,9 +1,10 @@
 """Pools of phrases: Lookahead decoding, whose guesses come from the target's own Jacobi iterations, and Ouroboros.
 
-Beside the text the target is fed a window of guessed tokens, `LEVELS` deep and `COLUMNS` wide.  Level 0 is a chain
-after the text; a token of a later level follows the one above it.  What the target draws after the last level is a
-new level, and the first is dropped.  Each column, with its new token, is an n-gram that the target itself has written
-from a wrong beginning; such n-grams are kept in a pool by their first token, and verified when the text comes to it.
+In Lookahead decoding each forward also feeds a window of guessed tokens, `LEVELS` deep and `COLUMNS` wide.  Level 0 is
+a chain after the text.  Each token of a later level follows the token of its column in the level before.  The target's
+draws after the last level become a new level, and level 0 is dropped.  Each column, together with its draw, is an
+n-gram that the target wrote from a guessed beginning.  The pool keeps n-grams by their first token; they are verified
+when that token is the text's last.
 
 Example with 3 columns and 2 levels, after the text's last token t::
 
@@ -27,24 +28,24 @@ from pearl.protocol.sequence import common_prefix
 COLUMNS = 15
 LEVELS = 4
 KEPT = 15  # phrases for a first token
-LONGEST = LEVELS  # tokens of a phrase after its first
-_PRIOR = 0.4  # how often a guess of the pool is right, until it is measured; by place in its n-gram
+LONGEST = LEVELS  # tokens of a phrase, without the first token, which it follows
+_PRIOR = 0.4  # initial estimate of how often a guess is right, for each position in a phrase
 
 
 class Pool(NgramIndex):
-    """Phrases of one text, by the token that they follow. Guesses come from these alone, not from `sources`."""
+    """Phrases of one text, by the token that they follow. All guesses come from the pool; `sources` are ignored."""
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         #: first token -> the phrases that may follow it, the latest last
         self._pool: dict[int, list[tuple[int, ...]]] = {}
         self._hits = [_PRIOR] * LONGEST
-        #: The position of the last guesses, and the phrases that were guessed from there on.
+        #: The position of the last guesses, and the phrases that were guessed for it.
         self._guess_position = 0
         self._guessed_phrases: list[tuple[int, ...]] = []
         super().__init__(tokens)
 
     def add(self, first: int, phrase: tuple[int, ...]) -> None:
-        """Add `phrase` of up to `LONGEST` tokens to the pool of `first`, which keeps the `KEPT` newest."""
+        """Add `phrase`, of up to `LONGEST` tokens, to those that follow `first`. The `KEPT` newest are kept."""
         phrases = self._pool.setdefault(first, [])
         if phrase in phrases:
             phrases.remove(phrase)
@@ -64,7 +65,7 @@ class Pool(NgramIndex):
         self._guessed_phrases = []
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Return the pool's continuations of the text's last token; none within pending tokens."""
+        """Return the pool's continuations of the text's last token; none at an earlier position."""
         if position != len(self.tokens):
             return []
         phrases = self._pool.get(self.tokens[-1], [])
@@ -78,9 +79,12 @@ class Pool(NgramIndex):
         return self._after(path, phrases)
 
     def _after(self, path: tuple[int, ...], phrases: Sequence[tuple[int, ...]]) -> list[Candidate]:
-        """Return each continuation once, the latest first; they share the chance that one of them is right."""
+        """Return the tokens that follow `path` in `phrases`, each once, from the latest phrase to the oldest.
+
+        Each token's chance is (how often a guess at this place is right) / (number of tokens).
+        """
         place = len(path)
-        tokens: dict[int, None] = {}  # in this order
+        tokens: dict[int, None] = {}  # as an ordered set
         for phrase in reversed(phrases):
             if len(phrase) > place:
                 tokens[phrase[place]] = None
@@ -103,7 +107,10 @@ class JacobiIndex(Pool):
         super().__init__(tokens)
 
     def window(self, most: int, room: int) -> GuessWindow | None:
-        """Return as many columns as fit into `most` nodes; None if none does, or at the context's end."""
+        """Return a window with as many columns as fit into `most` nodes.
+
+        Return None if no column fits, or if the context has too little room for the window.
+        """
         columns = min(COLUMNS, most // LEVELS)
         if columns < 1 or room <= COLUMNS + LEVELS:
             return None
@@ -123,17 +130,17 @@ class JacobiIndex(Pool):
 
 
 class PhraseIndex(Pool):
-    """The pool of Ouroboros: phrases of the text, and what the target drew after tokens that were discarded.
+    """The pool of Ouroboros: phrases of the text, and the target's draws after discarded tokens.
 
-    Its guesses lengthen a window after its last token.  The draft's own phrases, which the paper makes by Jacobi
-    iterations, are here the n-grams of the text that it verifies (`draft_lookup`).  Source: "Ouroboros: Generating
+    The guesses lengthen a draft window after its last token.  The paper also has the draft guess phrases, from Jacobi
+    iterations; here the draft verifies n-grams of the text instead (`draft_lookup`).  Source: "Ouroboros: Generating
     Longer Drafts Phrase by Phrase for Faster Speculative Decoding", Zhao et al. 2024, section 3.
     """
 
     reads_discarded = True
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
-        self._next_end = 0  # phrases of the text that end before it are in the pool
+        self._next_end = 0  # the pool has all phrases of the text that end before this
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
@@ -144,9 +151,10 @@ class PhraseIndex(Pool):
         self._next_end = max(self._next_end, committed + 1)
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Add a phrase for each discarded token.
+        """Add a phrase of the target's draws after each discarded token.
 
-        It is what the target drew after the token and, while the draft had drawn the same, after the next.
+        The phrase begins with the target's draw after the token. It goes on with the draw after the next token as long
+        as that token equals the previous draw.
         """
         for start, first in enumerate(tokens):
             end = start + 1

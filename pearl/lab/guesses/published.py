@@ -1,7 +1,7 @@
-"""Guesses as published, to compare methods with: `NgramIndex` learns its probabilities instead.
+"""Sources of guesses as published, for comparisons with `NgramIndex`, which learns its probabilities.
 
-Each kind of index says where tokens come from and with what probability they enter the tree; the rest (the tree, which
-of its nodes pay, verification) is that of method `ngram`.
+Each index says which tokens enter the tree, and with what probability. All else (the tree, the choice of nodes that
+pay, verification) is as in method `ngram`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FIRST = 5000  # continuations that REST reads at most
 
 
 class Copied(NgramIndex):
-    """Copies what followed the earliest occurrence of the longest matching n-gram: a chain.
+    """Guesses a chain: the tokens that followed the earliest occurrence of the longest matching n-gram.
 
     Args:
-        longest: tokens of an n-gram.
-        is_prompt_alone: whether only the prompt is copied from.
+        longest: most tokens of an n-gram.
+        is_prompt_alone: whether to copy from the prompt alone.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Copied(NgramIndex):
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
-        """There is nothing to learn: a copy is always proposed."""
+        """Do nothing: a copy is always proposed, with probability 1."""
 
     def candidates(self, position: int) -> list[Candidate]:
         text = self.tokens
@@ -112,7 +112,7 @@ class CountedStore(StoreGuesses):
     """Guesses continuations from a datastore; the probability of a token is its share of them."""
 
     def learn(self, committed: int) -> None:
-        """There is nothing to learn: the share is the probability."""
+        """Do nothing: the probability of a token is its share."""
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         by_token = self._store.followed(occurrences)
@@ -125,7 +125,7 @@ class CountedStore(StoreGuesses):
 
 
 class Rest(Counted):
-    """A datastore alone: the first continuations of the longest suffix that it has (He et al. 2024)."""
+    """Guesses from a datastore alone: the first continuations of the text's longest suffix in it (He et al. 2024)."""
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return LongestMatch(store, self.tokens, learn_from)
@@ -135,7 +135,7 @@ class Rest(Counted):
 
 
 class LongestMatch(CountedStore):
-    """Continuations of the longest match alone."""
+    """Guesses the continuations of the longest match in a datastore, and of no shorter one."""
 
     most = _FIRST
 

@@ -1,8 +1,8 @@
-"""Yin et al. 2024 on its own ground: two Markov chains, whose rejections and bias theorems 1 to 5 give exactly.
+"""The experiments of Yin et al. 2024: for two Markov chains, theorems 1 to 5 give rejections and bias exactly.
 
-The chains change with the position and look at one token, as the paper's do; it prints none of their values, so these
-are drawn from a seed.  The runtime's state machines and rules decode them under the virtual clock; the theorems are
-evaluated by recursion over positions, which for such chains sums over all texts.
+As in the paper, a token's distribution depends on the position and the previous token.  The paper does not print its
+chains, so ours are drawn from a seed.  The runtime's state machines and rules decode them under the virtual clock.  The
+theorems are evaluated by recursion over positions, which for such chains is the sum over all texts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from pearl.spec.methods import AS_PUBLISHED
 STATES = 8
 HORIZON = 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
-_SIMULATED = (1, 4, 16)  # of these candidates
+_SIMULATED = (1, 4, 16)  # those of `CANDIDATES` that are also simulated
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TIMING = Timing(1.0, lambda fed: 4.0)
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Rows of target and draft, each [positions, states, states]: the next token's law after a token at a position."""
+    """The transition probabilities of target and draft, each [positions, states, states].
+
+    Row [i, x] is the distribution of the next token after token x at position i.
+    """
 
     target: torch.Tensor
     draft: torch.Tensor
 
     @staticmethod
     def of_seed(seed: int, states: int = STATES, horizon: int = HORIZON) -> Chains:
-        """Draw two chains; the draft is the target, mixed with other rows."""
+        """Draw a target, and a draft that is the mean of the target and of other random rows."""
         generator = torch.Generator().manual_seed(seed)
         shape = (2, horizon, states, states)
         rows = torch.rand(shape, generator=generator, dtype=torch.float64) ** 2
@@ -54,20 +57,21 @@ class Chains:
         return len(self.target)
 
     def law(self, rows: torch.Tensor) -> NextToken:
-        """As a toy's distribution: the text begins with one token, the prompt."""
+        """Return `rows` as a toy's distribution. The text begins with a prompt of one token."""
         return lambda tokens: rows[min(len(tokens), self.horizon) - 1, tokens[-1]].float()
 
 
 def expected_rejections(chains: Chains, candidates: int = 1) -> float:
-    """Theorems 1 (one candidate) and 3 (several, at the root alone): the number in a text of the whole horizon.
+    """Return the expected number of rejections in a text of the whole horizon, by theorems 1 and 3.
 
-    The recursion over positions has the law of the text's last token under the target, and the mass of texts whose last
-    token replaces rejected ones, after which all candidates are tried. Theorem 2: without more candidates no unbiased
-    rule has fewer than theorem 1 says.
+    Theorem 1 is for one candidate. Theorem 3 is for several candidates, which are tried only at the root: at a text's
+    first position, and after each correction. The recursion over positions carries two distributions of the text's last
+    token, under the target: over all texts, and over the texts at a root. Theorem 2: with one candidate, no unbiased
+    rule has fewer rejections than theorem 1 gives.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
-    rooted = law.clone()  # a text begins with candidates
+    rooted = law.clone()  # candidates are tried at the beginning of a text
     total = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
         excess = (target - draft).clamp_min(0)
@@ -87,16 +91,17 @@ def expected_rejections(chains: Chains, candidates: int = 1) -> float:
 
 
 class Rejecting(NamedTuple):
-    """The probability of a rejection, and the bias, at a position."""
+    """The probability of a rejection, and the bias, per position."""
 
     rejections: float
     bias: float
 
 
 def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
-    """Theorems 4 and 5: rejections and bias a position, averaged over the target's texts.
+    """Return rejections and bias per position by theorems 4 and 5, averaged over the target's texts.
 
-    `is_optimal`: the residual of rule opt; otherwise uno's, which is the target.
+    A rejected token is replaced by a draw from the residual of rule opt if `is_optimal`, otherwise from that of rule
+    uno, which is the target's distribution.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
@@ -134,17 +139,20 @@ def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> lis
 
 
 def batch_improvement(u: float, v: float, candidates: int) -> float:
-    """Fewer rejections of one token, draft Ber(u) and target Ber(v) <= u. Section 3.2 of the paper."""
+    """Return by how much candidates lower the probability that a token is rejected: (u - v) (1 - u^(candidates - 1)).
+
+    The draft is Ber(u), the target Ber(v), with v <= u. Source: section 3.2 of the paper.
+    """
     return (u - v) * (1 - u ** (candidates - 1))
 
 
 def uniform_improvement(share: float, candidates: int) -> float:
-    """Likewise, the target uniform on a share of the draft's uniform support."""
+    """Return the same for a uniform draft, and a target that is uniform on a share of the draft's support."""
     return (1 - share) - (1 - share) ** candidates
 
 
 def measure(texts: int, watcher: Watcher, seed: int = 0) -> Report:
-    """Return theorem and simulation side by side, and figures 2 to 4."""
+    """Return a table of theorems and simulations side by side, and figures 2 to 4."""
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
     rows = []

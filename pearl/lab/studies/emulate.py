@@ -1,7 +1,8 @@
 """PEARL's tables from this runtime: emulated pairs in two real processes, and in virtual time.
 
-The real models do not fit on small machines.  Toys have their forward times, vocabulary and acceptance rate; nothing
-else of a model matters to the runtime.  So each cell comes from three sources: paper, simulator, runtime.
+The real models do not fit on small machines.  Toys replace them, with the same forward times, vocabulary and acceptance
+rate; nothing else of a model matters to the runtime.  Each cell has a figure from each of three sources: the paper, the
+simulator and the runtime.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pearl.metrics import Sums
 
 _SIMULATED_TEXTS = 20
 _SIMULATED_TOKENS = 1000
-_Figures = dict[str, float | None]  # of a run by one source, by unit
+_Figures = dict[str, float | None]  # unit -> figure, of one run by one source
 
 
 def emulate(
@@ -35,18 +36,20 @@ def emulate(
     seed: int,
     runtime: bool = True,
 ) -> tuple[dict[str, list[Cell]], list[dict[str, Any]]]:
-    """Run and simulate pairs for the given tables: (table -> its cells, each pair and its texts as JSON).
+    """Run and simulate pairs for the given tables.
+
+    Return (table -> its cells, a description of each pair with its texts, for JSON).
 
     Args:
         tokens: length of each text.
-        texts: decoded by each row. Each has a prompt of its own; text n is sampled with seed + n.
-        runtime: False: simulate only.
+        texts: number of texts that each row decodes. Each text has its own prompt; text n is sampled with seed + n.
+        runtime: whether to run real processes; otherwise pairs are only simulated.
     """
     cells: dict[str, list[Cell]] = {name: [] for name in TABLES if name in tables}
     descriptions = []
     for pair in pairs:
         watcher.say(pair.title)
-        runs: dict[Run, list[Cell]] = {}  # cells without a run have the paper's figure only
+        runs: dict[Run, list[Cell]] = {}  # a cell without a run has only the paper's figure
         for name, rows in cells.items():
             for cell in cells_of(pair, name):
                 rows.append(cell)
@@ -80,7 +83,7 @@ def _description(pair: Pair, measured: Measured) -> dict[str, Any]:
 
 
 def _plan(pair: Pair, runs: Iterable[Run], tokens: int, texts: int, seed: int) -> Plan:
-    """Plan `ar` and each run, for two toys with the pair's vocabulary, acceptance rate and forward times."""
+    """Return a plan with `ar` and each run, for toys with the pair's vocabulary, acceptance rate and forward times."""
     acceptance, _ = pair.acceptance()
     model = f"toy:vocab={pair.vocabulary},alpha={acceptance:.6f},seed=1,coin=1"
     rows = {AR: Row(AR, Run(AR).decoding())}
@@ -100,7 +103,7 @@ def _plan(pair: Pair, runs: Iterable[Run], tokens: int, texts: int, seed: int) -
 
 
 def _simulated(pair: Pair, run: Run, seed: int) -> _Figures:
-    """Return a run's figures over 20 texts with i.i.d. acceptance."""
+    """Return a run's simulated figures, over 20 texts with i.i.d. acceptance."""
     timing = Timing(pair.t_draft, lambda fed: pair.t_target)
     acceptance, _ = pair.acceptance()
     texts = independent(acceptance, _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
@@ -109,7 +112,7 @@ def _simulated(pair: Pair, run: Run, seed: int) -> _Figures:
 
 
 def _measured(measured: Measured, run: Run) -> _Figures:
-    """Return a run's figures over all its texts; its rate is the median of theirs."""
+    """Return a run's measured figures over all its texts; the rate is the median of the texts' rates."""
     samples = measured.of(run.label)
     totals = Sums(texts=[])
     for sample in samples:
@@ -119,7 +122,7 @@ def _measured(measured: Measured, run: Run) -> _Figures:
 
 
 def _figures(texts: Sums, rate: float | None, alone: float) -> _Figures:
-    """Return a run's figures. `rate`, `alone`: tokens per second of the run, and of the target alone."""
+    """Return a run's figures. `rate` and `alone` are the tokens per second of the run and of the target alone."""
     figures: _Figures = {"tokens/s": rate, "speed-up": rate and rate / alone}
     figures["accepted"] = texts.accepted_per_run
     figures["run"] = texts.mean_run_length
@@ -147,7 +150,7 @@ EXPLAINED = (
 
 def table(name: str, cells: Sequence[Cell]) -> Table:
     """Lay cells out in a table with a row for each pair and a column for each method."""
-    words: dict[str, dict[str, str]] = {}  # by pair and column
+    words: dict[str, dict[str, str]] = {}  # pair -> column -> text
     columns = {"pair": None}
     for cell in cells:
         words.setdefault(cell.pair, {"pair": cell.pair})[cell.label] = _figure(cell)
@@ -163,7 +166,7 @@ def table(name: str, cells: Sequence[Cell]) -> Table:
 
 
 def _figure(cell: Cell) -> str:
-    """Return paper/simulator/runtime, or the paper's figure of a method that cannot be run here."""
+    """Return a cell's text: paper/simulator/runtime, or only the paper's figure if the method cannot be run here."""
     digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell.unit, 2)
     sources = [cell.paper]
     if cell.run:
@@ -175,7 +178,10 @@ def _figure(cell: Cell) -> str:
 
 
 def pair_line(pair: Pair) -> str:
-    """Return a pair's forward times, and its windows of `sd` and `pearl`; tables 5 and 6 vary the latter."""
+    """Return a line with a pair's forward times, acceptance, vocabulary, and windows of `sd` and `pearl`.
+
+    Tables 5 and 6 use other windows of `pearl`.
+    """
     acceptance, origin = pair.acceptance()
     return (
         f"{pair.title}: t_draft {pair.t_draft * 1e3:.2f} ms, t_target {pair.t_target * 1e3:.2f} ms, acceptance "

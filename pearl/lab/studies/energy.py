@@ -1,4 +1,4 @@
-"""MJSD's table 1: time and energy of a forward by batch. Source: Qin et al. 2024, section 4."""
+"""MJSD's table 1: time and energy of a forward by batch size. Source: Qin et al. 2024, section 4."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-
 
 
 def measure(config: EngineConfig, watcher: Watcher) -> Table:
-    """Load the target, and measure it: see `by_batch`."""
+    """Load the target, and measure its forwards by batch size (`by_batch`)."""
     several = config.model_copy(update={"slots": max(BATCHES), "max_context": 1024})
     return by_batch(make_runner(several.model("target"), place(several, "target")), watcher)
 
 
 def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
-    """Return a row for each batch that the target has slots for."""
+    """Return a table with a row for each batch size that the target has slots for."""
     batches = [batch for batch in BATCHES if batch <= target.capabilities.slots]
     watcher.begin("energy by batch", len(batches))
     for slot in range(max(batches)):
@@ -58,14 +58,14 @@ def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
 
 
 class _Cost(NamedTuple):
-    """The time and the energy of a forward; joules: None where they cannot be read."""
+    """The time and the energy of a forward. `joules` is None if the energy cannot be read."""
 
     seconds: float
     joules: float | None
 
 
 def _repeated(target: ModelRunner, batch: int) -> _Cost:
-    """Return the mean over forwards of one token a sequence, repeated for `_SECONDS`."""
+    """Repeat a forward of one token per sequence for `_SECONDS`; return the mean cost."""
     count = 0
     began = time.monotonic()
     joules_at_start = _joules(target.device)
@@ -83,7 +83,7 @@ def _repeated(target: ModelRunner, batch: int) -> _Cost:
 
 
 def _joules(device: torch.device) -> float | None:
-    """Return a GPU's energy since its driver was loaded, by NVML; None where it cannot be read."""
+    """Return a GPU's energy in joules since its driver was loaded, by NVML; None if it cannot be read."""
     if device.type != "cuda":
         return None
     try:

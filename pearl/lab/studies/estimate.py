@@ -1,4 +1,4 @@
-"""Estimates with 95% intervals, bootstrapped: statistics of items, and speed-ups over many texts."""
+"""Estimates with bootstrapped 95% intervals: statistics of items, and speed-ups over many texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95% interval. `low` and `high` equal `value` if the interval is unknown, or empty."""
+    """A value and its 95% interval. `low` and `high` equal `value` if the interval is unknown or has no width."""
 
     value: float
     low: float
@@ -39,8 +39,8 @@ def bootstrap(
 ) -> Estimate:
     """Return the statistic of `items`, with its percentile interval over resamples with replacement.
 
-    Deterministic: the resamples depend only on the number of items. Source: Efron 1979, "Bootstrap methods: another
-    look at the jackknife".
+    The resamples depend only on the number of items, so the result is deterministic. Source: Efron 1979, "Bootstrap
+    methods: another look at the jackknife".
     """
     noise = random.Random(0)
     values = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(resamples))
@@ -50,7 +50,7 @@ def bootstrap(
 
 
 def speedup(texts: Sums, base: Sums) -> Estimate:
-    """Return the ratio of the rates of `texts` and `base`, which are the same texts, over all of them."""
+    """Return the rate of `texts` / the rate of `base`, each over all its texts. Both have the same texts in order."""
     return bootstrap(list(zip(texts.texts, base.texts, strict=True)), _ratio)
 
 

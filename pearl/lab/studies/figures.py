@@ -1,4 +1,4 @@
-"""Tables, and figures: data that commands print as JSON, and draw as pictures where matplotlib is installed."""
+"""Tables and figures as data. Commands print them as JSON, and draw figures if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from pearl.errors import ConfigError, installing
 
-_WIDE = 90  # letters of a title's line
+_WIDE = 90  # most characters in a line of a title
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, named columns and rows of words. `notes`: lines below it."""
+    """A title, column names and rows of texts. `notes` are lines below the table."""
 
     title: str
     columns: Sequence[str]
@@ -31,10 +31,10 @@ class Plot:
     """One figure of a paper, from our own runs.
 
     Attributes:
-        name: of its file.
-        lines, dots, bars: label -> (x, y); a bar is 0.9 wide.
+        name: name of the figure's file, without its suffix.
+        lines, dots, bars: label -> points (x, y); a bar is 0.9 wide.
         theirs: the paper's own values, as a line below the title.
-        log: axes with a logarithmic scale, "", "x", "y" or "xy".
+        log: the axes with a logarithmic scale: "", "x", "y" or "xy".
     """
 
     name: str
@@ -50,19 +50,19 @@ class Plot:
 
 @dataclass
 class Report:
-    """What a study has found."""
+    """The tables and plots of a study."""
 
     tables: list[Table] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
 
 
 def curve(function: Callable[[Any], float], xs: Iterable[float]) -> Points:
-    """Return the points of a function."""
+    """Return the points (x, function(x))."""
     return [(x, function(x)) for x in xs]
 
 
 def check_drawing() -> None:
-    """Raises `ConfigError` without matplotlib."""
+    """Raise `ConfigError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -70,7 +70,7 @@ def check_drawing() -> None:
 
 
 def draw(figures: Sequence[Plot], directory: Path) -> list[Path]:
-    """Draw each as an SVG file. Raises `ConfigError` if one cannot be written."""
+    """Draw each figure as an SVG file; return the paths. Raises `ConfigError` if a file cannot be written."""
     paths = []
     for figure in figures:
         paths.append(directory / f"{figure.name}.svg")

@@ -1,7 +1,7 @@
 """Replays method `ngram` on generated texts: tokens per step, by source of the guesses and by tokens fed.
 
-A replay asks for guesses where each forward would begin and follows the text through the tree of guesses, as the target
-did: its draw at each node is the text.  No model runs and nothing is timed.
+A replay asks for guesses at each position where a forward would begin, and follows the text through the tree of
+guesses.  A target would follow the same path, because its draws are the text.  No model runs and nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pearl.drafting.ngram import Candidate, NgramIndex, anchored, guess_tree
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 
-Seconds = Callable[[int], float]  # of a forward, by tokens fed
+Seconds = Callable[[int], float]  # number of tokens fed -> seconds of the forward
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Replayed:
     """Sums of a replay. A step is a forward after the prefill.
 
     Attributes:
-        accepted: committed guesses by source.
-        fed: number of forwards by tokens fed, the last committed token included.
+        accepted: source -> number of committed guesses.
+        fed: number of tokens fed, the last committed token included -> number of forwards.
     """
 
     steps: int = 0
@@ -84,7 +84,8 @@ def replay(
     """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        seconds: of a forward; feeds the number of guesses that gives most tokens per second. None: feeds all.
+        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second. If None,
+            each forward feeds all guesses.
         make: makes the index of a text from its prompt and the datastore.
     """
     total = Replayed()
@@ -113,11 +114,12 @@ def replay(
 def _follow(
     text: Sequence[int], committed: int, parents: Sequence[int], tokens: Sequence[int]
 ) -> list[int]:
-    """Return the path of guesses that `text` takes: their numbers in the tree.
+    """Return the path that `text` takes through the tree of guesses, as numbers of guesses.
 
     Args:
         text: the tokens from position `committed` on.
-        parents: of each guess, the position of its parent; guess i is at position `committed` + i.
+        parents: for each guess, the position of its parent. Guess i has position `committed` + i; the root has
+            position `committed` - 1.
     """
     children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     position = committed - 1

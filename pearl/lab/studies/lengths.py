@@ -1,7 +1,7 @@
 """Optimal speculation lengths, from recorded texts: DISCO's tables 2 and 4 and figures 2 to 6, and PEARL's figure 2b.
 
-An oracle drafts up to the first token that the target rejects; its lengths are the runs of right tokens between two of
-the target's own.
+An oracle drafts up to the first token that the target would reject.  Its lengths are the lengths of the runs of right
+draft tokens between two tokens of the target's own.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pearl.lab.studies.stops import (
 )
 from pearl.lab.studies.theory import sd_improvement
 
-# Of figure 2.
+# Settings of figure 2.
 _COST = 0.05  # t_draft / t_target
-_RATES = (0.6, 0.8, 0.9)  # acceptance
+_RATES = (0.6, 0.8, 0.9)  # acceptance rates
 _GAMMAS = range(1, 41)
 _BINS = 10
 
 
 def oracle_lengths(right: Sequence[bool]) -> list[int]:
-    """Return the tokens that an oracle drafts in each step of a text; the target adds one to each."""
+    """Return how many tokens an oracle drafts in each step of a text. The target adds one token per step."""
     lengths = []
     length = 0
     for is_right in right:
@@ -50,7 +50,7 @@ def oracle_lengths(right: Sequence[bool]) -> list[int]:
 
 
 def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
-    """Return the (target's, draft's) forwards of `sd` with this window over a text."""
+    """Return (number of target forwards, number of draft forwards) of `sd` with window `gamma` over a text."""
     position = 0
     target = 0
     draft = 0
@@ -66,9 +66,10 @@ def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
 def decisions(
     text: RecordedText, gamma: int, classifier: Classifier | None
 ) -> Iterator[tuple[bool, bool]]:
-    """Yield (whether drafting went on after a token, whether the token was right), along the steps of an oracle.
+    """Yield (whether drafting goes on after a token, whether the token is right), for each token of a text.
 
-    By a static length, or by the classifier's threshold.
+    Drafting goes on by the classifier's confidence or, if `classifier` is None, up to the static length `gamma`. A
+    window begins after each wrong token, as for an oracle.
     """
     index = 0
     for right, features in zip(text.right, features_of(text), strict=True):
@@ -83,14 +84,14 @@ def decisions(
 
 
 def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
-    """Return the F1 score of the answer "accepted": 2 TP / (2 TP + FP + FN)."""
+    """Return the F1 score of "drafting goes on" as a prediction of "right": 2 TP / (2 TP + FP + FN)."""
     counts = Counter(decisions)
     hits = 2 * counts[True, True]
     return hits / max(1, hits + counts[True, False] + counts[False, True])
 
 
 def measure(recorded: RecordedTexts, timing: Timing, sets: Sequence[str]) -> Report:
-    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each conversation."""
+    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets[i]` names the prompt set of conversation i."""
     by_text: dict[str, list[list[int]]] = {}
     by_set: dict[str, list[int]] = {}
     for text in recorded.texts:
@@ -128,7 +129,7 @@ def _oracle_table(by_set: dict[str, list[int]]) -> Table:
 
 
 def _policies(recorded: RecordedTexts, timing: Timing, classifier: Classifier | None) -> Table:
-    """Compare methods sd and pearl with each policy, and with the oracle: under sd no policy is faster."""
+    """Compare methods sd and pearl with each stop policy, and with the oracle."""
     results = side_by_side(recorded, timing, classifier)
     rows = []
     for result in results:
@@ -179,7 +180,7 @@ def _scores(recorded: RecordedTexts, trained: Trained) -> Table:
 
 
 def step_by_step(text: RecordedText, name: str, title: str) -> Plot:
-    """Plot the oracle's length at each step of a text, and a static one. PEARL's figure 2b, DISCO's figure 3."""
+    """Plot the oracle's length at each step of a text, and a static length: PEARL's figure 2b, DISCO's figure 3."""
     lengths = oracle_lengths(text.right)
     target, draft = forwards(text.right, STATIC)
     static = f"static length {STATIC}: {target} target and {draft} draft forwards"

@@ -1,7 +1,8 @@
 """Multi-token joint greedy decoding: each step commits the `count` tokens that together are likeliest for the target.
 
-With one token per step it is greedy decoding; with more, the text as a whole is likelier.  The joint rule approximates
-it.  It is not fast: the search takes more forwards than there are tokens.  Source: Qin et al. 2024, section 3.
+With one token per step this is greedy decoding; with more, the text as a whole is likelier.  Rule joint approximates
+this method.  The method itself is slow: its search takes more forwards than the text has tokens.  Source: Qin et al.
+2024, section 3.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pearl.models.runner import ModelRunner, feed_chain
 
 @dataclass
 class JointText:
-    """A text. `surprise`: minus the log of its probability, in nats."""
+    """A text. `surprise` is minus the log of the text's probability, in nats."""
 
     tokens: list[int] = field(default_factory=list)
     surprise: float = 0.0
@@ -28,9 +29,10 @@ class JointText:
 def decode(
     runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, ends: Collection[int] = ()
 ) -> JointText:
-    """Write up to `limit` tokens after the prompt, `count` per step; stop after a token of `ends`.
+    """Generate up to `limit` tokens after the prompt, `count` per step; stop after a token of `ends`.
 
-    The search is exact (best first). What would follow a token of `ends` still counts in the joint probability.
+    The search is exact (best first). It does not stop at a token of `ends`: tokens after it, which are then cut off,
+    count in the joint probability.
     """
     runner.rollback(0)
     text = JointText()
@@ -53,12 +55,13 @@ Choice = tuple[int, float]  # a token, and its surprise in nats
 
 
 class _Queued(NamedTuple):
-    """The next continuation of a path, ordered by the surprise of both together; `number` breaks ties.
+    """A path and a token that may continue it. The queue is ordered by `surprise`, then by `number`.
 
     Attributes:
+        surprise: of the path and the continuing token together.
         path: tokens after the cache's contents.
-        table: all continuations of the path, likeliest first.
-        rank: of the continuation in it.
+        table: all tokens that may continue the path, likeliest first.
+        rank: index in `table` of the continuing token.
     """
 
     surprise: float
@@ -69,7 +72,7 @@ class _Queued(NamedTuple):
 
 
 def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[Choice]:
-    """Return the `count` likeliest tokens after the cache's contents, each with its surprise.
+    """Return the likeliest sequence of `count` tokens after the cache's contents, each token with its surprise.
 
     Args:
         row: logits [vocab] after the cache's contents.
@@ -96,6 +99,6 @@ def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[Choic
 
 
 def _table(row: torch.Tensor) -> list[Choice]:
-    """Return all tokens, likeliest first."""
+    """Return all tokens with their surprises, likeliest first."""
     surprises, ids = torch.log_softmax(row.double(), -1).neg_().sort(stable=True)
     return list(zip(ids.tolist(), surprises.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""PEARL (Liu et al. 2024): its pairs, its figures, and the cells of its tables. Without torch.
+"""PEARL (Liu et al. 2024): the paper's pairs, figures, and cells of tables. Does not import torch.
 
-The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  The paper's
-results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `emulate`.
+The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  `emulate`
+predicts the paper's results of each method (Tables 1 to 3, 5 and 6) from these.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pearl.config import RequestOptions
 from pearl.lab.studies import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-# Methods with the paper's figures only: not built here, or without guesses on emulated models.
+# Methods that have only the paper's figures: not implemented here, or without guesses on toys.
 OTHERS = ("ouroboros", "lookahead", "distillspec")
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
 
 
 class Published(Struct, frozen=True, forbid_unknown_fields=True):
-    """The paper's figures of one pair on one benchmark, where it has them.
+    """The paper's figures of one pair on one benchmark; a figure that the paper does not have is missing.
 
     Attributes:
         speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and `OTHERS`.
         mean_accepted: method (sd, pearl) -> mean accepted tokens.
         windows: window -> tokens per second of PEARL.
-        idle: seconds of a step of sd: "draft", while the target verifies, and "target" meanwhile.
+        idle: model ("draft", "target") -> seconds per step of sd in which this model is idle.
     """
 
     speedup: dict[str, float] = {}
@@ -43,13 +43,14 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         set: the benchmark.
-        tables: names of the tables that it is in, beside Table 7.
+        tables: names of the tables that have the pair, besides Table 7.
         config: name of the real pair's file in configs/.
         vocabulary: number of token ids.
-        draft_speed, target_speed: of each model alone, tokens per second.
-        window: PEARL's, tokens: the paper's c, a whole number.
-        gamma: the authors' window for sd, tokens.
-        fitted: the acceptance rate with which `theory.sd_improvement` is the paper's row of sd; None: Table 4 has it.
+        draft_speed, target_speed: tokens per second of each model alone.
+        window: PEARL's window in tokens: the paper's c, a whole number.
+        gamma: the authors' window for sd, in tokens.
+        fitted: the acceptance rate with which `theory.sd_improvement` equals the paper's figure for sd. None if
+            Table 4 has the acceptance rate.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """The pair's name, and the benchmark unless that is HumanEval."""
+        """The pair's name, and the benchmark's unless it is HumanEval."""
         if self.set == HUMANEVAL:
             return self.name
         return f"{self.name}, {self.set}"
@@ -82,14 +83,14 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return 1 / self.target_speed
 
     def acceptance(self) -> tuple[float, str]:
-        """(acceptance rate, how it was derived, in words)."""
+        """Return (acceptance rate, how it was derived, in words)."""
         if self.fitted is not None:
             return self.fitted, "fitted to the row of sd"
         return theory.acceptance_of(self.published.mean_accepted["pearl"]), "from Table 4"
 
 
 class Shown(Struct, frozen=True, forbid_unknown_fields=True):
-    """The caption of a table, and notes that go with it."""
+    """A table's caption and notes."""
 
     shows: str
     notes: list[str] = []
@@ -101,16 +102,16 @@ TABLES = yaml.decode(
 
 
 def pairs() -> list[Pair]:
-    """The pairs of the paper."""
+    """Return the pairs of the paper."""
     return yaml.decode((files("pearl.lab.studies") / "paper.yaml").read_bytes(), type=list[Pair])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One method with its window, for runtime and simulator.
+    """A method with its window, for runtime and simulator.
 
     Attributes:
-        window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
+        window: in tokens, the gamma of sd or PEARL's fixed window; None for `ar` and for PEARL with stream windows.
     """
 
     method: str
@@ -124,7 +125,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name and, if it is fixed, the window."""
+        """The name, with the window if that is fixed."""
         if self.window is None:
             return self.name
         return f"{self.name}({self.window})"
@@ -142,15 +143,16 @@ class Run:
 
 @dataclass
 class Cell:
-    """One figure from each of three sources; None if a source does not have it (yet).
+    """A figure from each of three sources; None if a source does not have the figure (yet).
 
     Attributes:
-        pair: its title.
-        run: None if there are only the paper's figures.
-        label: of its column.
+        pair: the pair's title.
+        run: the run that gives the figure; None if the paper alone has it.
+        label: title of the cell's column.
         paper: the published figure.
-        simulator: in virtual time, over many texts.
-        runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
+        simulator: the figure in virtual time, over many texts.
+        runtime: the measured figure. Rates and speedups are medians over the texts; mean accepted tokens and idle
+            times are over all texts together.
     """
 
     pair: str
@@ -163,7 +165,7 @@ class Cell:
 
 
 def cells_of(pair: Pair, table: str) -> list[Cell]:
-    """Return the cells of a pair in a table, to be filled; none if the pair is not in it."""
+    """Return the cells of a pair in a table, with the paper's figures; none if the table does not have the pair."""
     published = pair.published
     sd = Run("sd", pair.gamma)
     fixed = Run("pearl", pair.window)
@@ -189,7 +191,7 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
                 add_speedup(Run(method, pair.window))
             add_speedup(fixed)
         case "4":
-            # As the authors count, without the correction or bonus, and as their theorem 2 does, with it.
+            # Without the correction or bonus, as the authors count; with it, as their theorem 2 does.
             for run in (sd, fixed):
                 paper = published.mean_accepted.get(run.method)
                 add(run, f"{run.name}, accepted", "accepted", paper)

@@ -1,7 +1,7 @@
-"""Recorded texts: what a pair of models writes, and what its draft draws at every position of it.
+"""Recorded texts: the target's texts, and the draft's draw at every position of them.
 
-Recording runs the target, then the draft along the target's text, in this process and untimed: the result depends only
-on the models and the seed.  A published method needs to know of each token only whether the draft is right.
+Recording runs the target, then the draft along the target's text, in this process.  Nothing is timed, so the result
+depends only on the models and the seed.  To replay a published method it suffices to know which draft tokens are right.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PIECE = 64  # positions per forward: a row spans the vocabulary
 
 @dataclass(frozen=True)
 class RecordedText:
-    """One text. `drawn` and `features` belong to the tokens of `answer`.
+    """One text. `drawn` and `features` have an item for each token of `answer`.
 
     Attributes:
-        drawn: the token that the draft draws there.
-        features: the ten largest probabilities of the draft's whole row at temperature 1, its entropy in nats, and the
-            probability of the token that it draws.
-        conversation: its number, from 0.
+        drawn: the token that the draft draws at the position.
+        features: the ten largest probabilities of the draft's whole row at temperature 1, the row's entropy in nats,
+            and the probability of the drawn token.
+        conversation: number of the conversation, from 0.
     """
 
     prompt: Sequence[int]
@@ -51,13 +51,13 @@ class RecordedText:
 
     @property
     def right(self) -> list[bool]:
-        """For each token of the answer, whether the draft draws it too."""
+        """For each token of the answer, whether the draft draws the same token."""
         return list(map(eq, self.drawn, self.answer))
 
 
 @dataclass(frozen=True)
 class RecordedTexts:
-    """`target`, `draft`: names of the models."""
+    """The texts of one pair. `target` and `draft` are the names of its models."""
 
     target: str
     draft: str
@@ -72,9 +72,9 @@ def record_pair(
     raw: bool = False,
     tick: Callable[[str], object],
 ) -> RecordedTexts:
-    """Load a pair and record its greedy answers of at most `tokens`.
+    """Load a pair and record its greedy answers of at most `tokens` tokens.
 
-    Raises `ConfigError` if no prompt fits the context, or for a draft of another vocabulary.
+    Raises `ConfigError` if no prompt fits the context, `ModelError` for a draft of another vocabulary.
     """
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust)
@@ -185,7 +185,7 @@ def answers(
 def rows_along(
     runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield the logits [positions, vocab] along `text`, in pieces. Ids unknown to the runner are fed as 0."""
+    """Yield the logits [positions, vocab] that predict `text`, in pieces. Ids unknown to the runner are fed as 0."""
     ids = [*prompt, *text[:-1]]
     for i, token in enumerate(ids):
         if token >= runner.vocab_size:

@@ -1,7 +1,7 @@
 """Run the real coordinator and drafter under a virtual clock: no processes, no waiting.
 
 Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes no time.  So a simulation is an upper
-bound on the speed of the runtime.  It must not know what a study makes of its outcomes.
+bound on the speed of the runtime.  This module must not know the studies that use it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
 
-# Decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does.
+# Event times are rounded to so many decimals: five forwards of 10 ms must end exactly with one of
+# 50 ms.
 _DIGITS = 12
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times in seconds.
+    """The virtual times of forwards and messages, in seconds.
 
     Attributes:
-        t_draft: a draft forward of one token.
-        t_target: a target forward, by the number of tokens fed.
-        delay: a message, one way.
-        jitter: standard deviation of a forward's time, as a share of it.
-        seed: of the jitter.
+        t_draft: time of a draft forward of one token.
+        t_target: number of tokens fed -> time of the target forward.
+        delay: time of a message, one way.
+        jitter: standard deviation of a forward's time / its mean.
+        seed: seed of the jitter.
     """
 
     t_draft: float
@@ -75,8 +76,8 @@ class Outcome:
 
     Attributes:
         seconds: virtual time of the last commit.
-        watch: times as a worker measures them.
-        statistics: as the front of a real request gets them.
+        watch: the times that a worker would measure.
+        statistics: the statistics that a front would receive.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -92,14 +93,14 @@ class Executor(Protocol):
 
 
 class VerifyingExecutor(Executor, Verifier, Protocol):
-    """The target's."""
+    """The target's executor, which also judges and samples."""
 
 
 class VirtualProposer(ModelProposer):
     """The runtime's proposer with virtual forward times, so that it feeds the guesses that pay at *these* times.
 
     Args:
-        seconds: of a forward, by the number of tokens fed in all its feeds.
+        seconds: number of tokens fed, in all feeds of a forward -> seconds of the forward.
     """
 
     def __init__(
@@ -123,12 +124,12 @@ def paired_executors(
     habits: Habits | None = None,
     head: Head | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
-    """The runtime's executors on two runners in this process.
+    """Return the runtime's executors of target and draft, on two runners in this process.
 
     Args:
-        t_draft: seconds of a draft forward by the number of tokens fed: it decides which guesses and branches pay.
-        guides: make the grammars of requests that have one.
-        habits, head: of the target, which keeps features for a head, and for a draft that is one.
+        t_draft: number of tokens fed -> seconds of a draft forward. These times decide which guesses and branches pay.
+        guides: makes the grammar of a request that has one.
+        habits, head: arguments of `TargetExecutor`.
     """
     proposer = VirtualProposer(
         draft, target.vocab_size, t_draft, datastore=datastore, guides=guides
@@ -148,12 +149,15 @@ def paired_executors(
 def simulate(
     submit: Submit, target: VerifyingExecutor, draft: Executor, timing: Timing, **options: Any
 ) -> Outcome:
-    """Run one request to its end in virtual time. `options`: of `Simulation`."""
+    """Run one request to its end in virtual time. `options` are arguments of `Simulation`."""
     return Simulation(target, draft, timing, **options).run(submit)
 
 
 class _Scheduled(NamedTuple):
-    """An event in the queue. `is_own`: the end of the actor's own forward; `number` breaks ties."""
+    """An event in the queue, which is ordered by time, then actor, `is_own` and number.
+
+    `is_own` says whether the event is the end of the actor's own forward.
+    """
 
     time: float
     actor: int
@@ -165,11 +169,11 @@ class _Scheduled(NamedTuple):
 class Simulation:
     """An event queue over two actors: 0 is the target, 1 the draft.
 
-    At equal times the target goes first, and messages go before the end of the actor's own forward, as in a worker,
-    which reads its messages after a forward and before the next.
+    At equal times the target's events come first. An actor's messages come before the end of its own forward, as in a
+    worker, which reads messages between two forwards.
 
     Args:
-        speeds: outlive the request if given; default: `known_speeds`.
+        speeds: estimates that the request updates, so that later requests can use them; `known_speeds` by default.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class Simulation:
         self._is_done = False
         self._window = 0
         self.outcome = Outcome()
-        self._watches = (self.outcome.watch, Stopwatch())  # by actor
+        self._watches = (self.outcome.watch, Stopwatch())  # of each actor
 
     def run(self, submit: Submit) -> Outcome:
         self._handle(0, DraftJoined(self._drafter.context))
@@ -219,13 +223,14 @@ class Simulation:
         heapq.heappush(self._queue, _Scheduled(time, actor, own, next(self._order), event))
 
     def _carry_out(self, actor: int, command: object) -> None:
-        kind = type(command)  # three times as fast as `match`, and this runs for every command
+        # Compare types: this runs for every command, and `match` takes three times as long.
+        kind = type(command)
         if kind is Send:
             message = command.message  # type: ignore[attr-defined]
             target, draft = self._executors
             if isinstance(message, Verdict) and isinstance(target, TargetExecutor):
                 for states in target.states(message):
-                    draft.execute(states)  # at once: it reads them with its next forward
+                    draft.execute(states)  # without delay: its next forward reads them
             self._schedule(self._timing.delay, 1 - actor, message, own=False)
         elif kind is Wait:
             self._watches[actor].resume(self._now)
@@ -272,7 +277,7 @@ class Simulation:
 
 
 def known_speeds(timing: Timing) -> Speeds:
-    """The speeds that the start-up measurement would find."""
+    """Return the speeds that the measurement at start would find."""
     speeds = Speeds()
     speeds.observe_draft(timing.t_draft)
     for fed in (1, 2, 4, 8, 16):
@@ -281,7 +286,10 @@ def known_speeds(timing: Timing) -> Speeds:
 
 
 def interpolated(times: dict[int, float]) -> Callable[[int], float]:
-    """Seconds of a forward by tokens fed: linear between the given sizes, constant beyond them."""
+    """Return a function from the number of tokens fed to seconds of a forward.
+
+    The function is linear between the sizes in `times`, and constant beyond them.
+    """
     speeds = Speeds()
     for fed, seconds in times.items():
         speeds.observe_target(fed, seconds)

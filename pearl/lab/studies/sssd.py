@@ -1,8 +1,8 @@
 """SSSD (Marzollo et al. 2024): guesses without a draft, by source, number, temperature, batch and context.
 
-The target decodes texts at several temperatures, once each, as `ar` does.  They are replayed with guesses from the
-text, from a datastore and from both, so acceptance does not depend on the load of the machine.  Measured, which needs a
-quiet machine, are the duration of a forward of s tokens and continuous batching.
+The target decodes texts with method `ar`, once at each temperature.  The texts are replayed with guesses from the text,
+from a datastore and from both, so acceptance does not depend on the load of the machine.  Forward times and continuous
+batching are measured, which needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from pearl.text.stream import Tokenizer
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-# Tokens in a forward, the last committed one included: the paper's speculation length.
+# Tokens in a forward, with the last committed token: the paper's speculation length s.
 SIZES = (1, 2, 4, 8, 16, 32)
 _CONTEXT = 256  # tokens in the cache while forwards are timed
-_ROUNDS = 5  # of all sizes
+_ROUNDS = 5  # each round times every size once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXTS = (256, 2048, 7800)  # of measured forwards: tokens in the cache
-_LENGTHS = (500, 2000, 8000, 32000)  # of the roofline
-_LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt that is to be summarised
+_CONTEXTS = (256, 2048, 7800)  # tokens in the cache, for measured free tokens
+_LENGTHS = (500, 2000, 8000, 32000)  # tokens in the cache, for the roofline
+_LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt to summarise
 _FEEDS = (*SIZES, 64)
-_FREE = 1.1  # a forward is free up to this multiple of that of one token
+_FREE = 1.1  # tokens are free if their forward takes at most this multiple of a one-token forward
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 _AT_ONCE = 8  # texts decoded together
 _FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
@@ -63,7 +63,7 @@ PAPER: dict[Any, str] = {  # section 4 of the paper
 
 
 class Writer(NamedTuple):
-    """A target that writes texts, in this process."""
+    """A target that generates texts in this process."""
 
     target: ModelRunner
     tokenizer: Tokenizer
@@ -86,9 +86,10 @@ class Writer(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """Replays with guesses from the text alone, from the datastore alone, if there is one, and from both.
+    """Replays with guesses from the text alone, from the datastore alone (None if there is none), and from both.
 
-    `size`: tokens fed to a forward; None: as many as are fastest, up to `LOOK_AHEAD` guesses.
+    `size` is the number of tokens fed per forward. If it is None, each forward fed the fastest number of guesses, up to
+    `LOOK_AHEAD`.
     """
 
     size: int | None
@@ -108,10 +109,11 @@ def measure(
     """Return all tables and figures but the study's rows.
 
     Args:
-        config: of the target, and of the datastore if there is one.
-        tasks: the first turn of each is answered.
-        tokens: the most of an answer.
-        most_batch, most_context: requests at a time, and tokens in a cache.
+        config: names the target, and the datastore if there is one.
+        tasks: conversations; the first turn of each is answered.
+        tokens: most tokens of an answer.
+        most_batch: most requests at a time.
+        most_context: most tokens in a cache.
     """
     slots = min(_AT_ONCE, len(tasks))
     context = min(config.max_context or 8192, 2048)
@@ -147,7 +149,7 @@ def measure(
     rows.append(fed(greedy, store, None, seconds))
     compared, compared_plot = baselines(greedy, store)
     roofline, roofline_plot = roofline_speedups(steps)
-    # Of one slot, with the whole context.
+    # This runner has one slot, with the whole context.
     runner = make_runner(config.model("target"), place(config, "target"))
     writer = writer._replace(target=runner)
     sizes = [batch for batch in BATCHES if batch <= most_batch]
@@ -177,7 +179,7 @@ def _measured(
 
 
 def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
-    """Figure 2: tokens a step, the cost of a forward, and their quotient."""
+    """Plot figure 2: tokens per step, the cost of a forward, and the speed-up, by speculation length."""
     steps = []
     costs = []
     speedups = []
@@ -197,7 +199,7 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
 def fed(
     texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds
 ) -> Fed:
-    """Replay texts with all guesses fed, or, without a `size`, the fastest number."""
+    """Replay texts. Each forward feeds up to `size` tokens or, if `size` is None, the fastest number."""
     limit = LOOK_AHEAD
     times: Seconds | None = seconds
     if size is not None:
@@ -244,9 +246,9 @@ def _by_size(rows: Sequence[Fed], seconds: Seconds) -> Table:
 def _by_temperature(
     texts: dict[float, list[Generated]], store: Datastore | None, notes: Sequence[str]
 ) -> Table:
-    """Compare tokens a step with up to `LOOK_AHEAD` guesses, all fed, with greedy; 95% over the prompts.
+    """Compare the tokens per step at each temperature with those of greedy texts, with 95% intervals over the prompts.
 
-    `texts`: of the same prompts, by temperature.
+    Each forward feeds all guesses, up to `LOOK_AHEAD`. `texts` maps a temperature to the texts of the same prompts.
     """
     greedy = [replay([text], store, LOOK_AHEAD) for text in texts[0.0]]
     rows = []
@@ -264,7 +266,7 @@ def _by_temperature(
 
 
 def _by_source(replays: Sequence[Replayed]) -> str:
-    """Return the accepted guesses a step, from the text and from the datastore."""
+    """Return the accepted guesses per step, from the text and from the datastore, as text."""
     steps = max(1, sum(replayed.steps for replayed in replays))
     accepted: Counter[Source] = Counter()
     for replayed in replays:
@@ -286,7 +288,7 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
-    """Return the meaning of the columns, and the paper's statements in prose. `rows`: with a size."""
+    """Return notes: the meaning of the columns, and the paper's claims next to our figures. All `rows` have a size."""
     largest = rows[-1]
     best = max(rows, key=lambda row: row.both.speedup(seconds))
     lines = [
@@ -314,9 +316,10 @@ def measure_times(
     sizes: Sequence[int] = SIZES,
     context: int = _CONTEXT,
 ) -> Seconds:
-    """Return the seconds of a forward by tokens fed: medians over rounds of all sizes, interpolated.
+    """Measure forwards; return a function from the number of tokens fed to seconds.
 
-    `context`: tokens in the cache, if there is room for them.
+    The times are medians over `_ROUNDS` rounds, interpolated between `sizes`. The cache holds `context` tokens, or
+    fewer if the target's context is too small.
     """
     base = max(1, min(context, target.context - max(sizes)))
     target.rollback(0)
@@ -337,9 +340,9 @@ def measure_times(
 
 
 def free_tokens(writer: Writer, most_context: int) -> Table:
-    """Compare free tokens by batch: the paper's device in closed form, and this target by its forward times.
+    """Compare free tokens by batch size: on the paper's device in closed form, and on this target by its forward times.
 
-    `most_context`: tokens in the cache.
+    Contexts of more than `most_context` tokens are left out.
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]
@@ -362,14 +365,14 @@ def free_tokens(writer: Writer, most_context: int) -> Table:
 
 
 class _Speedup(NamedTuple):
-    """The largest speed-up, and the s that reaches it."""
+    """A speed-up, and the s that gives it."""
 
     value: float
     s: int
 
 
 def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
-    """Return speed-ups over `ar` on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
+    """Return the speed-ups over `ar` on the paper's device, at the best s. `steps` maps s to our tokens per step."""
 
     def best(batch: int, context: int) -> _Speedup:
         alone = roofline_seconds(batch, 1, context)
@@ -405,7 +408,7 @@ def by_batch(
     batches: Sequence[int],
     watcher: Watcher,
 ) -> Table:
-    """Measure `ar` and `ngram` with continuous batching: twice as many requests as slots, submitted at once."""
+    """Measure `ar` and `ngram` with continuous batching: twice as many requests as slots are submitted at once."""
     rows = []
     watcher.begin("batches", len(batches))
     for batch in batches:
@@ -435,7 +438,7 @@ def _rate(engine: Engine, method: str, requests: Sequence[Sequence[int]], tokens
 
 
 def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_context: int) -> Table:
-    """Measure summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
+    """Measure summaries of long prose: tokens per step, and the speed-up at this context. The paper takes PG-19."""
     from pydoc_data.topics import topics
 
     tokenizer = writer.tokenizer
@@ -460,7 +463,7 @@ def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_cont
 
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
-    """Return the tokens a step by s, of the guesses of other papers and ours (figure 4)."""
+    """Return the tokens per step by s, with the guesses of other papers and with ours (figure 4)."""
     rows = []
     lines = {}
     for name in ("pld", "llma", "rest", "sssd", "ngram"):

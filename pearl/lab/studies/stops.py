@@ -1,11 +1,11 @@
 """Stop policies on recorded texts under the virtual clock, and the training of the classifier of policy `disco`.
 
-Recorded are which draft tokens are right and the shape of the draft's distribution at each position.  After a wrong
-token the draft would have other distributions; a policy is shown the recorded ones there.  That matters little: those
-tokens are discarded, and a policy decides only how many there are.
+A recording says which draft tokens are right, and the shape of the draft's distribution at each position.  After a
+wrong token the draft's distributions would differ from the recorded ones, which policies see.  That matters little:
+tokens after a wrong one are discarded, and a policy only decides how many there are.
 
-Each token of the target's answers is an example for the classifier (Mamou et al. 2024).  Most texts train its layers;
-on the held-out ones the threshold and the cap are chosen with which `sd` is fastest.
+Each token of the target's answers is an example for the classifier (Mamou et al. 2024).  Most texts train its layers.
+The held-out texts choose its threshold and its cap: those with which `sd` is fastest.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, CAP)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 LEAST_TEXTS = 4
 _HELD_OUT = 4  # every 4th text is held out
-_UNITS = 32  # of the hidden layer
-# Of AdamW on all examples at once.
+_UNITS = 32  # width of the hidden layer
+# Settings of AdamW; each step takes all examples at once.
 _STEPS = 400
 _RATE = 0.01
 _DECAY = 1e-3
-_QUANTILES = 20  # of the confidences: thresholds to try
+_QUANTILES = 20  # thresholds to try are quantiles of the confidences
 Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle(StopPolicy):
-    """Stops after a wrong token, before one, and where the target's own token ends the text.
+    """Stops after a wrong token, before a wrong token, and where the target's own token ends the text.
 
-    So the target needs as few forwards as with endless windows, and no draft token follows a wrong one: where a draft
-    forward takes less time than the target's, no policy is faster. `right`: by position in the answer.
+    So the target needs as few forwards as with endless windows, and no draft token follows a wrong one. No policy is
+    faster if a draft forward takes less time than a target forward. `right[i]` says whether the draft's token for
+    position i of the answer is right.
     """
 
     def __init__(self, right: Sequence[bool]) -> None:
@@ -60,7 +61,7 @@ class Oracle(StopPolicy):
 
 @dataclass(frozen=True)
 class Stopped:
-    """Results of one policy. `drafted`: draft forwards; `totals.steps`: target forwards."""
+    """Results of one policy. `drafted` is the number of draft forwards, `totals.total("steps")` of target forwards."""
 
     name: str
     totals: Sums
@@ -73,12 +74,12 @@ class Stopped:
 
     @property
     def tokens_per_step(self) -> float:
-        """After a text's first commit."""
+        """Tokens per target forward, after a text's first commit."""
         return float(self.totals.total("late_tokens") / self.totals.total("steps"))
 
     @property
     def window(self) -> int:
-        """c or gamma as last used."""
+        """The c or gamma that was used last."""
         return self.totals.texts[-1].window
 
     @property
@@ -90,7 +91,7 @@ class Stopped:
 
 
 class Tried(NamedTuple):
-    """A method with its stop policy. `policies`: makes the policy of each text; it returns None for no policy."""
+    """A method with its stop policy. `policies` makes the policy for a text; it returns None for no policy."""
 
     name: str
     decoding: RequestOptions
@@ -98,7 +99,7 @@ class Tried(NamedTuple):
 
 
 def stopped(recorded: RecordedTexts, timing: Timing, tried: Tried) -> Stopped:
-    """Decode all texts by one method."""
+    """Decode all texts with one method and stop policy."""
     drafts = []
     texts = []
     for text in recorded.texts:
@@ -118,7 +119,7 @@ def _sd(gamma: int) -> RequestOptions:
 
 
 def _static() -> list[Tried]:
-    """Return method sd with each static window that is to be tried."""
+    """Return method sd with each of the static windows to try."""
     return [Tried(f"sd, best static: {gamma}", _sd(gamma)) for gamma in _GAMMAS]
 
 
@@ -127,9 +128,10 @@ def side_by_side(
     timing: Timing,
     classifier: Classifier | None,
 ) -> list[Stopped]:
-    """The DISCO paper's table: `ar`; `sd` with 5 tokens, with the best window, and with each policy; `pearl` likewise.
+    """Return the results for the DISCO paper's table.
 
-    The best window and the best threshold are chosen on these texts, which favours them.
+    The rows are `ar`, `sd` with 5 tokens, `sd` with the best window, `sd` with each policy, `pearl`, and `pearl` with
+    each policy. The best window and the best threshold are chosen on these texts, which favours them.
     """
     rows = [
         [Tried("ar", RequestOptions("ar"))],
@@ -148,7 +150,10 @@ def side_by_side(
 def _with_policies(
     method: str, decoding: RequestOptions, classifier: Classifier | None
 ) -> list[list[Tried]]:
-    """Return a method with each policy; of the thresholds all that are to be tried."""
+    """Return the rows of a method with each policy. A row lists variants, of which the fastest is shown.
+
+    Only the row of policy threshold has several variants: one for each threshold to try.
+    """
     thresholds = []
     for least in _THRESHOLDS:
         name = f"{method}, best threshold: {least:g}"
@@ -172,10 +177,11 @@ class Trained:
     """A trained classifier and its results on the held-out texts.
 
     Attributes:
-        held_out: tokens.
+        held_out: number of held-out tokens.
         accuracy: share of held-out tokens for which "confidence > 1/2" predicts acceptance correctly.
-        base: the same of always predicting the more frequent outcome.
-        best, static: `sd` with the classifier, and with the best static window.
+        base: the accuracy of always predicting the more frequent outcome.
+        best: results of `sd` with the classifier.
+        static: results of `sd` with the best static window.
     """
 
     classifier: Classifier
@@ -197,7 +203,7 @@ def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def features_of(text: RecordedText) -> list[Features]:
-    """Return the features of each token of the answer, except its index in a window (0)."""
+    """Return the features of each token of the answer. The token's index in a window is set to 0."""
     features = []
     for position, row in enumerate(text.features):
         features.append(Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, position))
@@ -207,7 +213,7 @@ def features_of(text: RecordedText) -> list[Features]:
 def fit(
     rows: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0
 ) -> Classifier:
-    """Fit the layers by maximum likelihood; threshold 1/2 and the largest cap. A seed gives one classifier."""
+    """Fit the layers by maximum likelihood; set threshold 1/2 and the largest cap. Deterministic for a seed."""
     mean = rows.mean(0)
     scale = rows.std(0, correction=0).clamp_min(1e-3)
     whitened = (rows - mean) / scale
@@ -246,7 +252,7 @@ def train(
     seed: int = 0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Trained:
-    """Train on recorded texts. Raises `ConfigError` if there are too few."""
+    """Train a classifier on recorded texts; choose its threshold and cap. Raises `ConfigError` for too few texts."""
     if len(recorded.texts) < LEAST_TEXTS:
         raise ConfigError(
             f"{len(recorded.texts)} texts are too few to train on and to hold some out: at least {LEAST_TEXTS}"

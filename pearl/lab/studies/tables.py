@@ -1,7 +1,7 @@
 """Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of a pair.
 
-The papers' models and data are not here.  So compare their figures with ours in kind, not in size; each study says what
-differs and what is left out.  `studies.yaml` has them.
+The papers' models and data are not here.  So compare their figures with ours in kind, not in size.  Each study says
+what differs and what is left out.  `studies.yaml` has the studies.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
     """A row: a method with settings in the notation of `pearl bench`, and the paper's figure or claim.
 
     Attributes:
-        sampling: None: the study's.
-        base: the row that its speedup is over.
+        way: the method and its settings.
+        theirs: the paper's figure or claim.
+        sampling: sampling settings of the row; None for those of the study.
+        base: name of the row that this row's speedup is relative to.
     """
 
     name: str
@@ -46,8 +48,8 @@ class Sweep(Struct, frozen=True, forbid_unknown_fields=True):
     """Rows of a study that differ in one setting.
 
     Attributes:
-        pattern: of the rows' names, with the setting's value.
-        usual: the value of the row whose name has none.
+        pattern: regular expression that matches the rows' names; its group is the setting's value.
+        usual: value of the setting in the row whose name shows no value.
     """
 
     pattern: str
@@ -59,10 +61,11 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
     """A table of a paper.
 
     Attributes:
-        differs: differences from the paper's setting, in words. left_out: what cannot be filled here.
-        joint: further rows, the target alone by joint greedy decoding of so many tokens a step; with these all rows
-            have a perplexity.
-        sweeps: become figures.
+        differs: differences from the paper's setting, in words.
+        left_out: parts of the table that cannot be filled here, in words.
+        joint: numbers of tokens per step. For each number there is another row: the target alone with joint greedy
+            decoding. If there are any, all rows have a perplexity.
+        sweeps: groups of rows that are drawn as figures.
     """
 
     title: str
@@ -94,9 +97,9 @@ def run_study(
     watcher: Watcher,
     config: EngineConfig | None = None,
 ) -> list[Figures]:
-    """Decode the first turn of each task with each row of the study, in turns.
+    """Decode the first turn of each task with each row of the study; the rows take turns.
 
-    `config`: of the pair; None: the embedded one.
+    `config` is the pair's; by default the pair is the embedded one.
     """
     config = config or EngineConfig()
     first_turns = [replace(task, turns=task.turns[:1]) for task in tasks]
@@ -122,9 +125,9 @@ def _joint_rows(
     eos: Sequence[int],
     watcher: Watcher,
 ) -> list[Figures]:
-    """Return rows of the target alone by joint greedy decoding, with the perplexity of its texts.
+    """Return rows of the target alone with joint greedy decoding, with the perplexity of their texts.
 
-    `counts`: tokens a step, one row each.
+    There is a row for each of `counts`, which are numbers of tokens per step.
     """
     watcher.begin("joint greedy decoding", len(counts) * len(prompts))
     rows = []
@@ -141,7 +144,7 @@ def _joint_rows(
 
 
 def sweeps(study: Study, rows: Sequence[Figures]) -> list[Plot]:
-    """Plot perplexity and speed of a study's rows by each setting that is varied."""
+    """Plot perplexity and speedup of a study's rows against each setting that a sweep varies."""
     plots = []
     for sweep in study.sweeps:
         lines: dict[str, list[tuple[float, float]]] = {}

@@ -1,17 +1,17 @@
 """The papers' closed forms: tokens per step, run lengths, speed-ups, and SSSD's roofline.
 
-Pure functions of numbers, which must not know the runtime: a test compares the two.  `a` is the i.i.d.
-acceptance rate of a draft token; times are in any one unit.
+Pure functions of numbers.  They must not know the runtime: a test compares both.  `a` is the i.i.d. acceptance rate of
+a draft token.  All times of a call are in one unit, whichever it is.
 """
 
 from __future__ import annotations
 
 
 def sd_tokens_per_step(a: float, gamma: int) -> float:
-    """Committed tokens per target forward that verifies `gamma` draft tokens, correction or bonus included.
+    """Return the expected tokens that a target forward over `gamma` draft tokens commits, with correction or bonus.
 
-    (1 - a^(gamma + 1)) / (1 - a). Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-    Decoding", equation 1.
+    The formula is (1 - a^(gamma + 1)) / (1 - a). Source: Leviathan et al. 2023, "Fast Inference from Transformers via
+    Speculative Decoding", equation 1.
     """
     if a == 1:
         return gamma + 1.0
@@ -19,19 +19,22 @@ def sd_tokens_per_step(a: float, gamma: int) -> float:
 
 
 def sd_improvement(a: float, gamma: int, cost: float) -> float:
-    """Speed-up over the target alone; `cost`: t_draft / t_target. Source: Leviathan et al., theorem 3.8."""
+    """Return the speed-up over the target alone: tokens per step / (gamma * cost + 1), with cost = t_draft / t_target.
+
+    Source: Leviathan et al., theorem 3.8.
+    """
     return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
 
 
 def acceptance_of(mean_accepted: float) -> float:
-    """The acceptance rate, from the expected tokens of a run with its correction: 1 / (1 - a), of a geometric law.
+    """Return the acceptance rate a for which a run has `mean_accepted` = 1 / (1 - a) tokens, with its correction.
 
-    Source: PEARL (Liu et al. 2024), theorem 2; some statements of it count one token more.
+    Source: PEARL (Liu et al. 2024), theorem 2; some statements of this theorem count one token more.
     """
     return 1 - 1 / mean_accepted
 
 
-# SSSD's device and model, an Ascend 910B4 and Llama 2 7B in 16 bits, which has no grouped heads.
+# SSSD's device is an Ascend 910B4; its model is Llama 2 7B in 16 bits, without grouped heads.
 _FLOPS = 280e12  # a second
 _BANDWIDTH = 0.8e12  # bytes a second
 _WIDTH = 4096
@@ -40,14 +43,18 @@ _WEIGHTS = 6.6e9
 
 
 def free_in_theory(batch: int) -> float:
-    """Tokens of a sequence, its last one included, up to which a product of width by width costs no more there."""
+    """Return how many tokens per sequence are free on SSSD's device, with the last committed token.
+
+    Up to this number of tokens, multiplying by a matrix of width by width takes no more time.
+    """
     return 1 / (_BANDWIDTH / _FLOPS - 2 / _WIDTH) / batch
 
 
 def roofline_seconds(batch: int, fed: int, context: int) -> float:
-    """Time there of a forward that feeds `fed` tokens to each of `batch` sequences, each with `context` tokens cached.
+    """Return the seconds of a forward on SSSD's device, with `fed` tokens for each of `batch` sequences.
 
-    An operation takes what it computes or what it reads, if that is more.
+    Each sequence has `context` cached tokens. An operation takes the time of its computation or of its reads, whichever
+    is longer.
     """
     products = max(2 * _WEIGHTS * batch * fed / _FLOPS, 2 * _WEIGHTS / _BANDWIDTH)
     pairs = context * _WIDTH * _LAYERS * batch

@@ -1,8 +1,8 @@
-"""Texts with draft accuracy fixed in advance, position by position, and the totals of one method on them.
+"""Texts for which it is fixed in advance at which positions the draft is right; and the totals of a method on them.
 
-So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
-Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,
-which leaves little noise.
+So every method, window and delay meets the same right and wrong tokens.  Over several texts they are a Latin hypercube
+(McKay, Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of
+texts.  That leaves little noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from pearl.spec.methods import AS_PUBLISHED
 
 
 class TextPlan(NamedTuple):
-    """One request. `prompt`: number of tokens; `right`: for each token after it, whether the draft's is the same."""
+    """One request.
+
+    Attributes:
+        prompt: number of tokens of the prompt.
+        right: for each token after the prompt, whether the draft's token is the same.
+    """
 
     prompt: int
     right: list[bool]
@@ -40,7 +45,7 @@ def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> li
 
 
 class _Target:
-    """A target that accepts the draft's tokens where the plan says that they are right, whatever they are."""
+    """A target that accepts any draft token at a position where, by the plan, the draft is right."""
 
     def __init__(self, text: TextPlan) -> None:
         self._text = text
@@ -64,8 +69,8 @@ class VirtualDraft:
 
     Args:
         begin: length of the prompt.
-        rows: for each position after the prompt, the features that the policy sees: see `drafting.step.shape_of`.
-        policy: ends windows; None: their bound does.
+        rows: for each position after the prompt, the features that the policy sees (see `drafting.step.shape_of`).
+        policy: ends windows; if None, windows end at their bound.
     """
 
     def __init__(
@@ -97,9 +102,9 @@ def decode(
     decoding: RequestOptions,
     draft: Callable[[], Executor] = VirtualDraft,
 ) -> Sums:
-    """Decode all texts in turn, in virtual seconds; measured speeds and acceptance carry over.
+    """Decode the texts one after the other, in virtual time. Measured speeds and acceptance carry over to later texts.
 
-    `draft`: makes the draft of a text.
+    `draft` makes the draft for a text.
     """
     totals = Sums()
     speeds = known_speeds(timing)
