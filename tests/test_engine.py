@@ -404,6 +404,16 @@ async def mistakes_are_reported_where_they_are_made() -> None:
             pass
 
 
+async def an_engine_may_be_closed_before_it_starts_and_within_its_block() -> None:
+    """Its workers end with the block either way."""
+    AsyncEngine(TOY, TOY).close()
+    async with started() as engine:
+        wrapped = engine.engine
+        engine.close()
+    with pytest.raises(EngineClosed):
+        wrapped.generate([[1]], GREEDY)
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -411,6 +421,7 @@ async def mistakes_are_reported_where_they_are_made() -> None:
         streams_block_nobody_are_closed_before_amid_and_after_and_end_with_their_target,
         texts_of_a_closed_engine_end_whether_they_are_written_or_wait,
         mistakes_are_reported_where_they_are_made,
+        an_engine_may_be_closed_before_it_starts_and_within_its_block,
     ],
     ids=lambda scenario: scenario.__name__,
 )

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
 from pearl.config import RequestOptions
+from pearl.config.engine import MAX_SLOTS
 from pearl.engine.engine import Engine
 from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
@@ -134,8 +135,10 @@ class AsyncEngine:
     ) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
+        self._started: Engine | None = None  # an engine of our own, which ends with `async with`
         self.streams: set[AsyncStream] = set()
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
+        self.readers = ThreadPoolExecutor(MAX_SLOTS, "pearl-piece")
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
@@ -147,7 +150,6 @@ class AsyncEngine:
     def _open(self, engine: Engine) -> None:
         self._engine = engine
         self.slots = asyncio.Semaphore(engine.config.slots)
-        self.readers = ThreadPoolExecutor(engine.config.slots, "pearl-piece")
 
     @property
     def engine(self) -> Engine:
@@ -158,13 +160,14 @@ class AsyncEngine:
 
     async def __aenter__(self) -> AsyncEngine:
         target, draft, settings = self._arguments
-        self._open(await asyncio.to_thread(Engine, target, draft, **settings))
+        self._started = await asyncio.to_thread(Engine, target, draft, **settings)
+        self._open(self._started)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        engine = self.engine
         self.close()
-        await asyncio.to_thread(engine.close)
+        if self._started is not None:
+            await asyncio.to_thread(self._started.close)
 
     def close(self) -> None:
         """Refuse new texts and fail the texts in progress. The wrapped engine stays open."""
