@@ -21,7 +21,7 @@ _SHOWN = 200  # characters of a refused value in a message
 
 
 class Section(BaseModel):
-    """A section of settings. Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
+    """A section of settings. However it is made, a bad field raises `ConfigError`, which says what the field may be."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -37,14 +37,14 @@ class Section(BaseModel):
 
 
 def check_utf8(value: str, setting: str) -> str:
-    """Raise `ConfigError` for bytes that are not UTF-8, as in a path: libraries that take them as text fail."""
+    """Return `value`. Raise `ConfigError` if it is not UTF-8, which a path need not be: many libraries fail on it."""
     if not is_unicode(value):
         raise ConfigError(f"{setting}: {value!r} is not UTF-8; name another, or a link to it")
     return value
 
 
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a setting that is not allowed, naming the nearest one or all."""
+    """Raise `ConfigError` for a setting that is not allowed. It names the most similar one that is, or else all."""
     for key in values:
         if key not in allowed:
             nearest = get_close_matches(key, allowed, n=1)
@@ -55,7 +55,7 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
 
 
 def shown(value: Any) -> str:
-    """Return a refused value for a message, at most the beginning of a long one."""
+    """Return a refused value as text for a message; of a long text, only the beginning."""
     return shortened(repr(value), _SHOWN)
 
 

@@ -1,7 +1,8 @@
-"""The step that searches for the likeliest block of tokens, for rules that judge blocks, and its search.
+"""Beam search for the likeliest block of tokens, for rules that judge whole blocks: a draft's step, and the search.
 
-One forward a level: it feeds the tokens of all sequences kept so far as one tree after the text's last token, and
-continues each sequence by its likeliest tokens.  `step` says what a step is; the search outlives it in its `DraftText`.
+Each level takes one forward.  It feeds the tokens of all sequences kept so far, as one tree after the text's last
+token, and extends each sequence by its likeliest tokens.  `step` explains steps; between the steps of a block the
+`DraftText` keeps the search.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Search:
     """A beam search for the block that follows a text.
 
     Args:
-        half: scores sequences, and says how many are kept.
-        end: length of the text.
-        last_token: the token before it.
-        depth: tokens of the block.
+        half: the rule's draft half, which scores sequences and says how many are kept.
+        end: length of the text; the block begins there.
+        last_token: the last token of the text.
+        depth: number of tokens in the block.
     """
 
     def __init__(self, half: JointDraft, end: int, last_token: int, depth: int) -> None:
@@ -69,9 +70,11 @@ class Search:
         return self._beams[0] if self.is_done else Beam()
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that all sequences consist of, each once, and the parent of each; -1: the text.
+        """Merge the sequences into a tree, which has a common beginning once: return its tokens and their parents.
 
-        Example: of the sequences (5, 7) and (5, 8) the tokens are [5, 7, 8], and their parents [-1, 0, 0].
+        The parent of a token that follows the text is -1.
+
+        Example: the sequences (5, 7) and (5, 8) give the tokens [5, 7, 8] and the parents [-1, 0, 0].
         """
         self._nodes = {}
         parents: list[int] = []
@@ -84,7 +87,7 @@ class Search:
         return [path[-1] for path in self._nodes], parents
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Return the nodes of the last `tree` along `tokens`, as far as it has them."""
+        """Return the nodes of the last `tree` along `tokens`, up to where the tree ends."""
         nodes = []
         for length in range(1, len(tokens) + 1):
             node = self._nodes.get(tuple(tokens[:length]))
@@ -116,7 +119,7 @@ class Search:
 
 
 class LevelStep(Step):
-    """Continues the search by a level, and proposes the block once it has its depth."""
+    """Extends the search by one level, and proposes the block when the search is done."""
 
     def __init__(self, text: DraftText, command: Draft) -> None:
         model = text.model
@@ -160,7 +163,7 @@ class LevelStep(Step):
         return shaper.shape(rows[0])[None]
 
     def _keep_block(self) -> int:
-        """Keep of the tree what the block has; return how many of the block's tokens that is."""
+        """Keep only the block's nodes of the tree in the cache; return how many of the block's tokens are cached."""
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))
         nodes += [self._chain + node for node in path]
@@ -170,7 +173,7 @@ class LevelStep(Step):
         return len(path)
 
     def _one_by_one(self) -> torch.Tensor:
-        """Return the logits after each sequence, [sequences, vocab], from a runner that takes no such tree."""
+        """Return the logits [sequences, vocab] after each sequence. Feeds them one by one: the tree is too large."""
         runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
@@ -181,7 +184,7 @@ class LevelStep(Step):
         return torch.cat(rows)
 
     def collect(self) -> Drafted:
-        """Return the block; a token's row [vocab] is 0 but at the token, where it has its probability."""
+        """Return the block; each token's row [vocab] is zero except for the probability of that token."""
         block = self._block
         rows = torch.zeros(len(block.tokens), self._vocab_size)
         for row, token, prob in zip(rows, block.tokens, block.probs, strict=True):

@@ -1,4 +1,4 @@
-"""What drafting works on: the draft model, one a process, and what it has of each request's text."""
+"""What drafting works on: the draft model of this process, and the draft's state of each request's text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DraftModel:
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the others
             probability 0.
         chains: whether a forward is launched before the host knows the token that the last one drew.
-        at_once: whether all rows of a forward are drawn from before the first is read, so that a device is waited for
-            once; the host would compute draws in vain.
+        at_once: whether the draws from all rows of a forward are launched before the first of them is read, so that the
+            host waits for the device once. On a CPU this would compute draws that nobody reads.
         times: forward times by tokens fed.
         delay: seconds that the device idles if the next forward waits for the host.
     """
@@ -61,12 +61,12 @@ class DraftModel:
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:
-        """Return the rows left in a forward of `fed` tokens: a tree's nodes; without trees there is no bound."""
+        """Return how many tokens still fit into a forward of `fed` tokens. Only runners of trees have a limit."""
         nodes = self.runner.capabilities.tree_nodes or 1 << 31
         return max(0, nodes - fed)
 
     def seconds(self, alone: int) -> Callable[[int], float]:
-        """Return forward time by tokens fed; beyond `alone` tokens a chained forward waits for the host."""
+        """Return a function: tokens fed -> seconds of a forward. Beyond `alone` tokens it also waits for the host."""
         delay = self.delay if self.chains else 0.0
         return lambda fed: self.times.seconds(fed) + delay * (fed > alone)
 
@@ -80,12 +80,12 @@ class DraftText:
         slot: the runner's slot that holds the text now.
         half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
         shaper: changes logits; None: nothing changes them.
-        window: the window that its stop policy sees; None: no policy.
-        index: index of the tokens fed, for guesses; None: no guesses.
-        branches: continuations prepared for other outcomes; None: none are.
-        ranks: whether the target is sent the runners-up of each token.
+        window: the window that the stop policy sees; None: the request has no stop policy.
+        index: index of the tokens fed, for guesses; None: the draft makes no guesses.
+        branches: continuations prepared for other outcomes; None: the draft prepares none.
+        ranks: whether the draft sends the runners-up of each token to the target.
         last_drawn: (position, (token,)) of the last draw.
-        search: the search for its next block.
+        search: the search for the next block.
         states: hidden states of the target that are still to be read, each with its first position.
     """
 
@@ -105,7 +105,7 @@ class DraftText:
 
     @property
     def is_block(self) -> bool:
-        """Whether its rule judges blocks of tokens."""
+        """Whether the request's rule judges blocks of tokens."""
         return self.options.rule_in_force.judges_blocks
 
     def read_states(self) -> None:
@@ -115,7 +115,7 @@ class DraftText:
         self.states.clear()
 
     def unfed(self, command: Draft) -> Sequence[int]:
-        """Return the command's tokens whose keys and values are still to be computed: a branch may hold some."""
+        """Return the command's tokens that are still to be fed: a branch may have been fed the first of them."""
         if self.branches is None:
             return command.tokens
         end = command.start + len(command.tokens)
@@ -128,7 +128,7 @@ class DraftText:
         return command.tokens[held:]
 
     def guess(self, command: Draft) -> tuple[list[int], list[float]]:
-        """Guess a chain of tokens that the draft model will draw next: (tokens, chances of all up to each)."""
+        """Guess the tokens that the draft model will draw next: (tokens, chances that all up to each are right)."""
         if self.index is None:
             return [], []
         self.index.cut(command.start)

@@ -50,7 +50,10 @@ class StateLog:
         return self.start + sum(map(len, self._parts))
 
     def extend(self, start: int, states: torch.Tensor) -> None:
-        """Append the target's states of tokens from position `start` on; those before `end` are in the log already."""
+        """Append the target's states of tokens from position `start` on, without those that the log has already.
+
+        If states between `end` and `start` are missing, begin the log anew.
+        """
         if start > self.end:
             self._begin(start)
         self._parts.append(states[self.end - start :])
@@ -107,7 +110,7 @@ class HeadText:
         return self._output is not None and self._read == committed - 1
 
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
-        """Draft for positions from `position` on; each level follows the head's draws of the levels before it."""
+        """Draft a chain from `position` on: draw a token, read it, draw the next; return each with its runners-up."""
         head = self._head
         slot = self._slot
         output = self._output
@@ -166,7 +169,11 @@ class TargetStates:
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
-        """Log the states of the slot's last forward, whose tokens start at `start`; of a tree those of `path`."""
+        """Log the states of the slot's last forward, whose tokens start at `start`.
+
+        Args:
+            path: the rows to log, if the forward was fed a tree; None: all.
+        """
         logs = self._logs[slot]
         if not logs:
             return
@@ -194,7 +201,7 @@ class HeadGuesses:
 
     Args:
         text: the part that the head has read.
-        tokens: of the text; only read.
+        tokens: the tokens of the text; they are only read.
         draw: the request's own draw from logits over the head's vocabulary.
     """
 

@@ -1,7 +1,7 @@
 """Renders chat templates, with the messages in the form that each template takes.
 
-The settings of jinja2 are those of transformers, which takes a process a second to import. A template is untrusted
-code, so it runs in jinja2's sandbox.
+jinja2 has the settings that transformers gives it; importing transformers itself would take a second. A template is
+untrusted code, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations

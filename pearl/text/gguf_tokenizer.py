@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file describes, as one of the `tokenizers` library.
 
-The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks, have llama.cpp's meaning.  Where one of
-its expressions only approximates the one that the model was published with, we use the published one.
+The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks, have llama.cpp's meaning.  Some
+regular expressions of llama.cpp only approximate those of the published model: there we use the published ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], lis
 
 
 def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
-    """Return the chat template, or templates by name if one is for tools. Other named ones are never used."""
+    """Return the chat template, or both templates by name if the file has another one for tools. Ignores all others."""
     default = stated.get("chat_template")
     tool_use = stated.get("chat_template.tool_use")
     if tool_use is None:
@@ -98,7 +98,7 @@ def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
 
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the tokenizer by their last names, without ids that no token has."""
+    """Return the tokenizer's fields, "tokenizer.ggml.tokens" as "tokens", without special ids beyond the vocabulary."""
     stated: dict[str, Any] = {}
     for name, value in fields.items():
         if name.startswith("tokenizer."):
@@ -185,7 +185,7 @@ def _pretokenizer(name: str) -> _Pretokenizer:
 
 
 def _of_scores(stated: dict[str, Any]) -> Tokenizer:
-    """Return sentencepiece's BPE, which merges the neighbours first whose token has the highest score."""
+    """Return sentencepiece's BPE, which first merges the two neighbours that make the token of the highest score."""
     tokens = stated["tokens"]
     kinds = stated["token_type"]
     has_prefix = _has_prefix(stated)
@@ -219,9 +219,9 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return all pairs of words that make a word, that of the highest score first.
+    """Return all pairs of words that make another word, sorted by the score of that word, the highest first.
 
-    For example ("a", "b") and, if "ab" and "bc" are words too, ("a", "bc") and ("ab", "c") for "abc".
+    For example ("a", "b") makes "ab"; and "abc" is made by ("a", "bc") and by ("ab", "c"), if all of these are words.
     """
     kinds = stated["token_type"]
     scores = stated["scores"]
@@ -289,7 +289,11 @@ def _frame_token(stated: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Raise unless special tokens encode to their own ids, no id is invented, and a token's text encodes to itself."""
+    """Raise `ValueError` if the tokenizer does not reproduce the file's.
+
+    It must have as many tokens, encode each special token to its own id, and decode what it encodes to the same text
+    (compared in NFC). The texts of about 500 tokens are tried.
+    """
     tokens = stated["tokens"]
     kinds = stated["token_type"]
     size = tokenizer.get_vocab_size()
