@@ -20,7 +20,7 @@ from pearl.protocol.speeds import ForwardTimes
 if TYPE_CHECKING:
     from pearl.drafting.beams import Search
 
-PROMPT_PIECE = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
+PROMPT_PIECE = 16  # tokens: a forward of more tokens is part of a prompt, and is fed no guesses
 
 
 @dataclass
@@ -28,12 +28,12 @@ class DraftModel:
     """The draft model: its runner, and the measured times of its forwards.
 
     Attributes:
-        vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the others
-            probability 0.
+        vocab_size: the target's. A draft with more ids (padding) never emits the further ids. A draft with fewer ids
+            gives the missing ids probability 0.
         chains: whether a forward is launched before the host knows the token that the last one drew.
         at_once: whether the draws from all rows of a forward are launched before the first of them is read, so that the
             host waits for the device once. On a CPU this would compute draws that nobody reads.
-        times: forward times by tokens fed.
+        times: measured times of forwards, by number of tokens fed.
         delay: seconds that the device idles if the next forward waits for the host.
     """
 
@@ -57,7 +57,7 @@ class DraftModel:
         return [self.fit(row) for row in rows]
 
     def fit_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens to feed: 0 stands for an id that only the target has, at some cost in acceptance."""
+        """Return the tokens with 0 for each id that only the target has, which lowers acceptance a little."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:
@@ -78,8 +78,8 @@ class DraftText:
     Attributes:
         place: the slot that the request names.
         slot: the runner's slot that holds the text now.
-        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
-        shaper: changes logits; None: nothing changes them.
+        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` if the rule judges blocks.
+        shaper: shapes the logits; None: they are not shaped.
         window: the window that the stop policy sees; None: the request has no stop policy.
         index: index of the tokens fed, for guesses; None: the draft makes no guesses.
         branches: continuations prepared for other outcomes; None: the draft prepares none.
