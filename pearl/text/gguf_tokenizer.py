@@ -25,9 +25,9 @@ from tokenizers import (
 
 from pearl.text.stream import REPLACEMENT
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # values of `token_type`
 _NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # `tokenizer.ggml.model`
-_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of a "llama"
+_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # defaults of a "llama"
 _SPACE = "▁"  # sentencepiece's
 _PRETOKENIZERS = Path(__file__).with_name("pretokenizers.yaml")
 
@@ -57,7 +57,7 @@ _CLOSES_REASONING = (
 )
 _NOT_ENDS = {"<|end|>": _CLOSES_REASONING, "</s>": ("<|tool_response>",)}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Special tokens of Phi-3 that keep the spaces after them; its other special tokens swallow these.
+# Special tokens of Phi-3 that do not swallow the spaces after them; all its other special tokens do.
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -159,7 +159,7 @@ def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
     try:
         bpe = models.BPE(ids, merges, ignore_merges="whole" in pretokenizer.flags)
         tokenizer = Tokenizer(bpe)
-    except Exception as error:  # of no other class
+    except Exception as error:  # tokenizers raises no narrower class
         raise ValueError(f"its merges do not fit its tokens: {error}") from error
     if "nfc" in pretokenizer.flags:
         tokenizer.normalizer = normalizers.NFC()
@@ -190,7 +190,7 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
     kinds = stated["token_type"]
     has_prefix = _has_prefix(stated)
     if not has_prefix:
-        # Tokens of spaces are then found in normalised text, and have the names of other files.
+        # Texts are then searched for user-defined tokens after normalisation, where spaces are "▁".
         entries = set(tokens)
         for id, token in enumerate(tokens):
             name = token.replace(" ", _SPACE)
