@@ -29,7 +29,7 @@ from pearl.transport.address import raise_limit
 LOST_SECONDS = 5.0  # after the engine is lost, for which requests are answered with 503
 STOP_SECONDS = 2.0  # after the signal, for which running requests may go on
 _CUT_SECONDS = 5  # after the signal, until open connections are closed
-_IDLE_SECONDS = 15  # for which a connection may be idle before its first request and between two requests
+_IDLE_SECONDS = 15  # for which a connection may idle before its first request and between two
 _LOOK_SECONDS = 0.2
 _HEADER = 32 << 10  # bytes of a request line and headers that have not ended
 _CONNECTIONS = 512  # maximum open connections: from there on every request gets 503
@@ -153,7 +153,7 @@ async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
 
 
 def name_of(target: str) -> str:
-    """Return the model's name for clients: the name of its directory or file without the path, or its hub id."""
+    """Return the model's name for clients: its directory's or file's name without the path, else `target`."""
     path = Path(target)
     return path.name if path.exists() else target
 

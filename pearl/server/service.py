@@ -19,7 +19,7 @@ class Service:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
-        self._texts: set[AsyncStream] = set()  # texts that wait, are being written, or are still being read
+        self._texts: set[AsyncStream] = set()  # waiting, being written, or still being read
         self.metrics = ServerMetrics(
             model,
             running=lambda: sum(text.watch.begun > 0 for text in self._async.streams),
@@ -53,7 +53,7 @@ class Service:
     async def text(
         self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
-        """Yield the stream of a text. The text is queued once the stream is read, and cancelled if the block ends early.
+        """Yield the stream of a text. The text is queued once the stream is read; leaving the block early cancels it.
 
         Args:
             arrived: when the text's request arrived, a time.monotonic().

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a front only checks a request's grammar, and starts sooner 
 
 _T = TypeVar("_T")
 _MISSING = "needs the package llguidance: "
-_NO_TOKEN = "NoExtensionBias"  # llguidance's message begins so if no token can write what must follow
+_NO_TOKEN = "NoExtensionBias"  # llguidance's message begins so if no token of the model fits
 _EXTRA_IDS = 2  # ids after the model's own, see `_Vocabulary`
 _MOST_RESTARTS = 8  # of one text's parser: each restart reads the whole text again
 
