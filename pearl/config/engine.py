@@ -18,7 +18,7 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 
 _EMBEDDED_DRAFT = "embedded-draft"
-MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
+MAX_SLOTS = 64  # requests decoded at once: half of `MAX_REQUESTS` in `pearl.worker.fronts`
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
@@ -50,7 +50,7 @@ def is_toy(spec: str) -> bool:
 
 
 class EngineConfig(Section):
-    """The settings of an engine: the pair, where it runs and how its processes communicate."""
+    """The settings of an engine: the pair of models, their devices, and how the processes communicate."""
 
     # `default` is passed by name: type checkers without pydantic's plugin see no default otherwise.
     target: str = Field(

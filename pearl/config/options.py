@@ -37,7 +37,7 @@ MOST_BIAS = 100.0  # OpenAI's range: makes a token certain or impossible
 MAX_BIASES = 1024
 MOST_STOPS = 64  # strings: each token is compared with all of them
 LONGEST_STOP = 1000  # characters
-MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
+MOST_EOS = 2048  # token ids that end a text: each token is compared with all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8 in a grammar, which contains a JSON schema or an expression
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
@@ -476,7 +476,7 @@ OPTION_NAMES = tuple(
     name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
 )
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-# The other options say how tokens are drawn.
+# The options of drafting and judging; all other options say how tokens are drawn.
 DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
 
 

@@ -122,10 +122,10 @@ class Shaper:
         In the order of vLLM: add biases; penalise tokens of the text by `repetition_penalty` (as in transformers:
         divide a positive logit by it, multiply a negative one); subtract from generated tokens `frequency_penalty`
         times their count and `presence_penalty` once; set tokens that the grammar does not allow to minus infinity.
-        If the model gives no allowed token a probability, all allowed ones are equally likely.  A text that has left
+        If the model gives no allowed token a probability, all allowed tokens are equally likely.  A text that has left
         the grammar is not constrained.
 
-        Raises `GrammarError` where the allowed tokens cannot be computed, or the model has none of them.
+        Raises `GrammarError` if the allowed tokens cannot be computed, or if the model has none of them.
         """
         if self._broken is not None:
             raise self._broken

@@ -101,7 +101,7 @@ class Search:
         Args:
             logits: [sequences, vocab], the logits after each of `sequences`.
 
-        Raises `NumericalError` if the logits are not finite.
+        Raises `NumericalError` if no row is finite.
         """
         width = self._half.width
         grown = []

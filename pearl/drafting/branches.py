@@ -22,7 +22,7 @@ from pearl.protocol.acceptance_estimates import RIVALS, Foresight, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
-_LEAST_CHANCE = 0.005  # a continuation's next token that is less likely is not worth a row
+_LEAST_CHANCE = 0.005  # least chance with which a branch's next token is worth a row
 
 Outcome = tuple[int, int]  # (position, token): the target commits this token there
 
@@ -143,7 +143,7 @@ class Branches:
             if position >= committed:
                 continue
             token, seen = self._seen.pop(position)
-            # A token that was fed before it was judged, and not rolled back since, was right.
+            # A token before `start` has been fed and was not rolled back since, so it was right.
             outcome = tokens[position - start] if position >= start else token
             self._foresight.learn(seen, token, outcome)
         if self._bonus is not None and self._bonus[0] < committed:

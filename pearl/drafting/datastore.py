@@ -34,10 +34,10 @@ from pearl.text.tokenizer import vocabulary_digest
 
 HEADER = "datastore.json"
 CONTINUATIONS = 50  # most occurrences per lookup; if there are more, every n-th is taken
-DAMPING = 1.5  # an occurrence weighs DAMPING ** matched, where `matched` tokens before it match
+DAMPING = 1.5  # an occurrence with `matched` matching tokens before it weighs DAMPING ** matched
 FEW = 8  # with fewer occurrences than this, those of shorter suffixes are added
-# Inner bounds of the bins of a candidate's share: weight of its occurrences / weight of all occurrences and one more
-# with the longest match. Because of the latter, a share is near 1 only with many occurrences.
+# Inner bounds of the bins of a candidate's share: weight of its occurrences / (weight of all occurrences + weight of
+# the longest match). Because of the last term, a share is near 1 only with many occurrences.
 BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
@@ -106,7 +106,7 @@ def read_header(directory: Path) -> DatastoreHeader:
 
 
 def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Path) -> None:
-    """Raise `ConfigError` unless all ids of the datastore have the same tokens in the tokenizer."""
+    """Raise `ConfigError` unless every id of the datastore means the same token in the tokenizer."""
     size = header.vocab_size
     if tokenizer.vocab_size < size or vocabulary_digest(tokenizer, size).hex() != header.digest:
         whose = " ".join(header.tokenizer.split())[:200]
@@ -138,7 +138,7 @@ class Datastore:
         return self.header.tokens
 
     def followed(self, occurrences: Sequence[Occurrence]) -> dict[int, list[Occurrence]]:
-        """Return the occurrences by the token that follows there, without ends of documents and too large ids."""
+        """Group occurrences by the token that follows each, without ends of documents and ids from `vocab_size` on."""
         tokens = self.tokens
         width = self.width
         by_bytes: dict[bytes, list[Occurrence]] = {}
@@ -255,8 +255,8 @@ def write(directory: Path, tokens: bytearray, **described: Any) -> DatastoreHead
     Args:
         described: the other fields of the header.
 
-    Raises `ConfigError` if this fails, also because another process has made the directory meanwhile. A failed build
-    leaves no files.
+    Raises `ConfigError` if this fails, for example because another process has made the directory meanwhile. A failed
+    build leaves no files.
     """
     if len(tokens) // described["width"] > _MAX_TOKENS:
         raise ConfigError(

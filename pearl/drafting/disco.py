@@ -1,8 +1,8 @@
 """The classifier of stop policy `disco`, which predicts whether the target accepts a draft token, and its file.
 
-Two layers over the draft's ten largest probabilities, its entropy and the token's position.  Source: "Dynamic
-Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).  This file must
-not know how the classifier is trained: `pearl.lab.studies.stops` does.
+Two layers over the ten largest probabilities and the entropy of the draft's distribution, and the token's position.
+Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).
+This file must not know how the classifier is trained: `pearl.lab.studies.stops` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pearl.drafting.stops import TOP, Features
 from pearl.errors import ConfigError
 
 INPUTS = TOP + 2
-FARTHEST = 1024  # a position after this one counts as this one, because there are no examples of it
+FARTHEST = 1024  # larger positions count as this number, because no example has them
 _Name = Annotated[str, Field(min_length=1, max_length=4096)]
 _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 _Inputs = Annotated[tuple[_Weight, ...], Field(min_length=INPUTS, max_length=INPUTS)]

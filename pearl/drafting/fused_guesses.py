@@ -49,7 +49,7 @@ def text_index(
 
 @cache
 def index_factory(guesses: str) -> MakeIndex:
-    """Return the factory that `guesses`, see `Method.guesses`, names; `text_index` for the empty name."""
+    """Return the factory that `guesses` names (see `Method.guesses`); `text_index` if the name is empty."""
     if not guesses:
         return text_index
     module, _, name = guesses.partition(":")

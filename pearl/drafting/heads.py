@@ -143,7 +143,7 @@ class HeadText:
 
 
 class TargetStates:
-    """Passes on the hidden states of each slot's text: to a head in this process, to a draft that reads them, to both.
+    """Passes on each slot's hidden states: to a head in this process, to a draft that reads them, or to both.
 
     Args:
         runner: the target's runner, which keeps the states of the last forward.
@@ -212,7 +212,7 @@ class HeadGuesses:
         self._tokens = tokens
         self._draw = draw
         self._levels: list[Level] = []
-        self._position = 0  # of the first level
+        self._position = 0  # position of the first level
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *_BINS, 1.0))]
         self._rates = [list(middles) for _ in range(RANKS)]
 

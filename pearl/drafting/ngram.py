@@ -20,7 +20,7 @@ from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
 from pearl.spec.methods import MAX_LOOK_AHEAD
 
-LONGEST = 4  # the longest indexed n-gram; a longer match is found by extending one token by token
+LONGEST = 4  # tokens of the longest indexed n-gram; a longer match is found token by token
 MOST_MATCHED = 12  # longer matches count as this long
 RANKS = 3  # candidates per position
 _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
@@ -76,7 +76,7 @@ def learn_rate(rates: list[float], place: int, hit: bool) -> None:
 
 
 def learn_hit(rates: Sequence[list[float]], candidate: Candidate, token: int) -> bool:
-    """Update the rate that gave a candidate's chance, now that `token` is committed; return whether both are equal."""
+    """Learn that `token` is committed: update the rate that gave a candidate's chance; return whether it was right."""
     row, column = candidate.rate
     hit = candidate.token == token
     learn_rate(rates[row], column, hit)
@@ -167,7 +167,7 @@ class SuffixLookup:
         raise NotImplementedError
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
-        """Return the `RANKS` candidates of the most weight among what followed the occurrences."""
+        """Return candidates: of the tokens that followed the occurrences, the `RANKS` tokens of the most weight."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ class NgramIndex(SuffixLookup):
         9
 
     Attributes:
-        most_occurrences: most occurrences considered at a position: the longest matches, then the most recent ones.
+        most_occurrences: most occurrences considered at a position: longer matches first, then more recent ones.
         ranks: most candidates for a position.
         reads_discarded: whether to call `discarded`, for which the target has to draw after discarded tokens.
         has_head: whether the target's head guesses now, which takes time.
@@ -254,10 +254,10 @@ class NgramIndex(SuffixLookup):
         return None
 
     def take(self, draws: Sequence[int]) -> None:
-        """Take in what the target drew after each column of the last level of `window`."""
+        """Take in the target's draw after each node of the last level of `window`."""
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Take in discarded tokens of the draft, and the target's draw after each of them."""
+        """Take in tokens of the draft that were discarded, and the target's draw after each of these tokens."""
 
     # ---- occurrences ----
 

@@ -119,7 +119,7 @@ class StopWindow:
         self._is_stopped = False
 
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
-        """Take in that the text continues with `tokens` at `start`, which may differ from the tokens drafted there.
+        """Note that the text continues with `tokens` at `start`; these may differ from the tokens drafted there.
 
         `drafts`: whether a token is drafted after `tokens`.
         """

@@ -51,7 +51,7 @@ from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
-_LOOK_SECONDS = 1.0  # while a timeline is idle, between two checks whether the server ends
+_LOOK_SECONDS = 1.0  # between two checks whether the server ends, while a timeline is idle
 
 
 class App:

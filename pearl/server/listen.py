@@ -26,10 +26,10 @@ from pearl.server.service import Service
 from pearl.text.tools import format_of
 from pearl.transport.address import raise_limit
 
-LOST_SECONDS = 5.0  # after the engine is lost, for which requests are answered with 503
-STOP_SECONDS = 2.0  # after the signal, for which running requests may go on
-_CUT_SECONDS = 5  # after the signal, until open connections are closed
-_IDLE_SECONDS = 15  # for which a connection may idle before its first request and between two
+LOST_SECONDS = 5.0  # how long requests are answered with 503 after the engine is lost
+STOP_SECONDS = 2.0  # how long running requests may go on after the signal
+_CUT_SECONDS = 5  # how long open connections may last after the signal
+_IDLE_SECONDS = 15  # how long a connection may idle before its first request and between two
 _LOOK_SECONDS = 0.2
 _HEADER = 32 << 10  # bytes of a request line and headers that have not ended
 _CONNECTIONS = 512  # maximum open connections: from there on every request gets 503

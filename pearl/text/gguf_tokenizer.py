@@ -246,7 +246,7 @@ def _has_prefix(stated: dict[str, Any]) -> bool:
 
 
 def _add_special(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Add each control and user-defined token, so that texts are searched for it before they are split."""
+    """Add the unknown, control and user-defined tokens, so that texts are searched for these before they are split."""
     name = stated["name"].lower()
     strips = "phi-3" in name or "phi3" in name
     is_normalized = stated["model"] == "llama" and not _has_prefix(stated)

@@ -111,7 +111,8 @@ class Guide:
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """Return whether each token may follow, [vocab]; None if the text has left the grammar, or ended.
 
-        Raises `GrammarError` if the parser has failed. But if no token of the model fits, no token may follow.
+        Raises `GrammarError` if the parser has failed. If it failed because no token of the model fits, returns all
+        False instead.
         """
         import numpy as np
 
@@ -157,7 +158,7 @@ class Guides:
     """Makes the guides of one model's texts.
 
     Args:
-        load: returns the model's tokenizer; called for the first grammar only, as its vocabulary takes half a second.
+        load: returns the model's tokenizer. It is called for the first grammar only, and then takes half a second.
         size: number of the model's token ids.
     """
 

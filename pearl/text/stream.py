@@ -1,8 +1,8 @@
 """Turns tokens into text as they come: incremental detokenisation and stop strings.
 
 The front uses this file to show text while it is generated.  The target worker uses it to find the token that completes
-a stop string.  Both get the same result from the same tokens, because all is pure.  This file must not import torch or
-transformers, nor know where tokens come from.
+a stop string.  Both get the same result from the same tokens, because everything here is pure.  This file must not
+import torch or transformers, nor know where tokens come from.
 """
 
 from __future__ import annotations
@@ -289,9 +289,9 @@ class StopMatcher:
 class TextStream:
     """The text of one request: the results of `push` and `finish`, joined.
 
-    `stopped` becomes true with the first token after which the text contains a stop.  The text then includes characters
-    that the detokenizer still holds back, so that no stop is found a token late, but no incomplete character at the
-    end.
+    `stopped` becomes true with the first token after which the text contains a stop.  That text includes characters
+    that the detokenizer still holds back, so that no stop is found a token late.  It excludes an incomplete character
+    at the end.
 
     Args:
         show: special tokens whose names are part of the text; these names are not searched for stops.

@@ -247,7 +247,7 @@ def _content(token: Any) -> str:
 
 
 def _as_special(token: Any) -> Any:
-    """Return a token in the form that `tokenizers` takes. A mapping also states which spaces around it it includes."""
+    """Return a token in the form that `tokenizers` takes. A mapping also says if the token includes adjacent spaces."""
     import tokenizers
 
     if isinstance(token, str):
@@ -299,7 +299,7 @@ def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str
 ) -> None:
-    """Raise `ModelError` unless `have_same_vocabulary`."""
+    """Raise `ModelError` if the vocabularies differ, see `have_same_vocabulary`."""
     id = _first_difference(target, draft)
     if id is not None:
         raise ModelError(

@@ -41,7 +41,7 @@ class JointTarget:
     """Accepts the longest part of a block that is likely enough as a whole.
 
     Args:
-        tau: the joint ratio, at most 1, must exceed it. 0 accepts everything that the target allows, 1 nothing.
+        tau: a part is likely enough if min(1, joint ratio) > tau. So 0 accepts all that the target allows, 1 nothing.
     """
 
     def __init__(self, options: RequestOptions, tau: float, depth: int) -> None:
@@ -57,7 +57,7 @@ class JointTarget:
         """Judge a block. Each token's row is 0 except at the token, where it is the draft's probability.
 
         The text before a block determines the block, without a draw.  So only one token could be committed at an
-        accepted position, and its bias is the distance of that certainty from the target's distribution: 1 - target
+        accepted position.  The bias there is the distance of this certainty from the target's distribution: 1 - target
         probability, or at temperature 0 either 0 or 1.
         """
         tokens = proposed.tokens

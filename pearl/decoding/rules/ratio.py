@@ -1,7 +1,7 @@
 """The ratio rule: accept with probability min(1, target/draft), else correct from the residual.
 
-Exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance rate is 1 - TV, the
-total variation distance of the two distributions.  Source: Leviathan et al. 2023, algorithm 1.
+Exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance rate is 1 - TV,
+where TV is the total variation distance of the two distributions.  Source: Leviathan et al. 2023, algorithm 1.
 
 Other rules that judge each draft token against the distribution that it was drawn from are subclasses of `RatioTarget`
 with another `accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.

@@ -7,8 +7,8 @@ target accepts another candidate than the first, it commits that token like a co
 ready that continues it.
 
 Batch judges the candidates in turn, each against the part of the target's distribution that the earlier candidates have
-left.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr judges the candidates by K-SEQ; the next position has
-as many candidates as there were equals of the accepted one.  Source: Sun et al. 2023, algorithm 2.
+left.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr judges the candidates by K-SEQ; if several of them
+equal the accepted token, the next position has as many candidates again.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from __future__ import annotations
