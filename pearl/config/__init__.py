@@ -54,7 +54,7 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     merged = {**values, **overrides}
     try:
         settings = _settings(merged)
-        # If a flag chooses the method, the file's settings may be meant for another one: ignore them.
+        # If a flag chooses the method, the file's settings may be meant for another method: check only the flags.
         _refuse_unread(overrides if "method" in overrides else merged)
     except ConfigError as error:
         if path is None or _is_valid(values):
@@ -64,7 +64,7 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
 
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a setting of drafts with a method that has none: it would be ignored."""
+    """Raise `ConfigError` if the method has no draft and a setting is about drafts: the setting would be ignored."""
     method = values.get("method")
     if method not in DRAFTLESS:
         return
@@ -101,7 +101,10 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or in the package's configuration of that name. Raises `ConfigError`."""
+    """Return the mapping in a YAML file, or in the package's configuration of this name, such as "toy".
+
+    Raises `ConfigError`.
+    """
     try:
         file = path if path.exists() else _NAMED_FILES.get(str(path), path)
         values = parse_yaml(file.read_text(encoding="utf-8"))

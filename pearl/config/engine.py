@@ -18,7 +18,7 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 
 _EMBEDDED_DRAFT = "embedded-draft"
-MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
+MAX_SLOTS = 64  # requests decoded at once: half of `MAX_REQUESTS` in `pearl.worker.fronts`
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
@@ -50,9 +50,9 @@ def is_toy(spec: str) -> bool:
 
 
 class EngineConfig(Section):
-    """The settings of an engine: the pair, where it runs and how its processes communicate."""
+    """The settings of an engine: the pair of models, their devices, and how the processes communicate."""
 
-    # `default` is named: without pydantic's plugin, type checkers see no other default.
+    # `default` is passed by name: type checkers without pydantic's plugin see no default otherwise.
     target: str = Field(
         default="embedded",
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
@@ -174,7 +174,7 @@ class EngineConfig(Section):
     @field_validator("draft")
     @classmethod
     def _of_a_toy(cls, value: str, info: ValidationInfo) -> str:
-        """Draft for a toy target with the toy itself: the embedded draft has other tokens."""
+        """Replace the default draft by the target itself if that is a toy: the embedded draft has other tokens."""
         target = info.data.get("target", "")
         if value == _EMBEDDED_DRAFT and is_toy(target):
             return target
@@ -217,7 +217,7 @@ class EngineConfig(Section):
     @field_validator("datastore", "disco")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        """Make a path absolute, as a worker may run in another directory."""
+        """Return the path made absolute, because a worker may run in another directory."""
         return value and os.path.abspath(os.path.expanduser(value))
 
     @field_validator("trace")
@@ -240,13 +240,13 @@ class EngineConfig(Section):
         return ("target", "draft") if self.has_draft else ("target",)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Raise `ConfigError` if options do not fit each other, or need what this engine does not have."""
+        """Raise `ConfigError` if options do not fit each other, or need something that this engine lacks."""
         problem = options.guess_problem() or self._lack(options)
         if problem:
             raise ConfigError(problem)
 
     def _lack(self, options: RequestOptions) -> str | None:
-        """Return what the options need and this engine does not have; None if it has everything."""
+        """Return why this engine lacks something that the options need; None if it lacks nothing."""
         method = options.method
         if method not in DRAFTLESS and method != "auto" and not self.has_draft:
             return f"method {method} needs a draft model and this engine has none; use method ar or ngram"
@@ -264,7 +264,7 @@ class EngineConfig(Section):
         return None
 
     def model(self, role: ModelRole) -> ModelConfig:
-        """Return the settings of one model, those common to both included."""
+        """Return the settings of one model, including those that both models share."""
         values = self.model_dump()
         model_values: dict[str, Any] = {}
         for field in fields(ModelConfig):
@@ -281,11 +281,13 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model of the pair. All but `role` and `spec` are fields of `EngineConfig`, without the role in their names.
+    """One model of the pair.
+
+    Except for `role` and `spec`, each field is a field of `EngineConfig`, of the same name or of "{role}_{name}".
 
     Attributes:
         spec: names the model, as `EngineConfig.target` does.
-        device: as users name it; `place`: what that means.
+        device: the device as users write it; `place` is the same, parsed.
     """
 
     spec: str
@@ -310,7 +312,7 @@ class ModelConfig:
 
     @property
     def rounding(self) -> Literal["", "int8", "int4"]:
-        """The dtype to which matrices are rounded when they are loaded; "": they are not."""
+        """The dtype to which matrices are rounded when they are loaded; "" if they are not rounded."""
         return self.dtype if self.dtype in ("int8", "int4") else ""
 
     @property
@@ -320,5 +322,5 @@ class ModelConfig:
 
 
 def _on_one_host(info: ValidationInfo) -> bool:
-    """Return whether `control` is that of one host. A bad `control` has an error of its own."""
+    """Return whether `control` is for one host. True also for a bad `control`, which has an error of its own."""
     return info.data.get("control", ON_ONE_HOST) == ON_ONE_HOST

@@ -1,7 +1,7 @@
 """The options of a request: one type for the Python API, the command line's flags, the wire and the HTTP schema.
 
-A new option is a field of `RequestOptions` and the place that reads it.  What is checked here holds wherever the
-options come from: a call, a flag, a file, an HTTP body or another process.
+A new option is a field of `RequestOptions` and the place that reads it.  Options are checked here wherever they come
+from: a call, a flag, a file, an HTTP body or another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_
 # Models compute in float32, in which much smaller values become 0 and much larger ones infinity.
 LEAST_TEMPERATURE = 1e-4
 MOST_TEMPERATURE = 1e30
-LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
+LEAST_SHARE = 1e-30  # least top_p, and least min_p other than 0
 LEAST_REPETITION_PENALTY = 0.01
 MOST_REPETITION_PENALTY = 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
@@ -37,8 +37,8 @@ MOST_BIAS = 100.0  # OpenAI's range: makes a token certain or impossible
 MAX_BIASES = 1024
 MOST_STOPS = 64  # strings: each token is compared with all of them
 LONGEST_STOP = 1000  # characters
-MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
-MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
+MOST_EOS = 2048  # token ids that end a text: each token is compared with all of them
+MAX_GRAMMAR = 1 << 16  # bytes of UTF-8 in a grammar, which contains a JSON schema or an expression
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # what a caller may pass; `__post_init__` converts it
 else:
 
     class Default:
-        """`Default[T]` is T or None: None stands for a default that is known once the text begins."""
+        """`Default[T]` is T or None, where None stands for a default that `resolved` fills in."""
 
         def __class_getitem__(cls, kind: Any) -> Any:
             return kind | None
@@ -73,7 +73,7 @@ UNSET: Any = None
 
 
 def described(registry: Mapping[str, Any]) -> str:
-    """Name and describe the entries of a registry, for help."""
+    """Return the names and descriptions of a registry's entries, for help."""
     return "; ".join(f"{entry.name}: {entry.description}" for entry in registry.values())
 
 
@@ -103,12 +103,12 @@ class RequestOptions(Record, frozen=True):
     """How one text is decoded, how its tokens are drawn, and where it ends.
 
     A field that is None has a default that depends on the method or the checkpoint; `resolved` fills it in before
-    the options reach a worker.  The last three fields are the engine's to fill.
+    the options reach a worker.  The engine fills the last three fields.
 
         SamplingParams(temperature=0.7, seed=1, max_tokens=200)
         SamplingParams(method="sd", gamma=4, rule="opt", parameters={"epsilon": 0.1})
 
-    Raises `ConfigError`, naming each bad field and what it may be, however it is made.
+    However the options are made, a bad field raises `ConfigError`, which says what the field may be.
     """
 
     method: Annotated[Name, Meta(description=described(METHODS))] = "auto"
@@ -243,11 +243,11 @@ class RequestOptions(Record, frozen=True):
         Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR // 16)] | None,
         Meta(description="Write text that this regular expression matches, and end."),
     ] = None
-    #: Number of tokens of the prompt: penalties of generated tokens and grammars begin after them.
+    #: Number of the prompt's tokens. Penalties for generated tokens, and the grammar, apply only after the prompt.
     prompt_length: Position = 0
-    #: What `json_schema` or `regex` becomes (`pearl.text.grammar`); empty: the text keeps to no grammar.
+    #: The grammar that `pearl.text.grammar` makes of `json_schema` or `regex`; empty if there is neither.
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
-    #: Tokens that end a text with a grammar: any one of them.
+    #: Token ids, each of which ends a text that has a grammar.
     grammar_ends: Ends = ()
 
     def __post_init__(self) -> None:
@@ -268,8 +268,8 @@ class RequestOptions(Record, frozen=True):
             raise ConfigError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with fields that are each in their range."""
-        # Though each is in its range, every probability would be NaN.
+        """Yield the problems of fields that are in their ranges, such as two fields that contradict each other."""
+        # These values are in their ranges, but would make every probability NaN.
         for name, low, high, problem in _UNSAMPLED:
             value = getattr(self, name)
             if value and not low <= value <= high:
@@ -298,9 +298,9 @@ class RequestOptions(Record, frozen=True):
             yield misfit
 
     def guess_problem(self) -> str | None:
-        """Return why a bound of guesses does not fit the method; None: all fit.
+        """Return why a number of guesses does not fit the method; None if all fit.
 
-        For options as a user gives them: method auto's ways take what they can use.
+        Only for options as a user gives them: a method that auto chooses ignores the numbers that it cannot use.
         """
         method = METHODS[self.method]
         for name in ("look_ahead", "branches", "siblings"):
@@ -330,9 +330,9 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def by_flag(self, is_given: bool = False) -> dict[str, Any]:
-        """Return the options as a flat mapping, as flags and files name them.
+        """Return the options as a flat mapping, by the names that flags and files use.
 
-        `is_given`: only those that differ from their defaults.
+        If `is_given`, return only those that differ from their defaults.
         """
         values = self.given() if is_given else structs.asdict(self)
         for name in _WITHOUT_FLAG:
@@ -346,7 +346,7 @@ class RequestOptions(Record, frozen=True):
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:
-        """Return a copy that decodes by another method, without what that method does not take."""
+        """Return a copy for another method, without branches and stop policy where that method takes none."""
         method = METHODS[name]
         branches = self.branches if method.branches else 0
         if method.takes_stops:
@@ -354,16 +354,16 @@ class RequestOptions(Record, frozen=True):
         return self.changed(method=name, branches=branches, draft_stop=FIXED, stop_parameters=())
 
     def with_seed(self) -> Self:
-        """Return a copy with a seed, by default a random one that a JavaScript number can hold."""
+        """Return a copy that has a seed: a random one, which a JavaScript number can hold, if none is set yet."""
         if self.seed is not None:
             return self
         return self.changed(seed=secrets.randbits(53))
 
     def in_use(self, window: int = 0) -> Self:
-        """Return a copy with the method's defaults filled in: with it a seed gives the same text again.
+        """Return a copy with the method's defaults filled in. The copy with the same seed gives the same text again.
 
         Args:
-            window: c of the text, if measured.
+            window: the window c, in tokens, with which the text was decoded; 0 if none was measured.
         """
         gamma = self.gamma_in_use
         method = METHODS[self.method]
@@ -379,10 +379,10 @@ class RequestOptions(Record, frozen=True):
         )
 
     def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:
-        """Return a copy in which no field is None for its default.
+        """Return a copy in which each field that was None for its default has that default.
 
         Args:
-            defaults: the checkpoint's, by field; what it does not name is off.
+            defaults: the checkpoint's defaults, by field; a sampling option that they do not name is off.
         """
         values = {**NEUTRAL, **defaults}
         unset = {name: value for name, value in values.items() if getattr(self, name) is None}
@@ -390,7 +390,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def rule_in_use(self) -> str:
-        """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
+        """`rule` or its default: for method auto coupled, under which auto's choices never change a text."""
         if self.rule is not None:
             return self.rule
         if self.method == "auto":
@@ -399,7 +399,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def guesses(self) -> dict[str, int]:
-        """The settings of `AS_PUBLISHED`, with their defaults."""
+        """The settings named in `AS_PUBLISHED`; where a setting is None, the method's default."""
         bounds = {}
         for name in AS_PUBLISHED:
             bounds[name] = getattr(self, name)
@@ -409,7 +409,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def gamma_in_use(self) -> int | None:
-        """`gamma`; for sd with a stop policy by default a bound that seldom ends a window."""
+        """`gamma`; its default for sd with a stop policy is `CAP`, a bound that seldom ends a window."""
         if self.gamma is None and self.method == "sd" and self.draft_stop != FIXED:
             return CAP
         return self.gamma
@@ -428,27 +428,27 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def commits_draws(self) -> bool:
-        """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
+        """Whether every committed token is the target's own draw, so that proposals cannot change the text."""
         return self.rule_in_force.is_proposal_invariant
 
     @property
     def sends_runners_up(self) -> bool:
-        """Whether the draft says which tokens were nearly drawn, for the target to verify them too."""
+        """Whether the draft sends the runners-up of its tokens, so that the target can verify these too."""
         return self.siblings > 0 and self.method_spec.siblings > 0 and self.commits_draws
 
     @property
     def prepares_bonus(self) -> bool:
-        """Whether the target draws the token after a window itself, and the draft prepares for that outcome too."""
+        """Whether the target draws a bonus token after a window, and the draft prepares for that draw too."""
         return self.branches > 0 and self.method_spec.bonus
 
     @property
     def withholds(self) -> bool:
-        """Whether the draft keeps back the token that ends its window; the target's own draw takes its place."""
+        """Whether the draft does not send the token that ends its window, so that the target's own takes its place."""
         return self.draft_stop == THRESHOLD and self.rule_in_force.withholds
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether the text before a token changes its logits: by a penalty, a bias or a grammar."""
+        """Whether logits are changed before temperature and filters: by a penalty, a bias or a grammar."""
         if self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty:
             return True
         return bool(self.logit_bias or self.grammar)
@@ -476,14 +476,14 @@ OPTION_NAMES = tuple(
     name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
 )
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-# The other options say how tokens are drawn.
+# The options of drafting and judging; all other options say how tokens are drawn.
 DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
 
 
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
-    """Return the options that a flat mapping names, as flags and files do: with each parameter by its own name.
+    """Return the options in a flat mapping, as flags and files have them: each parameter of a rule has its own key.
 
-    A number may be text, as YAML reads 1e-3.
+    A number may be text, because YAML reads 1e-3 as text.
 
         options_of({"method": "sd", "rule": "opt", "epsilon": 0.1, "look_ahead": "off"})
 
@@ -506,7 +506,7 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Return the value that a text means for an option; the text itself where it means none."""
+    """Return the value that `text` stands for in an option; `text` itself if it stands for none."""
     if name in AS_PUBLISHED or name not in OPTION_NAMES:
         return text
     kind = type_of(OPTIONS[name].type) if name in OPTIONS else kind_of_parameter(name)
@@ -527,7 +527,7 @@ def kind_of_parameter(name: str) -> type[int] | type[float]:
 
 
 def _number_or_word(value: Any) -> Any:
-    """Return a number of guesses, which may be a word; YAML reads `off` as False, and flags are text."""
+    """Return a number of guesses, given as a number or as a word. YAML reads `off` as False, and flags are text."""
     if value is False:
         return 0
     if not isinstance(value, str):
@@ -588,7 +588,7 @@ _CONVERTERS = {
 }
 
 
-# Values with which nothing can be sampled: (field, least value but 0, greatest value, message).
+# Bounds beyond which nothing can be sampled: (field, least value other than 0, greatest value, message).
 _UNSAMPLED = (
     (
         "temperature",
@@ -619,7 +619,7 @@ def wide_window(gamma: int | None) -> str:
 
 
 def _refusals(values: Sequence[Any]) -> Iterator[str]:
-    """Say for each field whose value does not fit what it takes."""
+    """Yield a message for each field whose value is not allowed; the message says what the field takes."""
     for (name, field), value in zip(OPTIONS.items(), values, strict=True):
         try:
             msgspec.convert(value, field.type)
@@ -660,7 +660,7 @@ _NOUNS = {
 
 
 def type_of(kind: Any) -> Any:
-    """Return a field's type without None and without what `Annotated` adds: `float`, `tuple[str, ...]`."""
+    """Return a field's type without None and `Annotated`: `float` of `Annotated[float, Meta(...)] | None`."""
     while True:
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
@@ -671,7 +671,7 @@ def type_of(kind: Any) -> Any:
 
 
 def bounds_of(kind: Any) -> list[Meta]:
-    """Return every `Meta` of a field's type, of its parts too, the outermost last."""
+    """Return every `Meta` in a field's type, including those of nested types; the outermost last."""
     bounds = []
     for part in get_args(kind):
         if isinstance(part, Meta):
@@ -682,7 +682,7 @@ def bounds_of(kind: Any) -> list[Meta]:
 
 
 def description_of(name: str) -> str:
-    """Return the help of a field, or of a parameter of a rule or stop policy."""
+    """Return the help text of a field, or of a parameter of a rule or stop policy."""
     description = ""
     if name in OPTIONS:
         for bound in bounds_of(OPTIONS[name].type):
@@ -703,7 +703,7 @@ def _numbers() -> tuple[str, ...]:
     names = []
     for name in OPTION_NAMES[_FIRST_OF_DRAWING:]:
         is_number = name in OPTIONS and type_of(OPTIONS[name].type) in (int, float, bool)
-        if is_number and name not in ("sample", "logprobs"):  # HTTP has these otherwise
+        if is_number and name not in ("sample", "logprobs"):  # HTTP has fields of its own for these
             names.append(name)
     return tuple(names)
 

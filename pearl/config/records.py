@@ -22,7 +22,7 @@ Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A class that travels: on the wire an array of its fields, in their order."""
+    """The base of classes that travel: on the wire, an instance is the array of its fields, in their order."""
 
     def changed(self, **fields: Any) -> Self:
         """Return a copy with other values for these fields."""

@@ -55,7 +55,7 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
 
 
 def shown(value: Any) -> str:
-    """Return a refused value for a message, at most the beginning of a long one."""
+    """Return a refused value as text for a message; of a long text, only the beginning."""
     return shortened(repr(value), _SHOWN)
 
 

@@ -1,8 +1,8 @@
-"""A draft distribution in its three forms: a tensor on a device, packed bytes on the wire, or announced.
+"""A draft distribution in its three forms: a tensor on a device, packed bytes in a message, or announced in a message.
 
-The draft makes tensors `[vocab]` float32 over the target's vocabulary. Each travels as a `PackedRow`, or as an
-`AnnouncedRow` while the tensor itself goes over the tensor channel; the target makes tensors of both. All are
-immutable. Imports neither torch nor NumPy until one is needed, because the command line imports the codec.
+The draft makes a tensor `[vocab]` float32 over the target's vocabulary. A message has it as a `PackedRow`; or it has an
+`AnnouncedRow`, and the tensor itself follows over the tensor channel. The target turns both into tensors again. All
+forms are immutable. The command line imports this file with the codec, so torch and NumPy are imported only on use.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PackedRow:
     """A distribution as bytes.
 
     Attributes:
-        probs: float32 LE, of each token of `ids` or of the whole vocabulary.
-        ids: int32 LE, the possible tokens; None: `probs` is dense.
+        probs: float32 LE, the probability of each token of `ids`, or of each token of the vocabulary if `ids` is None.
+        ids: int32 LE, the tokens of a sparse distribution; None for a dense one.
     """
 
     probs: bytes
@@ -37,8 +37,8 @@ class PackedRow:
     def unpack(self, vocab_size: int) -> torch.Tensor:
         """Return the tensor [vocab_size] on the host.
 
-        Raises `RemoteProtocolError` where this is no distribution over `vocab_size` tokens (a broken draft model may
-        send NaN) or takes more bytes than a dense one.
+        Raises `RemoteProtocolError` if the bytes are no distribution over `vocab_size` tokens (a broken draft model may
+        send NaN), or if a sparse distribution takes more bytes than a dense one would.
         """
         import numpy as np
         import torch
@@ -63,11 +63,11 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRow:
-    """A message's place for a distribution whose tensor follows over the tensor channel."""
+    """Stands in a message for a distribution whose tensor follows over the tensor channel."""
 
 
 def pack(probs: torch.Tensor) -> PackedRow:
-    """Pack a tensor [vocab] on the host, sparse where few tokens are possible."""
+    """Pack a tensor [vocab] that is on the host; the result is sparse if few tokens are possible."""
     import numpy as np
 
     weights = probs.numpy()
@@ -79,14 +79,14 @@ def pack(probs: torch.Tensor) -> PackedRow:
 
 
 def is_sparse(probs: torch.Tensor) -> bool:
-    """Return whether `pack` would make it sparse; waits for the device that holds it."""
+    """Return whether `pack` would make `probs` sparse; waits for the device of `probs`."""
     return int(probs.count_nonzero()) < probs.numel() // _SPARSE_SHARE
 
 
 def are_probabilities(values: Any) -> bool:
     """Return whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero.
 
-    False where there is a NaN, which is then both minimum and maximum.
+    A NaN makes this False, because minimum and maximum are then NaN.
     """
     largest = getattr(values, "amax", values.max)(-1)
     return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)

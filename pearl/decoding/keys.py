@@ -23,11 +23,11 @@ from pearl.config.options import RequestOptions
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-EARLY = 1e-3  # bound on the exponentials of `early_ids`: about 50 of 49,152 ids
+EARLY = 1e-3  # `early_ids` are those with exponentials below this: about 50 of 49,152 ids
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Part of its key: append, never renumber."""
+    """The purpose of a draw, a part of the draw's key. New purposes are appended; the numbers never change."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -38,8 +38,8 @@ class Purpose(IntEnum):
 def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate: int = 0) -> int:
     """Return the 64-bit key of one draw for the token at `position` of the whole sequence.
 
-    key = BLAKE2b(seed, sample, position, purpose[, candidate]); `candidate` numbers several draws for one position and
-    purpose.
+    key = BLAKE2b(seed, sample, position, purpose[, candidate]); `candidate` tells several draws for one position and
+    purpose apart.
     """
     packed = struct.pack("<QqqB", options.seed, options.sample, position, purpose)
     if candidate:
@@ -57,11 +57,11 @@ def exponentials(
 ) -> torch.Tensor:
     """Return independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
 
-    The draw for an id does not depend on which other ids are given. Runs where `ids` is (NumPy is the faster form for
-    few ids on the host) without waiting for a device, whose logarithm may round differently.
+    The draw for an id does not depend on which other ids are given. Computes on the device of `ids` and does not wait
+    for it; a device's logarithm may round differently. For few ids on the host, an array is faster than a tensor.
 
     Args:
-        key: one key, or `key_column` [n, 1]; the result is then [n, len(ids)].
+        key: one key; or the `key_column` [n, 1] of several, for a result [n, len(ids)].
     """
     if isinstance(ids, np.ndarray) and isinstance(key, int):
         x: Any = (ids.astype(np.uint64) + 1) * _GOLDEN + key  # uint64 wraps around
@@ -70,25 +70,25 @@ def exponentials(
         bits = torch.from_numpy(((x ^ x >> 31) >> 12).astype(np.float64))
     else:
         start = _signed(key) if isinstance(key, int) else key
-        x = (ids + 1) * _signed(_GOLDEN) + start  # and so does int64
+        x = (ids + 1) * _signed(_GOLDEN) + start  # int64 wraps around, too
         x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
         x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
         bits = _shifted(x ^ _shifted(x, 31), 12).double()
-    # 52 bits and a half: the largest value is below 1 without rounding to it, the smallest above 0
+    # (bits + 0.5) / 2**52 with 52 bits: the largest value does not round to 1, and the smallest is above 0
     return bits.add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return keys [n, 1] for `exponentials` on `device`; the copy is not waited for."""
+    """Return keys [n, 1] for `exponentials` on `device`, without waiting for the copy."""
     column = torch.tensor([[_signed(key)] for key in keys], pin_memory=device.type == "cuda")
     return column.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key
+@lru_cache(maxsize=256)  # branches and guesses draw for the same positions, so with the same keys
 def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the ids below `vocab_size` whose `exponentials` are below `EARLY` (or just above), ascending.
+    """Return the ids below `vocab_size` whose `exponentials` are below `EARLY` (or just above it), in ascending order.
 
-    Takes a third of the time of computing all exponentials, because it compares bits before the logarithm.
+    This takes a third of the time of computing all exponentials, because it compares bits before the logarithm.
     """
     x = _steps(vocab_size) + np.uint64(key)
     y = np.empty_like(x)
@@ -97,7 +97,7 @@ def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
         np.bitwise_xor(x, y, out=x)
         np.multiply(x, np.uint64(factor), out=x)
     # The last mixing step changes only the lower 33 bits, so the upper 31 suffice for a bound.
-    least = int(exp(-EARLY) * 2.0**52) - 1  # of the 52 bits that are used
+    least = int(exp(-EARLY) * 2.0**52) - 1  # least value of the 52 bits that are used
     ids = np.flatnonzero(x >= np.uint64(least >> 21 << 33))
     ids.flags.writeable = False
     return ids
@@ -109,10 +109,10 @@ def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 with the bits of a uint64, for which torch has few operations."""
+    """Return the int64 that has the bits of a uint64, because torch has few operations for uint64."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift an int64 right, filling with zeros as a uint64 does."""
+    """Return an int64 shifted right and filled with zeros, as if it were a uint64."""
     return (x >> by) & ((1 << (64 - by)) - 1)

@@ -1,10 +1,10 @@
 """Logits to probabilities to a token. Knows no models and no protocol state.
 
-A *draw* is a tensor [2] on the device of the numbers: a check value, finite where the logits were, and the token id. No
-function waits for a device but `read_draw` and `read_shortlist`, which return the id and the ranked tokens.
+A *draw* is a tensor [2] on the device of the logits: [check value, token id].  The check value is finite if the logits
+are.  Functions that draw do not wait for the device; `read_draw`, `on_host` and `read_shortlist` do.
 
-Three operations have a form of their own for the host, measured on 49,152 tokens and one core: a race takes 0.18 ms in
-place of 0.48, `pick` 0.02 in place of 0.07, and a nucleus 0.1 in place of 4.  A GPU with Triton has its own for races.
+Three operations have faster forms for the host.  With 49,152 tokens on one core, a race takes 0.18 ms instead of 0.48,
+`pick` 0.02 ms instead of 0.07, and a nucleus 0.1 ms instead of 4.  On a GPU with Triton, races run as kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pearl.errors import NumericalError
 
 _log = logging.getLogger(__name__)
 
-_LIKELY = 1e-4  # of the likeliest token's probability; a few hundred tokens of a row exceed it
+_LIKELY = 1e-4  # times the likeliest token's probability; a few hundred tokens of a row exceed it
 _PICK_BLOCK = 256  # tokens whose probabilities are summed at once
 SHORTLIST = 64  # tokens of a row that are ranked
-_BLOCK = 64  # of the two-level top-k
-_MAX_CANDIDATES = 16  # for each token asked for; with more the two-level top-k does not pay
-_NUCLEUS = 256  # tokens that are ranked first: few nuclei are larger, and ranking the vocabulary takes 20 times as long
+_BLOCK = 64  # tokens of a block in the two-level top-k
+_MAX_CANDIDATES = 16  # for each of the k tokens; with more the two-level top-k does not pay
+_NUCLEUS = 256  # tokens ranked at first: few nuclei are larger, and ranking the vocabulary takes 20 times as long
 
 # (ids, logits) of the likeliest tokens, descending
 Shortlist = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
@@ -46,16 +46,16 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         from pearl.decoding import draw_kernels
 
         draw_kernels.race_rows(torch.zeros(1, 16, device=device), [1]).cpu()
-    except Exception as problem:  # of Triton: its compilers' errors have no common base
+    except Exception as problem:  # the errors of Triton's compilers have no common base
         _log.warning("our kernel for draws does not run here, torch's operations draw: %s", problem)
         return None
     return draw_kernels
 
 
 def read_draw(draw: torch.Tensor) -> int:
-    """Return the token id of a draw; waits for its device, once for both numbers.
+    """Return the token id of a draw; waits for the draw's device once.
 
-    Raises `NumericalError` where the check value is not finite. To check all logits would cost more than the draw.
+    Raises `NumericalError` if the check value is not finite. (To check all logits would cost more than the draw.)
     """
     check, token = draw.tolist()
     if not isfinite(check):
@@ -67,18 +67,18 @@ def read_draw(draw: torch.Tensor) -> int:
 
 
 def on_host(draws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy draws to the host, waiting for their device once."""
+    """Return draws, copied to the host; waits for their device once."""
     if not draws[0].is_cpu:
         draws = torch.stack(list(draws)).cpu().unbind()
     return list(draws)
 
 
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:
-    """Draw a token from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
+    """Draw a token from `probs` [vocab], which need not sum to 1: argmin(E / probs) with E = `exponentials` of `key`.
 
-    Token i wins with probability probs[i] / sum.  Two sides that race with the same key on close distributions mostly
-    get the same winner: the basis of the coupled rule.  The check value is not finite where no probability is above 0.
-    Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
+    Token i wins with probability probs[i] / sum(probs).  Two models that race with the same key on similar
+    distributions mostly get the same winner: the coupled rule builds on this.  If no probability is above 0, the check
+    value is not finite.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
     """
     if not probs.is_cpu:
         return race_rows(probs[None], [key])[0]
@@ -91,12 +91,12 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
 def race_of_logits(
     logits: torch.Tensor, temperature: float, key: int, top: Shortlist | None = None
 ) -> torch.Tensor:
-    """Race on the softmax of logits [vocab] / temperature. The host looks only at tokens that can win.
+    """Run a `race` on softmax(logits / temperature) of logits [vocab]. The host computes only tokens that can win.
 
-    The winner is that of `race` unless two times differ by less than float32 rounds probabilities.
+    The winner is that of `race`, unless the two least times differ by less than the rounding of float32 probabilities.
 
     Args:
-        top: the shortlist of the logits, if it is known: it saves time.
+        top: the shortlist of the logits, if known; saves time.
     """
     if not (logits.is_cpu and logits.dtype is torch.float32):
         return race_rows_of_logits(logits[None], temperature, [key])[0]
@@ -115,7 +115,7 @@ def race_of_logits(
     with np.errstate(divide="ignore"):
         weights = np.exp((scores[ids].astype(np.float64) - largest) / temperature)
         time, token = _winner(weights, ids, key)
-    # A token not in `ids` has an exponential of at least EARLY, and at most `max_weight`.
+    # A token not in `ids` has an exponential of at least EARLY, and a weight of at most `max_weight`.
     if time * max_weight < EARLY:
         return _draw(time, token)
     if top is not None:
@@ -124,7 +124,7 @@ def race_of_logits(
 
 
 def _winner(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:
-    """Return (time, id) of the first of `ids` in a race; infinity where there is none."""
+    """Return (time, id) of the winner of a race among `ids`; the time is infinite if there are no ids."""
     if not len(ids):
         return inf, 0
     times = exponentials(key, ids).numpy() / weights.astype(np.float64)
@@ -133,9 +133,10 @@ def _winner(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> 
 
 
 def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
-    """Run a `race` for each row of `probs` [n, vocab], on any device: draws [n, 2].
+    """Run a `race` for each row of `probs` [n, vocab], on any device; return draws [n, 2].
 
-    The winner is the host's unless two times differ by less than the rounding of the device's logarithm.
+    The winner is that of the host, unless the two least times differ by less than the rounding of the device's
+    logarithm.
     """
     kernels = kernels_on(probs.device)
     if kernels is not None:
@@ -149,7 +150,7 @@ def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
 def race_rows_of_logits(
     logits: torch.Tensor, temperature: float, keys: Sequence[int]
 ) -> torch.Tensor:
-    """Run `race_rows` on the softmax of logits [n, vocab] / temperature."""
+    """Run `race_rows` on softmax(logits / temperature) of logits [n, vocab]."""
     kernels = kernels_on(logits.device)
     if kernels is not None:
         return kernels.race_rows(logits.float(), keys, temperature)
@@ -157,19 +158,19 @@ def race_rows_of_logits(
 
 
 def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw a token from `probs` [vocab] (need not sum to 1) by inverting the cumulative sum: one uniform number.
+    """Draw a token from `probs` [vocab], which need not sum to 1: the cumulative sum, inverted at one uniform number.
 
-    Ten times cheaper than a race; for draws that the other side need not repeat.  The check value is not finite where
-    the sum is not, or is 0.
+    Ten times cheaper than a race, for draws that the other model need not repeat.  The check value is not finite if the
+    sum is 0 or not finite.
 
     Args:
-        otherwise: [vocab], drawn from where `probs` is all zero.
+        otherwise: probabilities [vocab] to draw from if `probs` is all zero.
     """
     if not probs.is_cpu:
         return pick_on_device(probs, key, otherwise)
     weights = probs.numpy()
-    # Sums of blocks, then within one block: accumulating all takes ten times as long. Blocks are summed in float32,
-    # which rounds no more than the probabilities are rounded, in a fifth of the time.
+    # First find the block, then the token within it: accumulating the whole row takes ten times as long. Summing blocks
+    # in float32 takes a fifth of the time, and rounds no more than the probabilities themselves are rounded.
     in_blocks = len(weights) - len(weights) % _PICK_BLOCK
     block_sums = probs[:in_blocks].view(-1, _PICK_BLOCK).sum(-1).numpy()
     if in_blocks < len(weights):
@@ -214,12 +215,12 @@ def pick_on_device(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Draw the likeliest token of logits [..., vocab], the first of equals, as in transformers: draws [..., 2].
+    """Draw the likeliest token of logits [..., vocab]; return draws [..., 2].
 
-    NaN counts as the largest.
+    Of equally likely tokens, draw the first, as transformers does. NaN counts as the largest number.
     """
     if logits.dim() == 1 and logits.is_cpu and logits.dtype is torch.float32:
-        row = logits.numpy()  # a fifth of the time of torch
+        row = logits.numpy()  # takes a fifth of torch's time
         likeliest = int(row.argmax())
         return _draw(row.item(likeliest), likeliest)
     best, token = logits.max(-1)
@@ -229,7 +230,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor:
     """Return the sampling distribution: softmax after temperature, top-k, top-p and min-p, in transformers' order.
 
-    Ties at the edge: top-k keeps every token as likely as the k-th, top-p of equally likely ones the highest ids.
+    Ties: top-k keeps every token that is as likely as the k-th. If top-p keeps only some of several equally likely
+    tokens, it keeps those with the highest ids.
 
     Args:
         logits: [..., vocab], any float dtype; rows are independent.
@@ -256,9 +258,9 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
 
 
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the likeliest tokens of scores [..., vocab] until those before a token hold `top_p`; at least one.
+    """Keep the fewest likeliest tokens of scores [..., vocab] that hold `top_p`; set the others to minus infinity.
 
-    Of equally likely tokens those with the highest ids come first: as in transformers, were its sort stable.
+    Equally likely tokens rank by descending id, as in transformers if its sort were stable.
     """
     top, places = scores.flip(-1).sort(descending=True, stable=True)
     probs = torch.softmax(top, -1)
@@ -284,7 +286,7 @@ def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.
 
 
 def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
-    """Return the ids of the likeliest tokens of [vocab] until those before a token hold `top_p`, descending."""
+    """Return the ids of the fewest likeliest tokens of scores [vocab] that hold `top_p`, the likeliest first."""
     vocab_size = len(row)
     probs = torch.softmax(row, -1).numpy()
     for size in (min(_NUCLEUS, vocab_size), vocab_size):
@@ -298,10 +300,10 @@ def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
 def _ends_highest(
     ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """Replace the nucleus' tokens at the edge by the highest ids of all tokens with their score.
+    """Replace the least likely tokens of a nucleus by the highest ids of all tokens that have the same score.
 
     Args:
-        ids: the nucleus, descending; none of a row that is not finite.
+        ids: the nucleus, the likeliest first; empty for a row that is not finite.
         scores: [vocab].
     """
     if not len(ids):
@@ -312,7 +314,7 @@ def _ends_highest(
 
 
 def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
-    """Return the ids of the `count` largest of [vocab] on the host, descending."""
+    """Return the ids of the `count` largest numbers of a row [vocab] on the host, the largest first."""
     above = _above_most(row, count)
     if above is None:
         return torch.topk(row, count).indices.numpy()
@@ -320,12 +322,11 @@ def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
 
 
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
-    """Return the ids of somewhat more than `count` tokens, the largest among them; None if that does not pay.
+    """Return the ids of somewhat more than `count` logits, among them the largest; None if that does not pay.
 
-    A two-level top-k.
-
-    Each of the `count` blocks with the largest maxima has a token that is at least as large as the least of these
-    maxima. Takes a third of the time of `topk`.  Where many tokens equal that least, any of them will do.
+    This is a two-level top-k.  Let `least` be the `count`-th largest of the maxima of all blocks: then `count` blocks
+    have a logit of at least `least`, so the `count` largest logits are at least `least`.  It takes a third of the time
+    of `topk`.  Where many logits equal `least`, any of them will do.
     """
     if (
         not logits.is_cpu
@@ -349,7 +350,7 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
 
 
 def shortlist(logits: torch.Tensor) -> torch.Tensor:
-    """Rank the `SHORTLIST` likeliest tokens of logits [vocab], for `read_shortlist`: [2, n] float64, ids and logits."""
+    """Return the `SHORTLIST` likeliest tokens of logits [vocab] for `read_shortlist`: [ids, logits], [2, n] float64."""
     count = min(SHORTLIST, len(logits))
     if logits.is_cpu and logits.dtype is torch.float32:
         top_ids = _top_ids(logits, count)
@@ -359,7 +360,7 @@ def shortlist(logits: torch.Tensor) -> torch.Tensor:
 
 
 def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
-    """Copy shortlists to the host, waiting for their device once."""
+    """Return shortlists, copied to the host; waits for their device once."""
     rows = []
     for shortlist_row in on_host(shortlists):
         ids, logits = shortlist_row.numpy()
@@ -368,7 +369,7 @@ def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
 
 
 def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    """Return the softmax of descending logits [n] / temperature (1 for temperature 0), among these alone."""
-    with np.errstate(invalid="ignore"):  # the draw reports a row that is not finite
+    """Return softmax(logits / temperature) of descending logits [n]; temperature 0 counts as 1."""
+    with np.errstate(invalid="ignore"):  # if a row is not finite, its draw says so
         weights = np.exp((logits - logits[0]) / (temperature or 1.0))
     return weights / weights.sum()

@@ -1,7 +1,7 @@
-"""Logits changed by the text before them: penalties for repeated tokens, biases of single tokens, and grammars.
+"""Shaping of logits: penalties for repeated tokens, biases of single tokens, and grammars.
 
-Both models shape their logits alike, before temperature and filters.  The result is a function of the prefix alone, as
-it is without shaping, so every rule stays exact and one seed gives one text whatever was proposed.
+Both models shape their logits alike, before temperature and filters.  Shaped logits are a function of the prefix alone,
+as unshaped ones are.  So exact rules stay exact, and one seed gives one text whatever was proposed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from pearl.config.options import RequestOptions
 from pearl.errors import GrammarError
 
-# (grammar, tokens that end a text) -> a `pearl.text.grammar.Guide`; raises `GrammarError`.
+# (grammar, tokens that end the text) -> a `pearl.text.grammar.Guide`; raises `GrammarError`.
 MakeGuide = Callable[[str, Sequence[int]], Any]
 
 
@@ -24,12 +24,13 @@ class Shaper:
     """Shapes the logits of one text; holds the tokens that the model has been fed.
 
     Args:
-        prompt: what the text begins with.
+        prompt: the tokens with which the text begins.
         guides: makes the guide of a text that has a grammar.
 
     Attributes:
-        stuck: the grammar error of a row of the last `chain` or `tree`, which is minus infinity throughout; None: there
-            was none. It is raised only if that row is sampled, because the row may follow a rejected guess.
+        stuck: the grammar error of a row of the last `chain` or `tree`; None if there was none. Such a row is minus
+            infinity throughout. The error is raised only if the row is sampled, because a rejected guess may have led
+            to the row.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class Shaper:
     ) -> None:
         self._options = options
         self._prompt = prompt
-        self._guide: Any = None  # of its grammar, if it has one
-        #: Why the grammar has no guide: only this request is to fail.
+        self._guide: Any = None  # of the text's grammar, if there is one
+        #: Why the grammar has no guide; kept for `shape`, so that only this request fails.
         self._broken: GrammarError | None = None
         if options.grammar:
             try:
@@ -48,12 +49,12 @@ class Shaper:
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
-        self._seen = Counter[int]()  # of the text's tokens
-        self._written = Counter[int]()  # of those that were generated
+        self._seen = Counter[int]()  # counts of the text's tokens
+        self._written = Counter[int]()  # counts of the generated tokens
         self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
-        """Roll back to `length` tokens, or forward by tokens of the prompt that a cache has kept."""
+        """Roll back to `length` tokens; or append the prompt's tokens up to `length`, which a cache has kept."""
         for token in reversed(self._text[length:]):
             self._text.pop()
             _count_down(self._seen, token)
@@ -74,7 +75,7 @@ class Shaper:
             self._text.append(token)
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Append `tokens` to the text, and shape the rows [n, vocab] after the last n of them."""
+        """Append `tokens` to the text; return the shaped rows [n, vocab] that follow the last n of these tokens."""
         self.stuck = None
         if not len(logits):
             self.extend(tokens)
@@ -90,7 +91,12 @@ class Shaper:
     def tree(
         self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Shape the rows [n, vocab] after the last n nodes of a tree after the text. paths: of its nodes."""
+        """Return the shaped rows [n, vocab] that follow the last n nodes of a tree. The tree follows the text.
+
+        Args:
+            tokens: the token of each node.
+            paths: for each node, the nodes from the root to it, itself included.
+        """
         self.stuck = None
         length = len(self._text)
         if not len(logits):
@@ -103,7 +109,7 @@ class Shaper:
         return torch.stack(shaped)
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Shape a row; an error goes to `stuck`."""
+        """Return a shaped row; an error is kept in `stuck`."""
         try:
             return self.shape(logits)
         except GrammarError as error:
@@ -116,10 +122,10 @@ class Shaper:
         In the order of vLLM: add biases; penalise tokens of the text by `repetition_penalty` (as in transformers:
         divide a positive logit by it, multiply a negative one); subtract from generated tokens `frequency_penalty`
         times their count and `presence_penalty` once; set tokens that the grammar does not allow to minus infinity.
-        If the model gives no allowed token a probability, all allowed ones are equally likely.  A text that has left
+        If the model gives no allowed token a probability, all allowed tokens are equally likely.  A text that has left
         the grammar is not constrained.
 
-        Raises `GrammarError` where the allowed tokens cannot be computed, or the model has none of them.
+        Raises `GrammarError` if the allowed tokens cannot be computed, or if the model has none of them.
         """
         if self._broken is not None:
             raise self._broken
@@ -129,7 +135,7 @@ class Shaper:
         return self._constrained(row)
 
     def _add_biases(self, row: torch.Tensor) -> None:
-        # A draft may lack the target's last ids, which mean nothing there.
+        # A draft may lack the target's last ids; biases of those ids have no effect there.
         biases = {token: bias for token, bias in self._options.logit_bias if token < len(row)}
         if biases:
             row[_ids(biases, row)] += _floats(biases.values(), row)
@@ -172,7 +178,7 @@ def _floats(values: Iterable[float], row: torch.Tensor) -> torch.Tensor:
 def make_shaper(
     options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
 ) -> Shaper | None:
-    """Return the shaper of a request; None if it changes no logits."""
+    """Return the shaper of a request; None if the request's options change no logits."""
     if not options.shapes_logits:
         return None
     return Shaper(options, prompt, guides)

@@ -1,1 +1,1 @@
-"""Who guesses: proposers and stop policies. Runners and rules, no sockets and no windows."""
+"""Proposers, which guess tokens, and stop policies. Uses runners and rules; knows no sockets and no windows."""

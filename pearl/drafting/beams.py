@@ -56,12 +56,12 @@ class Search:
 
     @property
     def sequences(self) -> list[tuple[int, ...]]:
-        """The sequences that are kept: each is a token longer than at the level before."""
+        """The sequences kept at this level; each is a token longer than the sequences of the level before."""
         return [beam.tokens for beam in self._beams]
 
     @property
     def is_done(self) -> bool:
-        """Whether the sequences have the depth of the block; the first of them is the likeliest."""
+        """Whether the sequences are as long as the block; the first sequence is the likeliest."""
         return self._level == self._depth
 
     @property
@@ -96,12 +96,12 @@ class Search:
         return nodes
 
     def grow(self, logits: torch.Tensor) -> None:
-        """Continue each sequence by a token.
+        """Continue the sequences by a token each, and keep the likeliest of the results.
 
         Args:
-            logits: [sequences, vocab], after each of `sequences`, which are the last nodes of the tree.
+            logits: [sequences, vocab], the logits after each of `sequences`.
 
-        Raises `NumericalError` where they are not finite.
+        Raises `NumericalError` if no row is finite.
         """
         width = self._half.width
         candidates = []

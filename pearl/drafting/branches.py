@@ -1,9 +1,10 @@
 """Branches: continuations for outcomes other than the expected one, prepared before the target decides.
 
-At each position the draft's row also ranks the tokens that it did not draw.  Rows of its forwards that would be idle
-continue the likeliest of these, each in a slot of its own.  If the target then commits such a token, a window is
-waiting and the slot becomes the text's: keys and values are not computed again.  Draws are keyed by position, so a
-branch has what would be drafted anyway.  Source: hedging as in speculative speculative decoding (Saguaro), SpecBranch.
+At each position the draft's logits also rank the tokens that were not drawn.  The draft continues the likeliest of
+these tokens, each in a slot of its own, in rows of its forwards that would otherwise be idle.  If the target then
+commits such a token, a window is ready, and the branch's slot becomes the text's: keys and values are not computed
+again.  Draws are keyed by position, so a branch has the tokens that would be drafted anyway.  Source: hedging as in
+speculative speculative decoding (Saguaro), SpecBranch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pearl.protocol.acceptance_estimates import RIVALS, Foresight, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
-_LEAST_CHANCE = 0.005  # a continuation's next token that is less likely is not worth a row
+_LEAST_CHANCE = 0.005  # least chance with which a branch's next token is worth a row
 
 Outcome = tuple[int, int]  # (position, token): the target commits this token there
 
@@ -47,14 +48,14 @@ def _bin(share: float) -> int:
 
 @dataclass(slots=True)
 class Branch:
-    """One continuation.
+    """A continuation of the text for one outcome.
 
     Attributes:
-        outcome: the outcome under which it holds.
-        slot: holds the text before the outcome, its token, and of `tokens` all but the last.
-        tokens: drafted after the outcome.
+        outcome: the outcome that the branch is prepared for.
+        slot: the runner's slot with the branch's cache, which lacks only the branch's last token.
+        tokens: the tokens drafted after the outcome.
         rows: the distribution that each token was drawn from, if the rule needs it.
-        seen: see `see`, for each token.
+        seen: the result of `see` for each token.
     """
 
     outcome: Outcome
@@ -69,7 +70,7 @@ class Branch:
 
     @property
     def end(self) -> int:
-        """The position of its next token."""
+        """The position of the next token to draft."""
         return self.position + 1 + len(self.tokens)
 
     @property
@@ -89,22 +90,22 @@ class Branch:
 
 
 class Branches:
-    """The continuations of one text.
+    """The branches of one text.
 
     Args:
-        runner: the draft model's.
-        slots: of the runner, for this object alone: one for each continuation.
+        runner: the draft model's runner.
+        slots: slots of the runner that this object alone uses, one for each branch.
     """
 
     def __init__(self, runner: ModelRunner, slots: Iterable[int], foresight: Foresight) -> None:
         self._runner = runner
         self._free = list(slots)
         self._foresight = foresight
-        #: slot -> how many of its tokens are the text's
+        #: slot -> how many of its first tokens are also the text's
         self._shared = dict.fromkeys(self._free, 0)
-        #: position -> drafted token that the target has not judged
+        #: position -> drafted token that the target has not judged, and its `Seen`
         self._seen: dict[int, tuple[int, Seen]] = {}
-        #: The position whose token the target draws, and the likeliest token.
+        #: (position whose token the target draws itself, likeliest token there, its `Seen`)
         self._bonus: tuple[int, int, Seen] | None = None
         self._live: dict[Outcome, Branch] = {}
 
@@ -120,7 +121,7 @@ class Branches:
     # ---- following the text ----
 
     def rollback(self, length: int) -> None:
-        """Forget all but the first `length` tokens of the text, and what depends on more of them."""
+        """Forget all but the first `length` tokens of the text, and end the branches that depend on later tokens."""
         for position in list(self._seen):
             if position > length:
                 del self._seen[position]
@@ -137,12 +138,12 @@ class Branches:
             self._shared[slot] = min(shared, length)
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
-        """Learn from the text, which goes on with `tokens` at `start`; its first `committed` tokens are committed."""
+        """Learn from the text, which continues with `tokens` at `start`; it is committed up to position `committed`."""
         for position in list(self._seen):
             if position >= committed:
                 continue
             token, seen = self._seen.pop(position)
-            # A token that was fed before it was judged, and not rolled back since, was right.
+            # A token before `start` has been fed and was not rolled back since, so it was right.
             outcome = tokens[position - start] if position >= start else token
             self._foresight.learn(seen, token, outcome)
         if self._bonus is not None and self._bonus[0] < committed:
@@ -152,10 +153,10 @@ class Branches:
                 self.end(branch)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
-        """Look for a continuation that has the text in `slot`, `start` long, followed by `tokens`.
+        """Look for a branch that continues the text in `slot`, which is `start` long, with `tokens`.
 
         Returns:
-            The slot that holds the text from now on, and how many of `tokens` it holds (never all).
+            The slot that holds the text from now on, and how many of `tokens` that slot holds (never all).
         """
         branch = self._live.get((start, tokens[0]))
         if branch is None or not branch.tokens:
@@ -194,12 +195,13 @@ class Branches:
         """Return (chance, outcome) of up to `most` outcomes for which to prepare one more token, best first.
 
         The chance is the probability that the token is used: that the target accepts all drafted tokens before the
-        outcome, commits the outcome, and accepts what its branch has.
+        outcome, commits the outcome, and accepts the tokens that its branch already has.  If no slot is free, this ends
+        the branches whose outcomes are not among the likeliest.
 
         Args:
-            cached: tokens of the text in its slot: a new continuation can begin up to there.
+            cached: number of the text's tokens in its slot; a new branch can begin at most there.
             until: the first position that need not be drafted.
-            depth: maximum tokens of a continuation.
+            depth: most tokens of a branch.
         """
         ranked = sorted(self._outcomes(), reverse=True)[: len(self._shared)]  # one slot each
         if not self._free:
@@ -236,7 +238,7 @@ class Branches:
                 yield reached * chance, (position, rival)
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
-        """Return the continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
+        """Return the branches for outcomes. While slots are free, fork missing ones from the text in `slot`."""
         branches = []
         for outcome in outcomes:
             if outcome not in self._live and self._free:

@@ -1,15 +1,15 @@
 """A datastore: the tokens of many texts, indexed by a suffix array, on disk and mapped into memory.
 
-A directory holds a header, `datastore.json`, and two files.  `tokens.bin`: the tokens of all documents in reverse,
-each as its id + 1 in `width` bytes, big-endian, with a 0 between documents.  `order.bin`: the suffix array, the start
-of each suffix of these tokens in lexicographic order, as little-endian uint32.
+A directory holds a header, `datastore.json`, and two files.  `tokens.bin` has the tokens of all documents in reverse,
+each as id + 1 in `width` bytes, big-endian, with a 0 between documents.  `order.bin` has the suffix array: the start of
+each suffix of these tokens, in lexicographic order, as little-endian uint32.
 
-Comparing bytes compares tokens, and no match crosses the end of a document.  Tokens are in reverse, so a suffix is the
-context of a place, nearest token first: a binary search finds the places with the longest matching context, and places
-that match less lie around them.
+In this form, comparing bytes compares tokens, and no match crosses the end of a document.  Because tokens are in
+reverse, the suffix at a place is the context of that place, nearest token first.  So a binary search finds the places
+with the longest matching context, and around them in the suffix array lie the places whose context matches less far.
 
-The directory gets its name once it is whole, so a killed build leaves no datastore.  Files are not trusted: sizes are
-checked on opening, and lookups in invalid data find nothing.
+The directory gets its name when it is complete, so a killed build leaves no datastore.  Files are not trusted: their
+sizes are checked on opening, and lookups in invalid data find nothing.
 Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Texts are read in `datastore_build`.
 """
 
@@ -33,11 +33,11 @@ from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
 
 HEADER = "datastore.json"
-CONTINUATIONS = 50  # most occurrences per lookup; of more, a regular sample
-DAMPING = 1.5  # an occurrence weighs DAMPING ** matched, where `matched` tokens before it match
+CONTINUATIONS = 50  # most occurrences per lookup; if there are more, every n-th is taken
+DAMPING = 1.5  # an occurrence with `matched` matching tokens before it weighs DAMPING ** matched
 FEW = 8  # with fewer occurrences than this, those of shorter suffixes are added
-# Inner bounds of the bins of a candidate's share: the weight of its occurrences over that of all, plus one more of the
-# longest match. So it is near 1 only with many.
+# Inner bounds of the bins of a candidate's share: weight of its occurrences / (weight of all occurrences + weight of
+# the longest match). Because of the last term, a share is near 1 only with many occurrences.
 BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
@@ -50,7 +50,7 @@ class DatastoreHeader(BaseModel):
     Attributes:
         tokenizer: name of the model whose tokenizer was used.
         digest: `vocabulary_digest` of that tokenizer's first `vocab_size` ids, in hex.
-        tokens: number of tokens with the ends of documents.
+        tokens: number of tokens, including the ends of documents.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -64,14 +64,14 @@ class DatastoreHeader(BaseModel):
     width: Literal[2, 3]
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """Return the files of tokens and order, each with its size in bytes."""
+        """Return (path, size in bytes) of the file of tokens and of the file of the suffix array."""
         tokens = (directory / "tokens.bin", self.tokens * self.width)
         order = (directory / "order.bin", self.tokens * 4)
         return tokens, order
 
 
 def width_of(vocab_size: int) -> int:
-    """Return bytes per token. Raises `ConfigError` for too large a vocabulary."""
+    """Return the bytes per token. Raises `ConfigError` if the vocabulary is too large."""
     if vocab_size > _MAX_IDS:
         raise ConfigError(
             f"a datastore takes vocabularies of up to {_MAX_IDS:,} tokens, not {vocab_size:,}"
@@ -83,7 +83,7 @@ def width_of(vocab_size: int) -> int:
 
 
 def read_header(directory: Path) -> DatastoreHeader:
-    """Read the header and check the sizes of its files. Raises `ConfigError`."""
+    """Read the header, and check the sizes of the files that it describes. Raises `ConfigError`."""
     path = directory / HEADER
     try:
         if not path.is_file():
@@ -106,7 +106,7 @@ def read_header(directory: Path) -> DatastoreHeader:
 
 
 def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Path) -> None:
-    """Raises `ConfigError` unless the datastore's ids are the tokenizer's, which may have more."""
+    """Raise `ConfigError` unless every id of the datastore means the same token in the tokenizer."""
     size = header.vocab_size
     if tokenizer.vocab_size < size or vocabulary_digest(tokenizer, size).hex() != header.digest:
         whose = " ".join(header.tokenizer.split())[:200]
@@ -116,10 +116,10 @@ def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Pa
 
 
 class Datastore:
-    """A datastore, open for lookups. Processes that open the same one share its memory (the page cache).
+    """A datastore, open for lookups. Processes that open the same datastore share its memory (the page cache).
 
     Args:
-        vocab_size: larger ids are never returned; None: all are.
+        vocab_size: ids from this number on are never returned; None for no limit.
 
     Raises `ConfigError` for files that are missing, damaged or of another format.
     """
@@ -138,13 +138,13 @@ class Datastore:
         return self.header.tokens
 
     def followed(self, occurrences: Sequence[Occurrence]) -> dict[int, list[Occurrence]]:
-        """Return the occurrences by the token at each, without ends of documents and ids from `vocab_size` on."""
+        """Group occurrences by the token that follows each, without ends of documents and ids from `vocab_size` on."""
         tokens = self.tokens
         width = self.width
         by_bytes: dict[bytes, list[Occurrence]] = {}
         for occurrence in occurrences:
             end = occurrence[0] * width
-            # Empty at the end of the last document.
+            # The slice is empty at the end of the last document.
             by_bytes.setdefault(tokens[end - width : end], []).append(occurrence)
         by_token = {}
         for packed, places in by_bytes.items():
@@ -154,10 +154,10 @@ class Datastore:
         return by_token
 
     def occurrences(self, text: Sequence[int], most: int = CONTINUATIONS) -> list[Occurrence]:
-        """Return the places whose context matches the end of `text`; see `followed`.
+        """Return the places whose context matches the end of `text`, the longest matches first.
 
-        The longest match (at most `MOST_MATCHED` tokens) first; while there are fewer than `FEW` places, those
-        that match half as far are added.  Of more than `most` places, a regular sample.
+        A match has at most `MOST_MATCHED` tokens.  While there are fewer than `FEW` places, places that match half as
+        far are added.  If there are more than `most` places, every n-th is taken.
         """
         key = self._key(text[-MOST_MATCHED:])
         order = self.order
@@ -177,7 +177,10 @@ class Datastore:
         return list(matches.items())
 
     def _longest(self, key: bytes, at: int) -> int:
-        """Return the tokens of the longest common prefix of `key` and a suffix. `at`: the place of `key`."""
+        """Return the number of tokens in the longest common prefix of `key` and any suffix.
+
+        `at`: the index in the suffix array at which `key` would be inserted.
+        """
         longest = 0
         prefix = self._prefix(len(key))
         for neighbour in self.order[max(0, at - 1) : at + 1].tolist():
@@ -200,7 +203,7 @@ class Datastore:
         return prefix
 
     def _key(self, tokens: Sequence[int]) -> bytes:
-        """Return the tokens in reverse, as the file has them, up to the first one that it cannot hold."""
+        """Return the tokens in reverse, packed as in the file, up to a token that the file cannot hold."""
         width = self.width
         key = []
         for token in reversed(tokens):
@@ -222,7 +225,10 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _suffix_array(tokens: bytearray, width: int) -> Any:
-    """Return the start of each suffix in order: [tokens], uint32. Raises `ConfigError` without the library."""
+    """Return the starts of all suffixes in lexicographic order: [tokens], uint32.
+
+    Raises `ConfigError` if pydivsufsort is not installed.
+    """
     try:
         import numpy as np
         from pydivsufsort import divsufsort
@@ -230,7 +236,7 @@ def _suffix_array(tokens: bytearray, width: int) -> Any:
         raise ConfigError(
             f"building a datastore needs pydivsufsort: install the extra, {installing('datastore')}"
         ) from None
-    # The array is of all bytes; every `width`-th begins a token.
+    # The library sorts the suffixes of bytes; keep those that begin a token, at multiples of `width`.
     order = divsufsort(np.frombuffer(tokens, dtype=np.uint8))
     order = order[order % width == 0]
     order //= width
@@ -238,7 +244,7 @@ def _suffix_array(tokens: bytearray, width: int) -> Any:
 
 
 def check_free(directory: Path) -> None:
-    """Raises `ConfigError` if there is something already."""
+    """Raise `ConfigError` if `directory` exists and is not an empty directory."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already: name another directory")
 
@@ -249,7 +255,8 @@ def write(directory: Path, tokens: bytearray, **described: Any) -> DatastoreHead
     Args:
         described: the other fields of the header.
 
-    Raises `ConfigError`, and then leaves nothing; also if another process was faster.
+    Raises `ConfigError` if this fails, for example because another process has made the directory meanwhile. A failed
+    build leaves no files.
     """
     if len(tokens) // described["width"] > _MAX_TOKENS:
         raise ConfigError(

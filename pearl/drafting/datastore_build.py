@@ -1,6 +1,6 @@
 """Builds datastores from files: reads texts, tokenizes them, packs documents.
 
-A text file is one document, each line of a JSONL file is one, and a folder stands for all text files below it.
+A text file is one document, and so is each line of a JSONL file. A folder stands for all text files below it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pearl.text.tokenizer import vocabulary_digest
 
 # Characters tokenized at once: a tokenizer's time and memory grow faster than the text.
 _PIECE = 1 << 18
-_BATCH = 64  # pieces that wait for each other
+_BATCH = 64  # pieces that are tokenized in parallel before the next are read
 
 
 class File(NamedTuple):
-    """A file to read. `is_named`: by itself, not by a folder above it."""
+    """A file to read. `is_named`: whether the user named the file itself, and not a folder above it."""
 
     path: Path
     is_named: bool
@@ -36,7 +36,7 @@ class File(NamedTuple):
 
 
 def listed(names: Sequence[str]) -> list[File]:
-    """List the named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
+    """Return the named files, and those below named folders, without hidden files and links. Raises `ConfigError`."""
     files = []
     for name in names:
         path = Path(name)
@@ -58,10 +58,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
-    """Yield the texts of files: of a JSONL record its "text", or without one all its texts, joined by blank lines.
+    """Yield the documents in files.
 
-    Example: {"text": "a", "id": 7} is the document "a", and {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a
-    blank line between them.  Skips files of a folder that are not UTF-8 text.  Raises `ConfigError`, naming the file.
+    The document of a JSONL record is its "text", or all its texts joined by blank lines if it has no "text".  Example:
+    {"text": "a", "id": 7} is the document "a", and {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a blank line
+    between them.  Skips files of a folder that are not UTF-8 text.  Raises `ConfigError`, which names the file.
     """
     for file in files:
         try:
@@ -75,7 +76,7 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
 
 
 def _text(file: File) -> list[str]:
-    """Return the file's text; nothing if it is no UTF-8 text and below a folder."""
+    """Return the file's text as a list of one; an empty list if it is no UTF-8 text and was not named itself."""
     content = file.path.read_bytes()
     try:
         if b"\0" not in content:
@@ -118,7 +119,7 @@ def _flat(value: Any) -> Iterator[str]:
 
 
 def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytearray, int]:
-    """Tokenize documents on all cores and reverse them: `width` bytes per token, a 0 after each document.
+    """Tokenize documents on all cores; pack all tokens in reverse, in `width` bytes each, a document's end as 0.
 
     Returns: (the bytes, number of documents).
     """
@@ -127,7 +128,7 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
     documents = 0
 
     def pieces() -> Iterator[tuple[str, bytes]]:
-        """Yield each piece of each text with the bytes that follow it: the document's end after its last piece."""
+        """Yield each piece of each text, with the document's end after the last piece and b"" after any other."""
         nonlocal documents
         for text in texts:
             if not text:
@@ -152,7 +153,7 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut the text into pieces that end with a line if possible."""
+    """Cut the text into pieces of at most `_PIECE` characters. Each ends at a line's end if possible."""
     start = 0
     while len(text) - start > _PIECE:
         end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE

@@ -1,8 +1,8 @@
 """The classifier of stop policy `disco`, which predicts whether the target accepts a draft token, and its file.
 
-Two layers over the draft's ten largest probabilities, its entropy and the token's position.  Source: "Dynamic
-Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).  It must not know
-how it is trained: see `pearl.lab.studies.stops`.
+Two layers over the ten largest probabilities and the entropy of the draft's distribution, and the token's position.
+Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).
+This file must not know how the classifier is trained: `pearl.lab.studies.stops` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pearl.drafting.stops import TOP, Features
 from pearl.errors import ConfigError
 
 INPUTS = TOP + 2
-FARTHEST = 1024  # larger positions count as this one: there are no examples of them
+FARTHEST = 1024  # larger positions count as this number, because no example has them
 _Name = Annotated[str, Field(min_length=1, max_length=4096)]
 _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 _Inputs = Annotated[tuple[_Weight, ...], Field(min_length=INPUTS, max_length=INPUTS)]
@@ -36,13 +36,14 @@ def inputs(features: Features) -> list[float]:
 
 
 class Classifier(BaseModel):
-    """The contents of a file.
+    """A classifier, with the fields of its file.
 
     Attributes:
         target, draft: names of the pair's models.
         threshold: drafting ends at this confidence (tau) or below.
         cap: most tokens of a window.
-        examples, accepted: number of training tokens, and share of them that the target accepted.
+        examples: number of training tokens.
+        accepted: share of the training tokens that the target accepted.
         mean, scale: the layers see (input - mean) / scale.
         hidden, hidden_bias: first layer [units][inputs], with ReLU.
         out, out_bias: second layer, with a sigmoid.
@@ -85,14 +86,14 @@ class Classifier(BaseModel):
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
     def stop(self, features: Features) -> bool:
-        """Return whether a window ends after this token: the confidence is at most the threshold, or at the cap."""
+        """Return whether a window ends after this token: confidence <= threshold, or the window has `cap` tokens."""
         return features.index + 1 >= self.cap or self.confidence(features) <= self.threshold
 
     def end_window(self, accepted: int) -> None:
-        """There is nothing to learn: the classifier was trained before."""
+        """Do nothing: the classifier was trained before."""
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all. Raises `ConfigError`."""
+        """Write the classifier's file, completely or not at all. Raises `ConfigError`."""
         building = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             building.write_text(self.model_dump_json() + "\n")
@@ -102,7 +103,7 @@ class Classifier(BaseModel):
 
 
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
-    """Read the classifier of this pair. Raises `ConfigError` for a damaged file or another pair's."""
+    """Read the classifier of this pair. Raises `ConfigError` if the file is damaged or for another pair."""
     try:
         classifier = Classifier.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -131,7 +132,7 @@ def _is_same_model(name: str, model: str) -> bool:
 
 
 def classifier_of(config: EngineConfig) -> Classifier | None:
-    """Read an engine's classifier; None: it is configured with none. Raises `ConfigError`."""
+    """Return the classifier of an engine; None if the engine is configured without one. Raises `ConfigError`."""
     if config.disco is None:
         return None
     return read_classifier(Path(config.disco), config.target, config.draft)

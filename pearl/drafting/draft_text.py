@@ -20,7 +20,7 @@ from pearl.protocol.speeds import ForwardTimes
 if TYPE_CHECKING:
     from pearl.drafting.beams import Search
 
-PROMPT_PIECE = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
+PROMPT_PIECE = 16  # tokens: a forward of more tokens is part of a prompt, and is fed no guesses
 
 
 @dataclass
@@ -28,8 +28,8 @@ class DraftModel:
     """The draft model: its runner, and the measured times of its forwards.
 
     Attributes:
-        vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the others
-            probability 0.
+        vocab_size: the target's. A draft with more ids (padding) never emits the further ids. A draft with fewer ids
+            gives the missing ids probability 0.
         chains: whether a forward is launched before the host knows the token that the last one drew.
         at_once: whether the draws from all rows of a forward are launched before the first of them is read, so that the
             host waits for the device once. On a CPU this would compute draws that nobody reads.
@@ -57,7 +57,7 @@ class DraftModel:
         return [self.fit(row) for row in rows]
 
     def fit_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens to feed: 0 stands for an id that only the target has, at some cost in acceptance."""
+        """Return the tokens with 0 for each id that only the target has, which lowers acceptance a little."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:

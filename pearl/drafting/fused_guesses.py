@@ -1,7 +1,7 @@
 """Guesses from the text itself, a datastore, habits and a head, fused.
 
-A position has one candidate a token, even if several sources have it, so the tree that `guess_tree` grows has one node
-for it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
+If several sources guess the same token for a position, it is one candidate, so that the tree that `guess_tree` grows
+has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pearl.drafting.ngram import (
 from pearl.drafting.output_ngrams import HabitGuesses, Habits
 from pearl.protocol.messages import Source
 
-MakeHead = Callable[[Sequence[int]], HeadGuesses]  # of a text that is only read
+MakeHead = Callable[[Sequence[int]], HeadGuesses]  # the argument, a text's tokens, is only read
 MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
 
 # Weight of an occurrence, by match length.
 _POWERS = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
-_LEARN = 64  # tokens at the end of a prompt that rates are learned from; each costs a lookup
+_LEARN = 64  # rates are learned from this many tokens at the end of a prompt; each costs a lookup
 
 
 def text_index(
@@ -41,7 +41,7 @@ def text_index(
     habits: Habits | None = None,
     head: MakeHead | None = None,
 ) -> NgramIndex:
-    """Make the index of one text: its own n-grams and, if given, a datastore, habits and a head."""
+    """Make the index of one text: the text's own n-grams and, if given, a datastore, habits and a head."""
     if store is None and habits is None and head is None:
         return NgramIndex(tokens)
     return Guesser(tokens, store, habits, head)
@@ -49,7 +49,7 @@ def text_index(
 
 @cache
 def index_factory(guesses: str) -> MakeIndex:
-    """Return the factory that `Method.guesses` names; for the empty name, `text_index`."""
+    """Return the factory that `guesses` names (see `Method.guesses`); `text_index` if the name is empty."""
     if not guesses:
         return text_index
     module, _, name = guesses.partition(":")
@@ -58,7 +58,10 @@ def index_factory(guesses: str) -> MakeIndex:
 
 
 class StoreGuesses(SuffixLookup):
-    """Candidates from a datastore for the positions of one text; their occurrences are places, which decrease."""
+    """Candidates from a datastore for the positions of one text.
+
+    The occurrences are places in the datastore. Its tokens are in reverse, so the next token is at the place before.
+    """
 
     stride = -1
     is_conditional = False
@@ -94,10 +97,10 @@ class StoreGuesses(SuffixLookup):
 
 
 class Guesser(NgramIndex):
-    """The index of one text with further sources.
+    """The index of one text, with further sources of guesses.
 
     Args:
-        habits: of the target; they learn from tokens that are committed after `tokens`.
+        habits: the target's habits, which learn from the tokens that are committed after `tokens`.
         head: makes the guesses of the target's head.
     """
 
@@ -158,9 +161,10 @@ class Guesser(NgramIndex):
 
 
 def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Merge candidates of several sources for one position: each token once, the likeliest first.
+    """Merge the candidates of several sources for one position: return each token once, the likeliest first.
 
-    A token of several sources has the highest of its chances, with that one's source. Chances sum to at most 1.
+    A token of several sources gets the highest of its chances, and the source that gave that chance. Chances are scaled
+    to sum to at most 1.
     """
     best: dict[int, Candidate] = {}
     for candidate in candidates:

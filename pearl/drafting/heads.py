@@ -1,7 +1,8 @@
-"""Guesses of a head for the text of one slot: it reads the committed tokens, and drafts a chain with runners-up.
+"""A head's guesses for the text of one slot: the head reads the committed tokens, and drafts a chain with runners-up.
 
-A chain follows the head's own draws, which race with the same random numbers as the target's; it ends where it has
-become unlikely.  How often a guess is right is learned by its rank and by the probability that the head gives it.
+A chain consists of the head's own draws, which use the same random numbers as the target's draws; the chain ends where
+its probability has become small.  The rate at which guesses are right is learned for each rank and for each bin of the
+head's probability.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
 _DEEPEST = 8  # tokens of a chain
-_LEAST_CHANCE = 0.15  # of a chain; further tokens would seldom be reached
-_BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # of the head's probability
+_LEAST_CHANCE = 0.15  # a less likely chain is not continued: its next token would seldom be reached
+_BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # inner bounds for the head's probability
 
 Draw = Callable[[torch.Tensor, int], int]  # (logits [vocab], position) -> token
 
 
 class HeadToken(NamedTuple):
-    """A token and the head's probability of it."""
+    """A token, and the probability that the head gives it."""
 
     token: int
     prob: float
@@ -36,7 +37,7 @@ Level = list[HeadToken]  # of one position: the head's own draw first, then the 
 
 
 class StateLog:
-    """The target's hidden states of a text, from position `start` on, until they are taken."""
+    """Holds the target's hidden states of a text, from position `start` on, until they are taken."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -76,8 +77,8 @@ class StateLog:
 class HeadText:
     """The part of a slot's text that a head has read.
 
-    The head reads on where it stopped, or else from the position where the log begins, because the target's earlier
-    states are gone.
+    The head reads on where it stopped. If the log does not begin there, the head begins anew where the log begins,
+    because the target's earlier states are gone.
     """
 
     def __init__(self, head: Head, slot: int) -> None:
@@ -85,12 +86,12 @@ class HeadText:
         self._head = head
         self._slot = slot
         self._first = 0
-        self._output: torch.Tensor | None = None  # of the last token read
+        self._output: torch.Tensor | None = None  # the head's output for the last token read
         head.lengths[slot] = 0
 
     @property
     def _read(self) -> int:
-        """Next position whose hidden state the head reads."""
+        """The position of the hidden state that the head reads next."""
         return self._first + self._head.lengths[self._slot]
 
     def read(self, tokens: Sequence[int], committed: int) -> bool:
@@ -143,11 +144,12 @@ class HeadText:
 
 
 class TargetStates:
-    """Passes the hidden states of each slot's text to a head in this process, to a draft that reads them, or nowhere.
+    """Passes on each slot's hidden states: to a head in this process, to a draft that reads them, or to both.
 
     Args:
-        runner: keeps the states of the last forward.
-        gives: whether a draft reads them.
+        runner: the target's runner, which keeps the states of the last forward.
+        head: the head in this process; None if there is none.
+        gives: whether a draft reads the states.
     """
 
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
@@ -185,7 +187,7 @@ class TargetStates:
             log.extend(start, states)
 
     def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
-        """Yield the states of the text up to position `end` that the draft was not sent."""
+        """Yield messages with the text's states up to position `end` that the draft has not been sent yet."""
         log = self._logs[slot][-1]
         start = log.start
         count = min(end, log.end) - start
@@ -198,7 +200,7 @@ class TargetStates:
 
 
 class HeadGuesses:
-    """The guesses of one text, with rates that are learned as it grows.
+    """A head's guesses for one text, with rates that are learned as the text grows.
 
     Args:
         text: the part that the head has read.
@@ -211,15 +213,15 @@ class HeadGuesses:
         self._tokens = tokens
         self._draw = draw
         self._levels: list[Level] = []
-        self._position = 0  # of the first level
+        self._position = 0  # position of the first level
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *_BINS, 1.0))]
         self._rates = [list(middles) for _ in range(RANKS)]
 
     def cut(self, length: int) -> None:
-        """There is nothing to forget: guesses are made anew for each position."""
+        """Do nothing: guesses are made anew for each position."""
 
     def learn(self, committed: int) -> None:
-        """Update the rates by the last guesses, and guess the tokens after the committed ones."""
+        """Update the rates by the last guesses, and guess the tokens after the committed tokens."""
         for position, level in enumerate(self._levels, self._position):
             if position >= committed:
                 break

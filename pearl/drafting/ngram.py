@@ -1,9 +1,9 @@
-"""Prompt lookup: guess the tokens that followed where the text's last few tokens occurred before.
+"""Prompt lookup: find where the text's last few tokens occurred before, and guess the tokens that followed there.
 
 `NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
 into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the text's own n-grams.  Source: SSSD (Marzollo et
-al. 2024), which discounts counts by match length and depth; here, the discounts (rates by rank and match length) are
-learned from the text as it grows.
+al. 2024).  SSSD discounts counts by match length and depth; we learn such discounts (rates by rank and match length)
+from the text as it grows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
 from pearl.spec.methods import MAX_LOOK_AHEAD
 
-LONGEST = 4  # the longest indexed n-gram; a longer match is found by extending one token by token
-MOST_MATCHED = 12  # match lengths are counted up to here
+LONGEST = 4  # tokens of the longest indexed n-gram; a longer match is found token by token
+MOST_MATCHED = 12  # longer matches count as this long
 RANKS = 3  # candidates per position
 _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
 _LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
 _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
-# Weight of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
+# Weight of an occurrence, by match length: one occurrence outweighs two whose matches are one token shorter.
 _WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
 # How often candidates of each source are right at first; each text adapts its own copy.
@@ -38,20 +38,20 @@ Occurrence = tuple[int, int]  # position, number of matching tokens before it
 
 class Candidate(
     NamedTuple
-):  # a dataclass, of which dozens are made a forward, takes 4 times as long
+):  # a forward makes dozens of these, and a dataclass takes 4 times as long to make
     """A token guessed for one position.
 
     Attributes:
-        token: its id.
-        chance: estimated probability that it is right.
-        occurrences: (position, match length) of each occurrence in its source. A match length is the number of tokens
-            before it that agree with the text, at most `MOST_MATCHED`.
-        source: who guessed it.
-        also: the same token as guessed by other sources.
+        token: the token's id.
+        chance: estimated probability that the token is right.
+        occurrences: (position, match length) of each occurrence in the source. The match length is the number of tokens
+            before the occurrence that equal the text's last tokens, at most `MOST_MATCHED`.
+        source: the kind of source that guessed the token.
+        also: candidates of other sources with the same token.
         context: the last tokens, this one included, for sources that keep no positions; otherwise empty.
-        prepared: (token, chance) of each token of the draft's branch after it.
-        rate: row and column of the learned rate that its chance comes from, in its source's table.
-        origin: the source that knows what follows it; None: the index itself.
+        prepared: (token, chance) of each token that the draft's branch has after this one.
+        rate: row and column, in the source's table, of the learned rate that gave `chance`.
+        origin: the source to ask for tokens that may follow; None for the index itself.
     """
 
     token: int
@@ -66,7 +66,7 @@ class Candidate(
 
 
 def prior_rates(source: str) -> list[list[float]]:
-    """Return a copy of a source's first rates, to learn in."""
+    """Return a copy of a source's initial rates, which a text may adapt."""
     return [list(rates) for rates in PRIORS[source]["rates"]]
 
 
@@ -76,7 +76,7 @@ def learn_rate(rates: list[float], place: int, hit: bool) -> None:
 
 
 def learn_hit(rates: Sequence[list[float]], candidate: Candidate, token: int) -> bool:
-    """Update the rate that a candidate's chance comes from; return whether it was right: `token` was committed."""
+    """Learn that `token` is committed: update the rate that gave a candidate's chance; return whether it was right."""
     row, column = candidate.rate
     hit = candidate.token == token
     learn_rate(rates[row], column, hit)
@@ -92,13 +92,13 @@ def scaled(candidates: list[Candidate]) -> list[Candidate]:
 
 
 class GuessSource(Protocol):
-    """Guesses tokens of one text that it reads."""
+    """Guesses tokens of one text, which the source reads."""
 
     def cut(self, length: int) -> None:
-        """Forget what it knows of positions after the first `length` tokens."""
+        """Forget everything about positions after the first `length` tokens."""
 
     def learn(self, committed: int) -> None:
-        """Update the chances by the first `committed` tokens, which have become final."""
+        """Update the rates by the first `committed` tokens of the text, which are final now."""
 
     def candidates(self, position: int) -> list[Candidate]:
         """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
@@ -110,15 +110,15 @@ class GuessSource(Protocol):
 
 
 class SuffixLookup:
-    """Candidates from places where the last tokens of a text occur: the tokens that followed there.
+    """Finds places where the last tokens of a text occur; the tokens that follow at these places are the candidates.
 
     Attributes:
-        stride: from an occurrence to the place of the next token.
-        is_conditional: whether a candidate's chance supposes that the likelier ones are wrong.
+        stride: distance from an occurrence to the place of the token after it.
+        is_conditional: whether a candidate's chance supposes that the likelier candidates are wrong.
 
     Args:
-        tokens: the text; only read.
-        source: names the rates to begin with, see priors.json.
+        tokens: the text, which is only read.
+        source: the key of the initial rates in priors.json.
         learn_from: the first position to learn from.
     """
 
@@ -128,7 +128,7 @@ class SuffixLookup:
     def __init__(self, tokens: list[int], source: str, learn_from: int) -> None:
         self.tokens = tokens
         self._rates = prior_rates(source)
-        #: By position: kept for the time when it is learned from.
+        #: position -> occurrences, kept until the rates learn from that position
         self._matches: dict[int, list[Occurrence]] = {}
         self._learned = learn_from
 
@@ -139,7 +139,7 @@ class SuffixLookup:
 
     def learn(self, committed: int) -> None:
         for position in range(max(1, self._learned), committed):
-            # The candidates of this source alone, whatever a subclass adds.
+            # Only the candidates of this source, without those that a subclass adds.
             for candidate in SuffixLookup.candidates(self, position):
                 hit = learn_hit(self._rates, candidate, self.tokens[position])
                 if hit and self.is_conditional:
@@ -167,18 +167,18 @@ class SuffixLookup:
         raise NotImplementedError
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
-        """Return the `RANKS` candidates of the most weight among what followed the occurrences."""
+        """Return candidates: of the tokens that followed the occurrences, the `RANKS` tokens of the most weight."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class GuessWindow:
-    """Nodes that an index has the target fed with every forward, to see what it draws after them.
+    """Nodes that an index adds to every forward of the target, to see what the target draws after them.
 
     Attributes:
-        tokens: level by level.
-        parents: another node of the window, or -1 for the text's last token.
-        columns: nodes of a level; the target draws after those of the last level.
+        tokens: the nodes' tokens, level by level.
+        parents: the parent of each node: another node of the window, or -1 for the text's last token.
+        columns: number of nodes of a level. The target draws after each node of the last level.
         levels: the depth of the last level's first node, from 1.
     """
 
@@ -197,9 +197,9 @@ class NgramIndex(SuffixLookup):
         9
 
     Attributes:
-        most_occurrences: earlier ones considered at a position, longest matches first, then most recent.
+        most_occurrences: most occurrences considered at a position: longer matches first, then more recent ones.
         ranks: most candidates for a position.
-        reads_discarded: whether `discarded` is to be called, for which the target has to draw.
+        reads_discarded: whether to call `discarded`, for which the target has to draw after discarded tokens.
         has_head: whether the target's head guesses now, which takes time.
 
     Args:
@@ -221,7 +221,7 @@ class NgramIndex(SuffixLookup):
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append to the text."""
+        """Append `tokens` to the text."""
         text = self.tokens
         for token in tokens:
             text.append(token)
@@ -242,22 +242,22 @@ class NgramIndex(SuffixLookup):
         del text[length:]
         super().cut(length)
 
-    # ---- what the target computes for an index; nothing for this one ----
+    # ---- the target's computations for an index; this class asks for none ----
 
     def window(self, most: int, room: int) -> GuessWindow | None:
-        """Return nodes to feed with the next forward; None: none.
+        """Return nodes to feed with the next forward; None if there are none.
 
         Args:
-            most: nodes that the forward's tree has left.
-            room: positions of the context from the text's last token on.
+            most: number of nodes for which the forward's tree has room.
+            room: number of positions in the context from the text's last token on.
         """
         return None
 
     def take(self, draws: Sequence[int]) -> None:
-        """Take in what the target drew after each column of the last level of `window`."""
+        """Take in the target's draw after each node of the last level of `window`."""
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Take in discarded tokens of the draft, and the target's draw after each of them."""
+        """Take in tokens of the draft that were discarded, and the target's draw after each of these tokens."""
 
     # ---- occurrences ----
 
@@ -276,7 +276,7 @@ class NgramIndex(SuffixLookup):
         return list(matches.items())
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
-        """Return how many tokens before `end` equal those before `position`; at least `at_least` do."""
+        """Return how many tokens before `end` equal the tokens before `position`; it is known that `at_least` do."""
         text = self.tokens
         most = min(MOST_MATCHED, end)
         matched = at_least
@@ -315,11 +315,11 @@ class Anchor:
     """A position to make guesses for.
 
     Attributes:
-        end: the position; the token before it is the guesses' parent.
+        end: the position. The parent of its guesses is the token before it.
         chance: probability that all pending tokens before `end` will be accepted.
         token: the draft's token at `end`, which is not guessed again; None at the text's end.
         trust: probability that `token` is accepted if all tokens before it are.
-        runners_up: the draft's to `token`.
+        runners_up: the draft's alternatives to `token`.
     """
 
     end: int
@@ -329,7 +329,7 @@ class Anchor:
     runners_up: tuple[Alternative, ...] = ()
 
     def merged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Merge the candidates of an index and the runners-up: each token once, and not the draft's token."""
+        """Merge the candidates of an index with the runners-up: return each token once, without the draft's token."""
         if self.token is None and not self.runners_up:
             return list(candidates)
         by_token: dict[int, Candidate] = {}
@@ -348,7 +348,8 @@ class Anchor:
     def _share(self, candidate: Candidate) -> float:
         """Return P(candidate right | `token` wrong) / P(candidate right).
 
-        Both guess independently and at most one can be right, so it is (1 - trust) / (1 - chance * trust).
+        Draft and index guess independently, and at most one of them can be right, so this is
+        (1 - trust) / (1 - chance * trust).
         """
         if self.token is None:
             return 1.0
@@ -365,7 +366,7 @@ def anchored(
 
     Args:
         trust: acceptance chance of each pending token.
-        alternatives: the draft's runners-up, with what its branches have after them.
+        alternatives: the draft's runners-up, each with the tokens that the draft's branch has after it.
     """
     by_position: dict[int, list[Alternative]] = {}
     for alternative in alternatives:
@@ -385,8 +386,9 @@ class GuessTree(NamedTuple):
     """Guesses, parents before children.
 
     Attributes:
-        parents: below the index's length a position of the text; from there on, guess `parent - length`.
-        chances: the probability of the whole path from the anchor on, times the anchor's.
+        parents: the parent of each guess. If it is below the length of the index, it is a position of the text;
+            otherwise it is guess number `parent - length`.
+        chances: for each guess, the anchor's chance times the probability of the path from the anchor to the guess.
     """
 
     tokens: list[int]
@@ -409,7 +411,7 @@ def guess_tree(
     after 9 the candidate 2 (0.8), the tree is tokens [9, 2, 4], parents [4, 5, 4], chances [0.5, 0.4, 0.3].
 
     Args:
-        most: of these that come from the index.
+        most: most guesses that may come from the index.
         limit: guesses are made for positions before this one.
         branches: whether a token may have several children; if not, only its likeliest candidate is used.
     """
@@ -444,11 +446,11 @@ def guess_tree(
 
 
 class _Waiting(NamedTuple):
-    """A guess that may enter the tree; the least of them is the likeliest.
+    """A guess that may enter the tree. The least tuple is the likeliest guess.
 
     Attributes:
-        negative: minus its chance.
-        tie_break: the order in which they came.
+        negative: minus the guess's chance.
+        tie_break: a number that rises with each new guess.
     """
 
     negative: float

@@ -1,8 +1,8 @@
-"""An n-gram table over a target's earlier outputs, as a source of guesses for later ones.
+"""An n-gram table over a target's earlier outputs, as a source of guesses for later outputs.
 
-The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions, in the
-answers that its rates were measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks
-such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
+The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions in the
+answers on which the initial rates were measured).  The target's earlier outputs often give one.  SSSD (Marzollo et al.
+2024) looks such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Habits:
         self._rates = prior_rates("output_ngrams")
 
     def __len__(self) -> int:
-        """Number of contexts."""
+        """Return the number of contexts."""
         return len(self._followers)
 
     def learn(self, before: Sequence[int], token: int) -> None:
-        """`token` followed `before`: update the rates of the candidates there, then the counts."""
+        """Learn that `token` followed `before`: update the rates of the candidates there, then the counts."""
         for candidate in self.candidates(before):
             learn_hit(self._rates, candidate, token)
         for length in range(1, min(CONTEXT, len(before)) + 1):
@@ -40,7 +40,7 @@ class Habits:
     def candidates(
         self, before: Sequence[int], origin: GuessSource | None = None
     ) -> list[Candidate]:
-        """Return tokens seen after the longest known suffix of `before`, likeliest first."""
+        """Return the tokens seen after the longest known suffix of `before`, the likeliest first."""
         context = tuple(before[-CONTEXT:])
         for length in range(len(context), 0, -1):
             counts = self._followers.get(context[-length:])
@@ -71,7 +71,7 @@ class Habits:
 
 
 class HabitGuesses:
-    """The guesses of `Habits` for one text, from whose further tokens they learn."""
+    """The guesses of `Habits` for one text. The habits learn from the tokens that the text gets later."""
 
     def __init__(self, habits: Habits, tokens: Sequence[int]) -> None:
         self._habits = habits
@@ -79,7 +79,7 @@ class HabitGuesses:
         self._learned = len(tokens)
 
     def cut(self, length: int) -> None:
-        """There is nothing to forget: only committed tokens are learned."""
+        """Do nothing: only committed tokens are learned."""
 
     def learn(self, committed: int) -> None:
         for position in range(max(1, self._learned), committed):

@@ -1,4 +1,4 @@
-"""Drafts with a model: opens texts, turns commands into steps (`step` says what each owns), runs forwards of them."""
+"""Drafts with a model: opens texts, turns commands into steps (see `step`), and runs forwards of these steps."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from pearl.protocol.messages import HiddenStates
 
 
 class ModelProposer:
-    """Drafts one token a forward, or several where it guesses well what the model will draw.
+    """Drafts one token a forward, or several if guesses of the model's draws are right.
 
-    It feeds guesses after the last token; while the model's own draw is what was guessed, the next row counts too.
-    Draws are keyed by position, so the tokens are those of single forwards. The same forward continues what would
-    follow if the target decided otherwise (`Branches`), in slots that hold no text.
+    A forward is fed guesses after the last token; while the model's own draw equals the guess, the next row is used
+    too. Draws are keyed by position, so the tokens are the same as without guesses. The same forward continues branches
+    for other outcomes in the target (`Branches`), in slots that hold no text.
 
     Args:
-        runner: the draft model. A text's cache may move from one of its slots to another.
+        runner: the draft model. A text's cache may move from one of the runner's slots to another.
         vocab_size: the target's.
-        policies: makes the stop policy of a request; None: drafting stops at the window's end.
-        chains: whether a forward is launched before the one before has ended; None: if the runner can.
-        texts: the most texts at once: the runner's other slots are for branches.
+        policies: returns the stop policy of a request; None if drafting stops only at the window's end.
+        chains: whether a forward is launched before the last one has ended; by default, if the runner can do that.
+        texts: most texts at once; the runner's other slots are for branches.
         datastore: a further source of guesses.
-        guides: of texts that are held to a grammar.
+        guides: makes the guides of texts that have a grammar.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class ModelProposer:
         self._foresight = Foresight()
 
     def measure(self, brief: bool) -> tuple[float, float]:
-        """Measure (seconds a token, seconds a token of a long prefix); forgets all texts. `brief`: in little time."""
+        """Return (seconds of a one-token forward, seconds per token of a longer one); empties all caches.
+
+        `brief`: whether to measure only a few forwards.
+        """
         return calibrate_draft(self.runner, brief)
 
     # ---- texts ----
@@ -81,13 +84,13 @@ class ModelProposer:
                 del self._texts[request]
         shaper = make_shaper(options, command.prompt, self._guides)
         text = DraftText(self.model, command.slot, slot, half, options, shaper, window)
-        # Shaped rows depend on the text up to them, blocks are searched for.
+        # No guesses for shaped texts, whose rows depend on the text before them, nor for blocks.
         if shaper is None and not text.is_block:
             self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
     def _window(self, command: Open) -> StopWindow | None:
-        """Return the request's stop window, which it keeps when it gets its prefix again."""
+        """Return the request's stop window; a request that is opened again keeps its window."""
         text = self._texts.get(command.request)
         if text is not None and text.window is not None:
             return text.window
@@ -106,14 +109,17 @@ class ModelProposer:
 
     @property
     def _slots(self) -> dict[int, int]:
-        """Map from the slot that requests name to the runner's slot with its KV cache."""
+        """Map from each slot that requests name to the runner's slot that has the KV cache."""
         slots = {slot: slot for slot in range(self._max_texts)}
         for text in self._texts.values():
             slots[text.place] = text.slot
         return slots
 
     def _spare(self, slot: int) -> list[int]:
-        """Return an equal share of the slots that hold neither a text nor its branches. `slot`: of the new text."""
+        """Return slots for a text's branches: an equal share of those that hold no text and no branches.
+
+        `slot`: the text's own slot.
+        """
         occupied = {slot, *self._slots.values()}
         for text in self._texts.values():
             if text.branches is not None:
@@ -125,7 +131,7 @@ class ModelProposer:
     def rollback(self, length: int, request: int) -> None:
         """Forget all but the first `length` tokens of the request's text."""
         text = self._texts.get(request)
-        if text is None:  # of no request: before a recording all caches are emptied
+        if text is None:  # no open request: all caches are emptied before a recording
             for slot in self._slots.values():
                 self.runner.rollback(min(length, self.runner.length(slot)), slot)
             return
@@ -137,7 +143,10 @@ class ModelProposer:
         self.runner.rollback(length, text.slot)
 
     def see(self, states: HiddenStates) -> None:
-        """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
+        """Keep the target's hidden states, to be read before the next proposal.
+
+        Raises `RemoteProtocolError` if this draft does not read such states.
+        """
         runner = self.runner
         if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
             raise RemoteProtocolError("target sent hidden states that this draft does not read")
@@ -156,8 +165,8 @@ class ModelProposer:
     def awaits(self, command: Draft, delay: float) -> bool:
         """Return whether to await the token that `command` requests before the next forward is launched.
 
-        Waiting lets the next forward verify guesses too; worth it if they save more than `delay` seconds of idle
-        device.
+        Waiting lets the next forward verify guesses too. It pays if the guesses save more than the `delay` seconds for
+        which the device idles.
         """
         self.model.delay = delay
         if not self.model.times.measured:
@@ -171,14 +180,15 @@ class ModelProposer:
         """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
 
         Args:
-            after: the step launched last; its token stands in place of the command's one token. Untested on a GPU.
+            after: the step launched last, if the host does not know its token: that token, on the device, is fed in
+                place of the command's one token. Untested on a GPU.
         """
         step = self._step(command, after)
         self._launch([step])
         return step
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Step]:
-        """Launch commands in one forward; each may use an equal share of the rows that are left."""
+        """Launch commands of several requests in one forward. Each may use an equal share of the remaining rows."""
         steps = []
         planned = 0
         pending = sum(len(command.tokens) for command in commands)
@@ -205,14 +215,14 @@ class ModelProposer:
         if text.is_block and command.budget:
             return LevelStep(text, command)
         if after is not None and after.following is not None:
-            # The host does not know the token, nor guesses after it.
+            # The host knows neither the token nor guesses after it.
             if text.branches is not None:
                 text.branches.settle(command.start, (), command.start + 1 - command.pending)
             return Step(text, command, Feed(after.following, 1, text.slot, prompt=command.prompt))
         return plan(text, command, other_tokens, sharing)
 
     def _launch(self, steps: Sequence[Step]) -> None:
-        """Run a forward of the steps, and launch their draws; a step whose draw fails says so when it is collected."""
+        """Run a forward of the steps, and launch their draws. If a step's draw fails, `collect` raises the error."""
         began = make_mark(self.device)
         forwarded = make_mark(self.device)
         feeds: list[Feed] = []
@@ -239,7 +249,7 @@ class ModelProposer:
         return logits
 
     def collect(self, launched: Step) -> Drafted:
-        """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
+        """Wait for one step only; return its proposal. Raises `NumericalError` if the logits were not finite."""
         if launched.failure is not None:
             raise launched.failure
         began, forwarded, done = launched.marks

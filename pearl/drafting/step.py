@@ -1,16 +1,16 @@
-"""Steps: what one request's share of a draft forward feeds, and what is drawn from its logits.
+"""A step is one request's share of a draft forward: the tokens that it feeds, and the draws from their logits.
 
 Three objects share the work, and each fact has one owner:
 
-* `DraftModel`, one a process, owns the runner and the measured forward times.
-* `DraftText`, one a request, owns what outlives a forward: the text's slot, the draft's half of the rule, the shaper,
-  the stop window, the index of n-grams, the branches, the search for a block.
-* `Step`, one a request and forward, owns the feeds and what was drawn from their logits. `plan` makes it;
-  `proposer.ModelProposer` runs a forward of its feeds (or one of several steps' feeds), calls `draw`, and `collect`s a
-  proposal.
+* `DraftModel`, one per process, owns the runner and the measured forward times.
+* `DraftText`, one per request, owns the state that outlives a forward: the text's slot, the draft's half of the rule,
+  the shaper, the stop window, the index of n-grams, the branches, the search for a block.
+* `Step`, one per request and forward, owns the feeds and the draws from their logits. `plan` makes a step;
+  `proposer.ModelProposer` runs a forward of the step's feeds (or of several steps' feeds together), calls `draw`, and
+  gets a proposal from `collect`.
 
-A step draws the text's next tokens, and those of its branches; `beams.LevelStep` draws one level of a search for
-a block.  It writes what its draws say of the text into its `DraftText`, and knows nothing of other requests.
+A step draws the next tokens of the text and of the text's branches; a `beams.LevelStep` draws one level of a search for
+a block.  Each step records its draws in the `DraftText`, and knows nothing of other requests.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def make_mark(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
-    """The draw for a position from logits [vocab] of a forward.
+    """The draw for one position, from a forward's logits [vocab].
 
     Attributes:
-        top: the logits' shortlist; None where it was not asked for.
-        draw: on the host.
+        top: the shortlist of the logits; None if it was not asked for.
+        draw: the draw, on the host.
         probs: the distribution by which the target judges the token, see `DraftHalf`.
-        shape: see `shape_of`; None for a text without a stop policy.
+        shape: the result of `shape_of`; None for a text without a stop policy.
     """
 
     position: int
@@ -95,7 +95,10 @@ def draw_rows(
 
 
 def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return what stop policies see of logits [vocab]: `TOP` probabilities, the entropy, and that of `token` [1]."""
+    """Return what stop policies see of logits [vocab]: [`TOP` largest probabilities, entropy, `token`'s probability].
+
+    token: [1].
+    """
     probs = torch.softmax(row.float(), -1)
     top = probs.topk(min(TOP, len(probs))).values
     entropy = torch.special.entr(probs).sum()
@@ -105,23 +108,25 @@ def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Step:
-    """One request's share of a forward: tokens of its text with guesses after them, and branches that it continues.
+    """One request's share of a forward: tokens of the text with guesses after them, and a token of each branch.
 
-    Draws the next token, and position after position while each draw is what was guessed.  A chained forward without
-    guesses and branches is not waited for: `collect` reads its draw.
+    A step draws the text's next token.  While a draw equals the guess for its position, the step also draws for the
+    position after it.  The host does not wait for a chained forward without guesses and branches: `collect` reads its
+    draw.
 
     Attributes:
-        command: the command that it carries out.
-        feed: of the text; None where only branches are continued.
-        guesses: the last tokens of `feed`: a chain that the model may draw after the others.
+        command: the command that the step carries out.
+        feed: the text's feed; None if the step continues only branches.
+        guesses: the last tokens of `feed`, which the model may draw after the tokens before them.
         continued: branches to continue in the same forward.
-        feeds: for the runner.
-        marks: times before the forward, between it and the draws, and after all, recorded by whoever runs the step.
-        fed: tokens that the forward was fed, those of other requests too.
-        following: the last token drawn, [1] on the device, which the next forward can be fed before the host knows it;
-            None where the host knows it.
-        failure: why nothing could be drawn, for `collect` to raise.
-        is_paused: whether drafting ends with this step.
+        feeds: all feeds of the step, for the runner.
+        marks: the times before the forward, between the forward and the draws, and after the draws. The code that runs
+            the step records them.
+        fed: number of tokens that the forward was fed, including those of other requests.
+        following: the token drawn, [1] on the device, if the host does not know it yet; the next forward can be fed
+            this tensor. Otherwise None.
+        failure: the error that kept the step from drawing, to be raised when the step is collected.
+        is_paused: whether drafting pauses after this step.
     """
 
     text: DraftText
@@ -167,7 +172,7 @@ class Step:
         return bool(self.marks[-1].query())
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
-        """Draw from the logits of each feed. Raises `NumericalError` where they are read and not finite."""
+        """Draw from the logits of each feed. Raises `NumericalError` for a draw that is read here and is not finite."""
         text = self.text
         rows = list(logits)
         text_rows = [] if self.feed is None else self._text_rows(rows.pop(0))
@@ -186,7 +191,7 @@ class Step:
             self._proposals = text.branches.proposals
 
     def _text_rows(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows [vocab] of the text's feed: one if it is shaped, because such texts have no guesses."""
+        """Return the rows [vocab] of the text's feed. A shaped text has one row, because it has no guesses."""
         rows = self.text.model.fit_rows(logits)
         shaper = self.text.shaper
         if shaper is None:
@@ -194,7 +199,7 @@ class Step:
         return [shaper.shape(row) for row in rows]
 
     def _launch(self, row: torch.Tensor) -> None:
-        """Launch the draw from a row [vocab], and its copies to the host."""
+        """Launch the draw from a row [vocab], and the copies of its results to the host."""
         text = self.text
         ((draw, probs),) = text.half.draft([row], [self.end])
         shape = None
@@ -224,7 +229,7 @@ class Step:
             yield from draw_rows(self.text, [row], [position], self._is_ranked)
 
     def _extend_branches(self, rows: Sequence[DrawnRow]) -> None:
-        """Add each branch's next token, from its row. A row without a draw ends its branch, and fails no request."""
+        """Append to each branch the token drawn from its row. A row that is not finite ends only its branch."""
         text = self.text
         for branch, row in zip(self.continued, rows, strict=True):
             assert text.branches is not None
@@ -240,7 +245,7 @@ class Step:
                 branch.rows.append(row.probs)
 
     def _take(self, rows: Iterable[DrawnRow]) -> None:
-        """Take in the drawn tokens up to the first that was guessed otherwise, or where the window ends."""
+        """Take in the drawn tokens, up to the first that differs from its guess or ends the window."""
         text = self.text
         for i, row in enumerate(rows):
             token = read_draw(row.draw)
@@ -257,7 +262,7 @@ class Step:
                 break
 
     def collect(self) -> Drafted:
-        """Return the step's proposal, without times, once the device is done. Raises as `draw`."""
+        """Return the step's proposal, without times; the device must be done. Raises as `draw` does."""
         text = self.text
         if self.following is not None:
             self._collect_launched()
@@ -280,17 +285,17 @@ class Step:
             row = replace(row, top=top)
         self._take([row])
         index = self.text.index
-        if index is not None:  # the next forward may be out without this token
+        if index is not None:  # the next forward may have been launched before this token was known
             index.cut(self.end)
             index.extend([read_draw(row.draw)])
 
 
 def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 1) -> Step:
-    """Make the step that feeds the command's tokens, with the guesses and branches that make most tokens a second.
+    """Make the step that feeds the command's tokens, with the guesses and branches that give the most tokens a second.
 
     Args:
-        other_tokens: tokens that the forward is fed for other requests.
-        sharing: texts that share the rows that are left.
+        other_tokens: number of tokens that the forward is fed for other requests.
+        sharing: number of texts, including this one, that share the forward's remaining rows.
     """
     tokens = text.unfed(command)
     text.read_states()
@@ -324,10 +329,10 @@ def choose(
     other_tokens: int = 0,
     sharing: int = 1,
 ) -> list[Outcome | None]:
-    """Choose what to feed with `num_tokens` tokens of a text, best first: outcomes to continue, and None for a guess.
+    """Choose what to feed beside `num_tokens` tokens of a text: outcomes to continue, and None for a guess, best first.
 
     Args:
-        chances: of the guesses, see `DraftText.guess`.
+        chances: the chances of the guesses, see `DraftText.guess`.
         other_tokens, sharing: see `plan`.
     """
     model = text.model

@@ -1,9 +1,9 @@
 """Stop policies, which end a draft's window before its bound, and the window as a request's draft sees it.
 
-A decision depends on rows of the draft and on the text, never on time, so that one seed gives one text.  It may depend
-on the token drawn, because that token is sent and judged like any other: the policy decides only whether the *next*
-position is drafted too, which an exact rule decides in any case.  To withhold the token that the policy has seen would
-bias the text, so only a rule that is not exact does: see `RuleSpec.withholds`.
+A policy decides by the draft's rows and the text, never by time, so that one seed gives one text.  The policy may look
+at the token drawn, because that token is sent and judged like any other: the policy decides only whether the *next*
+position is drafted too, and an exact rule is exact there with or without a draft token.  Not to send a token that the
+policy has seen would bias the text, so only an inexact rule does that: see `RuleSpec.withholds`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Features:
 
     Attributes:
         top: the largest probabilities, descending; at most `TOP`.
-        entropy: of the whole distribution, nats.
-        chosen: of the token.
-        index: in its window, from 0.
-        position: in the generated text, from 0.
+        entropy: entropy of the whole distribution, in nats.
+        chosen: probability of the token.
+        index: index of the token in its window, from 0.
+        position: position of the token in the generated text, from 0.
     """
 
     top: tuple[float, ...]
@@ -68,7 +68,7 @@ class Threshold(StopPolicy):
 
 
 class Heuristic(StopPolicy):
-    """A window of 5 at first: 2 more once all of it is accepted, otherwise 1 fewer. As `transformers` does it."""
+    """Begins with a window of 5 tokens. One accepted whole adds 2 tokens, any other removes 1, as in transformers."""
 
     def __init__(self) -> None:
         self.window = _FIRST_WINDOW
@@ -84,7 +84,7 @@ class Heuristic(StopPolicy):
 
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
-    """Make a request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
+    """Return a request's policy; None if it has none. Raises `RequestError` for a policy that is not available."""
     options = command.options
     values = check_stop(options.draft_stop).values(options.stop_parameters)
     match options.draft_stop:
@@ -102,10 +102,10 @@ def make_policy(command: Open, classifier: Classifier | None = None) -> StopPoli
 
 
 class StopWindow:
-    """A request's windows: where each begins, what was drafted in it, and whether its policy has ended it.
+    """A request's current window: where it begins, what was drafted in it, and whether the policy has ended it.
 
     A window begins after a token that this draft did not draw (a correction, a bonus token), or where the policy
-    ended the last window.  So it does not depend on when verdicts come.
+    ended the last window.  So windows do not depend on when verdicts come.
 
     Args:
         begin: length of the text when the request began.
@@ -119,9 +119,9 @@ class StopWindow:
         self._is_stopped = False
 
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
-        """Take in that the text goes on with `tokens` at `start`, as drafted or otherwise.
+        """Note that the text continues with `tokens` at `start`; these may differ from the tokens drafted there.
 
-        `drafts`: whether a token is drafted after them.
+        `drafts`: whether a token is drafted after `tokens`.
         """
         end = start + len(tokens)
         for position in range(max(start, self._start), end):
@@ -129,7 +129,7 @@ class StopWindow:
             if index >= len(self._drafted) or tokens[position - start] != self._drafted[index]:
                 self._begin(position + 1, index)
         if drafts and self._is_stopped and end >= self._start + len(self._drafted):
-            self._begin(end, len(self._drafted))  # all of it was accepted
+            self._begin(end, len(self._drafted))  # the whole window was accepted
         elif drafts and end >= self._start:
             # Later tokens were rolled back, and are drafted again.
             del self._drafted[end - self._start :]

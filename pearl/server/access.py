@@ -1,4 +1,4 @@
-"""Access control: checks of the API key, the host and the origin, before anything else of a request is read."""
+"""Access control: checks the API key, the host and the origin before anything else of a request is read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_EMBEDDED = [
 
 @dataclass(frozen=True)
 class Access:
-    """Which requests are answered.
+    """Decides which requests are answered.
 
     Attributes:
         key: the API key of /v1; None if requests need no key.
-        hosts: names that the Host header may have, without a port; None for any name. They keep out web pages that
-            reach the user's loopback under a name of their own (DNS rebinding).
+        hosts: names that the Host header may have, without a port; None for any name. This keeps out web pages that
+            make a domain of their own resolve to the user's loopback address (DNS rebinding).
         origins: origins of web pages that may use the server, besides its own.
     """
 
@@ -36,7 +36,7 @@ class Access:
     def check(self, request: Request) -> None:
         """Raise `ApiError` for a request that is not answered."""
         self._check_host(request)
-        # Not of `request.url`, which a Host header with a slash would change.
+        # The path is not read from `request.url`, which a Host header with a slash would change.
         if request.scope["path"].startswith("/v1/"):
             self._check_origin(request)
             self._check_key(request)
@@ -53,17 +53,18 @@ class Access:
             raise ApiError(401, text, code="invalid_api_key")
 
     def _check_host(self, request: Request) -> None:
-        """Raise 403 if the Host header is none of `hosts`."""
+        """Raise 403 if the Host header is not in `hosts`."""
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
         if self.hosts is not None and host not in self.hosts:
             names = ", ".join(sorted(self.hosts))
             raise ApiError(403, f"this server answers to {names} only, not to {host[:100]!r}")
 
     def _check_origin(self, request: Request) -> None:
-        """Raise 403 for a web page of another origin, which could not read the answer, but would have it computed.
+        """Raise 403 for a request from a web page of another origin.
 
-        Pages cannot change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site takes
-        precedence.
+        The page could not read the answer, but it would make the server compute the answer. Pages cannot change the
+        headers read here, and programs do not send them. A proxy may change the Host header, so Sec-Fetch-Site takes
+        precedence over the comparison with it.
         """
         origin = request.headers.get("origin")
         if origin is None:

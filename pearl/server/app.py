@@ -1,4 +1,4 @@
-"""The endpoints: they check requests, queue their texts for the engine, and send the answers."""
+"""The endpoints, which check requests, queue texts for the engine, and send the answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
-_LOOK_SECONDS = 1.0  # between two checks of an idle timeline whether the server ends
+_LOOK_SECONDS = 1.0  # between two checks whether the server ends, while a timeline is idle
 
 
 class App:
@@ -72,7 +72,7 @@ class App:
         self.asgi = self._routed(endpoints, access)
 
     def _endpoints(self) -> list[HttpEndpoint]:
-        """Return all paths of the server. A new endpoint is a module with its schema and answer, and a row here."""
+        """Return all endpoints. To add one, write a module with its schema and its answer, and add a row here."""
         chat = self._posted(partial(self._read, ChatCompletionRequest, ChatWriter))
         completions = self._posted(partial(self._read, CompletionRequest, CompletionWriter))
         responses = self._posted(self._responses.read)
@@ -102,7 +102,7 @@ class App:
             access.check(Request(scope))
             await router(scope, receive, send)
 
-        # Outermost: it answers a browser's question whether a page may ask, which has no key.
+        # Outermost, because it answers the preflight requests of browsers, which have no key.
         outermost = []
         if access.origins:
             cors = Middleware(
@@ -147,7 +147,7 @@ class App:
         with self._timeline.viewed() as viewer, suppress(ApiError, EngineClosed):
             while True:
                 self._service.check()
-                # Not `wait_for`, which loses a cancellation where an event waits.
+                # Not `wait_for`, which loses a cancellation if an event is ready.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
                         span = await viewer.get()
@@ -185,13 +185,13 @@ class App:
         """Make an endpoint that answers with texts.
 
         Args:
-            read: returns the checked request of a body, and what writes its answer.
+            read: returns the checked request that a body makes, and the writer of its answer.
         """
 
         async def answer(request: Request) -> Response:
             arrived = time.monotonic()
             body = await read_body(request)
-            # In a thread, for checking a schema may take long.
+            # In a thread, because checking a schema may take long.
             text_request, writer = await asyncio.to_thread(read, body)
             return _WhileConnected(_Reply(self._service, text_request, writer, arrived))
 
@@ -199,20 +199,20 @@ class App:
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         headers: dict[str, str] = {}
-        if isinstance(error, HTTPException):  # no such path, or not this method
+        if isinstance(error, HTTPException):  # the path is unknown, or does not take this method
             headers = dict(error.headers or {})
             hint = self._what_is_there(request, error.status_code, headers)
             error = ApiError(error.status_code, hint)
         assert isinstance(error, ApiError)
         self._service.metrics.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
-        # In ASCII, for it may quote half a surrogate pair that the client sent.
+        # In ASCII, because the message may quote half a surrogate pair that the client sent.
         body = json.dumps(error.body)
         headers |= error.headers
         return Response(body, error.status, headers, media_type="application/json")
 
     def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
-        """Return why a request has no endpoint, and which one may be meant."""
+        """Return why no endpoint takes a request, and which endpoint the client may mean."""
         path = request.url.path[:200]
         if status == 405:
             methods = sorted(headers.get("Allow", "other methods").split(", "))
@@ -228,7 +228,7 @@ class App:
 
 
 def _page_headers(html: str) -> dict[str, str]:
-    """Return headers with which a browser runs only the page's own script, and reaches only this server."""
+    """Return headers that allow a browser to run only the page's own script, and to connect only to this server."""
     script = html.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -243,7 +243,7 @@ def _page_headers(html: str) -> dict[str, str]:
 
 
 class _WhileConnected(Response):
-    """An answer that takes time; it is cancelled if the client disconnects."""
+    """An answer that takes time, and is cancelled if the client disconnects."""
 
     def __init__(self, reply: ASGIApp) -> None:
         self._reply = reply
@@ -256,7 +256,7 @@ class _WhileConnected(Response):
 
         working = asyncio.ensure_future(self._reply(scope, receive, send))
         leaving = asyncio.ensure_future(disconnected())
-        # Cancelled if the server ends, and this client has not read its answer.
+        # This task is cancelled if the server ends before the client has read the answer.
         with suppress(asyncio.CancelledError):
             try:
                 await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +270,10 @@ class _WhileConnected(Response):
 
 @dataclass
 class _Reply:
-    """The texts of one request, as a stream or all at once. `arrived`: when the request did, a time.monotonic()."""
+    """Answers a request with its texts, as a stream or all at once.
+
+    `arrived`: when the request arrived, a time.monotonic().
+    """
 
     service: Service
     request: TextRequest
@@ -304,7 +307,7 @@ class _Reply:
     async def _written(
         self, prompts: list[list[int]], events: _EventStream | None = None
     ) -> list[ReplyText]:
-        """Write all texts, as many at a time as the engine has slots. Sends the pieces of each to `events`."""
+        """Generate all texts, as many at a time as the engine has slots; send each piece to `events`, if given."""
         slots = asyncio.Semaphore(self.service.engine.config.slots)
         options = Options()
         if self.request.format is not None:
@@ -362,7 +365,7 @@ class _Reply:
 
 @contextmanager
 def _errors_about(param: str) -> Iterator[None]:
-    """Turn the engine's errors into errors for the client, about the field `param` unless they name another."""
+    """Turn the engine's errors into errors for the client, about the field `param` unless they name an option."""
     try:
         yield
     except PearlError as error:
@@ -370,7 +373,7 @@ def _errors_about(param: str) -> Iterator[None]:
 
 
 class _EventStream:
-    """Server-sent events of several texts, one at a time; the headers go out with the first."""
+    """Sends the server-sent events of several texts, one at a time. The headers go out with the first event."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

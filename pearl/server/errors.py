@@ -1,4 +1,4 @@
-"""Errors for clients: OpenAI's error object and a status code, also for errors that the engine or pydantic raises."""
+"""Errors for clients: OpenAI's error object and a status code. Errors of the engine and of pydantic are converted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pearl.errors import (
     TransportError,
 )
 
-# An error below one of these paths names this path.
+# An error within one of these fields names the whole field.
 _WHOLE = re.compile(
     r"^(prompt|input|stop|stop_token_ids|logit_bias|tool_choice|tools\[\d+\](?=\.type)|tools\[\d+\]\.function"
     r"|response_format\.json_schema|messages\[\d+\]\.content\[\d+\](?=\.type)"
@@ -48,7 +48,7 @@ class Error(BaseModel):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request that is not served.
+    """Refuses a request.
 
     Attributes:
         status: the status code of HTTP.
@@ -88,10 +88,10 @@ def no_model(name: str, only: str) -> ApiError:
 
 
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
-    """Turn an error of the engine into one for the client.
+    """Turn an error of the engine into an error for the client.
 
     Args:
-        param: the field that a `RequestError` is about, unless its text begins with another field's name.
+        param: the field that a `RequestError` is about, unless the error's text begins with the name of an option.
     """
     match error:
         case RequestError() | ConfigError():
@@ -122,7 +122,7 @@ def invalid_field(failure: ValidationError) -> ApiError:
         first_error["msg"] = "is missing" if is_whole else f"{first_error['loc'][-1]} is missing"
     if path == "response_format":
         param = "response_format.type"
-    if param in ("prompt", "input", "stop"):  # with an error for each type that they may have
+    if param in ("prompt", "input", "stop"):  # pydantic has an error for each type of these
         errors = [error for error in errors if error["loc"][0] == param]
     else:
         errors = [first_error]
@@ -142,7 +142,7 @@ def _in_words(message: str) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Return pydantic's location as a path such as messages[0].content, without tags of unions, which begin with |."""
+    """Return pydantic's location as a path such as messages[0].content. Leaves out tags of unions, such as "|text"."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -26,10 +26,10 @@ from pearl.server.service import Service
 from pearl.text.tools import format_of
 from pearl.transport.address import raise_limit
 
-LOST_SECONDS = 5.0  # of answers with 503 after the engine is lost
-STOP_SECONDS = 2.0  # for running requests to end after the signal
-_CUT_SECONDS = 5  # until open connections are closed
-_IDLE_SECONDS = 15  # that a connection may be idle before its first request and between two
+LOST_SECONDS = 5.0  # how long requests are answered with 503 after the engine is lost
+STOP_SECONDS = 2.0  # how long running requests may go on after the signal
+_CUT_SECONDS = 5  # how long open connections may last after the signal
+_IDLE_SECONDS = 15  # how long a connection may idle before its first request and between two
 _LOOK_SECONDS = 0.2
 _HEADER = 32 << 10  # bytes of a request line and headers that have not ended
 _CONNECTIONS = 512  # maximum open connections: from there on every request gets 503
@@ -42,11 +42,11 @@ class Door:
 
     Attributes:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
-        host: as a URL has it.
-        access: who is answered.
-        model: the name under which clients request the model; None: as it was loaded.
-        tool_parser: the format of the model's calls, a name in `pearl.text.tools`.
-        logs_requests: whether each request is a line in the log.
+        host: the host, as a URL has it.
+        access: decides which requests are answered.
+        model: the name under which clients request the model; None for the name under which it was loaded.
+        tool_parser: the format in which the model writes tool calls, a name in `pearl.text.tools`.
+        logs_requests: whether each request is logged.
     """
 
     bound: socket.socket
@@ -68,7 +68,9 @@ class Door:
         self.bound.close()
 
     def serve(self, engine: Engine, options: RequestOptions) -> None:
-        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost.
+        """Serve until SIGINT or SIGTERM.
+
+        Raises `ConfigError` if the address is in use, and `TargetLost` `LOST_SECONDS` after the engine is lost.
 
         Args:
             options: the defaults of requests.
@@ -98,7 +100,7 @@ class Door:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, which also ends if no request comes at first, or other bytes come during an answer."""
+    """uvicorn's connection. It also closes if no first request comes, or if malformed bytes come during an answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -114,7 +116,7 @@ class HttpConnection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which at shutdown also fails texts that do not end in time."""
+    """uvicorn's server. At shutdown it also fails the texts that do not end within `STOP_SECONDS`."""
 
     def __init__(self, app: App, service: Service) -> None:
         super().__init__(
@@ -151,17 +153,17 @@ async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
 
 
 def name_of(target: str) -> str:
-    """Return the model's name for clients: that of its directory or file, without the path."""
+    """Return the model's name for clients: its directory's or file's name without the path, else `target`."""
     path = Path(target)
     return path.name if path.exists() else target
 
 
 def bind(address: str, key: str | None = None, origins: Sequence[str] = (), **options: Any) -> Door:
-    """Bind HOST:PORT; port 0 is a free one. Raises `ConfigError`.
+    """Bind HOST:PORT; port 0 stands for any free port. Raises `ConfigError`.
 
     Args:
-        key: of the API; without one the Host header of requests must be one of the server's own names.
-        origins: as of `Access`.
+        key: the API key. Without a key, the Host header of a request must be one of the server's own names.
+        origins: see `Access`.
         options: further fields of `Door`.
     """
     host, port = _split(address)

@@ -1,6 +1,7 @@
 """Metrics of the server for Prometheus.
 
-Series that mean the same as vLLM's have vLLM's names, so that its dashboards show them; others begin with `pearl:`.
+Series that mean the same as vLLM's have vLLM's names, so that dashboards for vLLM show them. The names of all other
+series begin with `pearl:`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from pearl.engine import Piece, Result
 from pearl.metrics import Statistics, Stopwatch
 from pearl.server.http import finish_reason, sources
 
-_POSITIONS = 32  # of an accepted run that have a series of their own
+_POSITIONS = 32  # positions of an accepted run that have a series of their own
 
 
 class Series(Struct, frozen=True):
     """A series of measurements as Prometheus shows it.
 
     Attributes:
-        kind: the class of prometheus_client that counts.
-        label: the label that the series has besides `model_name`; empty for none.
+        kind: the name of the class in prometheus_client.
+        label: the label that the series has besides `model_name`; empty if there is none.
         buckets: upper bounds of a histogram, in seconds.
     """
 
@@ -36,7 +37,7 @@ class Series(Struct, frozen=True):
     buckets: tuple[float, ...] = ()
 
 
-# By the names that this file uses.
+# Series by the names that this file uses.
 _SERIES = yaml.decode((files("pearl.server") / "series.yaml").read_bytes(), type=dict[str, Series])
 
 
@@ -50,7 +51,7 @@ class ServerMetrics:
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._model = model
         self._registry = prometheus_client.CollectorRegistry()
-        self._series: dict[str, Any] = {}  # a function of the label's value, for series with one
+        self._series: dict[str, Any] = {}  # for a series with a label, a function of its value
         for key, series in _SERIES.items():
             self._series[key] = self._registered(series)
         for key, current in gauges.items():
@@ -83,7 +84,7 @@ class ServerMetrics:
         self._series["generated"].inc(len(piece.tokens))
 
     def ended(self, result: Result, watch: Stopwatch, arrived: float) -> None:
-        """Count a text that has ended. `arrived`: when its request arrived, on the clock of `watch`."""
+        """Count a text that has ended. `arrived`: when the text's request arrived, on the clock of `watch`."""
         series = self._series
         is_complete = result.finish_reason != "cancelled"
         reason = finish_reason(result) if is_complete else "abort"

@@ -1,4 +1,4 @@
-"""The log of requests: a line for each, and one for each refusal."""
+"""The log of requests: a line for each request that has ended, and a line for each refused request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DISCONNECTED = 499  # nginx's status of a request whose client did not wait for 
 
 
 def show_requests(is_on: bool) -> None:
-    """Log requests whatever the level of other messages is, or not at all."""
+    """Turn the log of requests on or off, whatever the level of other messages is."""
     log.setLevel(logging.INFO if is_on else logging.CRITICAL)
 
 
@@ -28,7 +28,7 @@ def log_request(
     Args:
         what: the method and the path.
         arrived: when the request arrived, a time.monotonic().
-        usage: the usage that the client gets; None if its texts did not end.
+        usage: the usage that the client gets; None if the request's texts did not end.
     """
     seconds = time.monotonic() - arrived
     line = f"{what} {status} model={model} seconds={seconds:.2f}"

@@ -1,4 +1,4 @@
-"""The engine as the server uses it: its texts, and the metrics of these."""
+"""The engine as the server uses it: texts are queued for it, and counted in metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Service:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
-        self._texts: set[AsyncStream] = set()  # that are written, wait, or are still being read
+        self._texts: set[AsyncStream] = set()  # waiting, being written, or still being read
         self.metrics = ServerMetrics(
             model,
             running=lambda: sum(text.watch.begun > 0 for text in self._async.streams),
@@ -35,7 +35,7 @@ class Service:
         return self.engine.client.lost
 
     def close(self) -> None:
-        """Fail the texts that are being written or wait, and let no more begin, as the server ends."""
+        """Fail all texts that are not finished, and let no more begin: the server ends."""
         for text in self._texts:
             text.fail(EngineClosed())
         self._async.close()
@@ -53,10 +53,10 @@ class Service:
     async def text(
         self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
-        """Yield a text, which is queued once it is read; leaving it early cancels it.
+        """Yield the stream of a text. The text is queued once the stream is read; leaving the block early cancels it.
 
         Args:
-            arrived: when its request arrived, a time.monotonic().
+            arrived: when the text's request arrived, a time.monotonic().
         """
         self.check()
         text = self._async.stream(tokens, params, **options)

@@ -1,6 +1,6 @@
 """A live trace of both workers for the page: a recording that is read while it is written.
 
-It runs while there are viewers.
+The recording runs while there are viewers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHORTEST = 100_000  # nanoseconds; shorter spans are left out
 _MOST_HELD = 5000  # events queued for a slow viewer; then the oldest are dropped
 
 Event = dict[str, Any]
-Viewer = asyncio.Queue[Event]  # what has not been sent to it
+Viewer = asyncio.Queue[Event]  # the events that have not been sent to the viewer yet
 
 
 class Timeline:
@@ -56,7 +56,7 @@ class Timeline:
         while self._viewers:
             try:
                 await self._record()
-            except (PearlError, OSError) as error:  # such as: another front records
+            except (PearlError, OSError) as error:  # for example, another front is recording
                 self._send([{"problem": str(error)}])
             if self._viewers:
                 await asyncio.sleep(_RETRY)

@@ -12,21 +12,21 @@ TRANSPORTS = {
 }
 _SCHEMES = "|".join(scheme for scheme in TRANSPORTS if scheme != ON_ONE_HOST)
 _REMOTE = re.compile(rf"({_SCHEMES})://(?P<host>[^:\s/]+|\[[^]\s]+\]):(\*|\d{{1,5}})")
-# Names, numbers and interfaces, but no wildcard, because it does not tell the other host where to connect.
+# Host names and IP addresses, but no wildcard: a wildcard does not tell the other host where to connect.
 _HOST = re.compile(r"(?!0\.0\.0\.0$|\[[0:]*\]$)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])")
 
 
 def is_remote(address: str) -> bool:
-    """Whether this is the address of a channel between hosts, which takes keys."""
+    """Return whether this is the address of a channel between hosts, which needs keys."""
     return _REMOTE.fullmatch(address) is not None
 
 
 def names_host(address: str) -> bool:
-    """Whether a channel between hosts may be bound to this address: it names a host, and is no wildcard."""
+    """Return whether a channel between hosts may be bound to this address: it must name a host, not a wildcard."""
     match = _REMOTE.fullmatch(address)
     return match is not None and _HOST.fullmatch(match["host"]) is not None
 
 
 def is_control(control: str) -> bool:
-    """Whether `control` is a setting of the control channel."""
+    """Return whether `control` is a valid setting of the control channel."""
     return control == ON_ONE_HOST or is_remote(control)

@@ -1,4 +1,4 @@
-"""Every decoding method, declared once. Configuration, protocol, wire, help and the README's table read it here."""
+"""Every decoding method, declared once. Configuration, protocol, wire, help and the README's table read from here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-MAX_WINDOW = 64  # tokens, where the window is measured, or several requests share forwards: none waits for more
+MAX_WINDOW = 64  # tokens of a measured window, and of any window where requests share forwards and wait for each other
 MAX_GAMMA = 1024  # tokens of a fixed window
 MAX_LOOK_AHEAD = 256  # guesses in one forward
-MAX_BRANCHES = 64  # of one request, that wait for their outcome in the target
-BRANCHES = 8  # outcomes that a draft prepares for: its cache has room for as many sequences beside the text
+MAX_BRANCHES = 64  # branches of one request that the target keeps until their outcome is decided
+BRANCHES = 8  # default and most outcomes that a draft prepares for, each in a slot of its cache
 LOOK_AHEAD = 16  # default guesses in one forward of the target
 DRAFT_LOOKUP = 8  # default guesses in one forward of the draft
 SIBLINGS = 16  # default runners-up of the draft in one forward of the target
@@ -20,25 +20,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Method:
-    """Which of PEARL's two overlaps a method has, and who guesses beside the draft.
+    """A decoding method: which of PEARL's two overlaps it has, and which guesses it takes beside the draft's.
 
     Attributes:
         description: one line for help.
         drafts: whether a draft takes part.
         pre_verify: whether the target judges a window's first token while the window is being drafted.
         post_verify: whether the draft drafts on while the target verifies.
-        look_ahead: default number of guesses, made without a model, that the target verifies in a forward; 0: the
+        look_ahead: default number of guesses, made without a model, that the target verifies in a forward; 0 if the
             method takes none.
-        draft_lookup: likewise of the draft; every method with a draft may set it.
-        branches: default number of other outcomes that the draft prepares for; 0: the method takes none.
-        siblings: default number of the draft's runners-up that the target verifies in a forward; 0: it takes none.
-        takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
-            Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
+        draft_lookup: default number of such guesses that the draft verifies in a forward. A request may set it for
+            every method with a draft.
+        branches: default number of outcomes other than the expected one that the draft prepares for; 0 if the method
+            takes none.
+        siblings: default number of the draft's runners-up that the target verifies in a forward; 0 if the method takes
+            none.
+        takes_stops: whether a stop policy may end the draft's windows. Method ssd takes none, because a policy does not
+            see branches. Method pearl-no-post-verify takes none, because its windows, and so its texts under rule
+            ratio, would depend on timing.
         takes_head: whether the target's head guesses too, if there is one.
-        guesses: the `module:name` of a factory of the index that guesses come from, which is called with (tokens of
-            the text, datastore, habits, head); empty: this project's own, `fused_guesses.text_index`.
-        needs: the setting of the engine without which the method is refused; empty: none.
-        adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.method_choice`).
+        guesses: the `module:name` of the factory that makes the index of guesses; the factory is called with (tokens of
+            the text, datastore, habits, head). Empty for this project's own, `fused_guesses.text_index`.
+        needs: the setting of the engine without which the method is refused; empty if there is none.
+        adapts: whether measured speed chooses the way of decoding (`pearl.protocol.method_choice`).
     """
 
     name: str
@@ -58,12 +62,12 @@ class Method:
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is of general use: neither an ablation nor a method of another paper."""
+        """Whether the method is for general use: neither an ablation nor taken from another paper."""
         return self.pre_verify == self.post_verify and not self.guesses
 
     @property
     def bonus(self) -> bool:
-        """Whether the row after a fully accepted window is drawn from: only where no draft token will come for it."""
+        """Whether the target draws a bonus token after a fully accepted window: only if no draft token will come."""
         return not self.post_verify
 
 
@@ -183,10 +187,10 @@ def methods_that(attribute: str) -> str:
 
 
 def chosen(kind: str, name: str, registry: Mapping[str, _T]) -> _T:
-    """Return the entry of this name. Raises ValueError, naming all entries, if there is none.
+    """Return the entry of this name. Raises ValueError if there is none; the message names all entries.
 
     Args:
-        kind: what an entry is, for the message: "stop policy".
+        kind: the noun for an entry in the message, such as "stop policy".
     """
     if name not in registry:
         raise ValueError(f"unknown {kind} {name!r}; choose one of {', '.join(registry)}")

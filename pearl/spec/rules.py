@@ -1,7 +1,7 @@
 """Every acceptance rule, declared once. Configuration, flags, codec, workers and the README's table read it from here.
 
-To add a rule: a file in `pearl/decoding/rules/` with its target half and draft half, and a `RuleSpec` below.  Imports
-only the standard library, because the command line starts without torch: halves are named here, and imported on use.
+To add a rule, write a file in `pearl/decoding/rules/` with its target half and draft half, and a `RuleSpec` below.  The
+command line reads this file, and starts without torch: so halves are only named here, and imported when they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pearl.spec.methods import chosen
 
 MAX_PARAMETERS = 8  # of one rule
 BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
-GREEDY = "coupled"  # the rule that most rules are at temperature 0: the target's likeliest token, and only that
+GREEDY = "coupled"  # the rule that replaces most rules at temperature 0: accept only the target's likeliest token
 Parameters = tuple[tuple[str, float], ...]  # (name, value); omitted parameters take their defaults
 
 
@@ -24,13 +24,13 @@ class Needs(Enum):
     """What the draft must send with each token, so that the target can judge it."""
 
     NOTHING = "nothing"
-    SCALARS = "a number"  # one per token, sent as a row that is 0 except at the token
-    DISTRIBUTIONS = "its distribution"  # sparse or dense, whichever is smaller
+    SCALARS = "a number"  # one a token, sent as a distribution that is 0 except at the token
+    DISTRIBUTIONS = "its distribution"  # sent sparse or dense, whichever is smaller
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a rule takes, low <= value <= high. `kind` int: it must be whole (on the wire all are floats)."""
+    """A number that a rule or stop policy takes: low <= value <= high, and whole if `kind` is int."""
 
     name: str
     kind: type[int] | type[float]
@@ -58,14 +58,14 @@ class Parameter:
 def checked_values(
     owner: str, declared: Sequence[Parameter], pairs: Parameters, registry: Iterable[Any]
 ) -> dict[str, float]:
-    """Return the values of all declared parameters by name: those of `pairs`, else the defaults.
+    """Return the value of each declared parameter by name: the value in `pairs`, or else the default.
 
     Args:
-        owner: whose parameters they are, for messages: "rule opt".
-        registry: the rules or policies, of which another one may have an unknown parameter.
+        owner: the rule or policy that has the parameters, for messages, such as "rule opt".
+        registry: all rules or all policies. For a parameter that `owner` lacks, the message names those that have it.
 
-    Raises ValueError for a parameter that is unknown, repeated or out of range; the message, one line, says what is
-    allowed.
+    Raises ValueError for a parameter that is unknown, repeated or out of range. The message is one line, and says what
+    is allowed.
     """
     by_name = {parameter.name: parameter for parameter in declared}
     kind, _, owner_name = owner.rpartition(" ")
@@ -88,19 +88,19 @@ def checked_values(
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """What a rule is and needs.
+    """An acceptance rule: what it does and what it needs.
 
     Attributes:
-        description: what it does under sampling, in one line.
-        target, draft: the two halves, each the `module:name` of a factory. It is called with the sampling parameters,
-            and with those of the rule's parameters that its signature names. See `TargetHalf` and `DraftHalf` in
-            `pearl.decoding.rules`, and `JointDraft`.
+        description: what the rule does under sampling, in one line.
+        target, draft: the two halves, each as the `module:name` of a factory. A factory is called with the request's
+            options, and with those parameters of the rule that the factory's signature names. See `TargetHalf` and
+            `DraftHalf` in `pearl.decoding.rules`, and `JointDraft`.
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
-        parameters: with `BLOCK_LENGTH` among them it judges blocks, else single tokens.
-        greedy: what it is at temperature 0; None: greedy decoding, which is exact.
-        withholds: whether the draft, under stop policy threshold, keeps back the token that ends its window, and the
-            target's own takes its place.
+        parameters: a rule that has the parameter `BLOCK_LENGTH` judges blocks; any other judges single tokens.
+        greedy: the rule that replaces this one at temperature 0; None for `GREEDY`, which is exact.
+        withholds: whether the draft, under stop policy threshold, does not send the token that ends its window, so that
+            the target's own token takes its place.
     """
 
     name: str
@@ -121,13 +121,13 @@ class RuleSpec:
         return self.greedy or RULES[GREEDY]
 
     def label(self, temperature: float = 1.0) -> str:
-        """Return the name for display; marks rules that are not exact at this temperature."""
+        """Return the name for display, with "(not exact)" after it if the rule is not exact at this temperature."""
         if self.at(temperature).is_exact:
             return self.name
         return f"{self.name} (not exact)"
 
     def values(self, parameters: Parameters) -> dict[str, float]:
-        """Return the parameters' values, as `checked_values` does."""
+        """Return the value of each parameter by name, as `checked_values` does."""
         return checked_values(f"rule {self.name}", self.parameters, parameters, RULES.values())
 
     @property
@@ -135,7 +135,7 @@ class RuleSpec:
         return BLOCK_LENGTH in [parameter.name for parameter in self.parameters]
 
     def block(self, parameters: Parameters) -> int:
-        """Return the tokens that are judged at once: the block length, or 1 for a rule that judges single tokens."""
+        """Return how many tokens are judged at once: the block length, or 1 for a rule that judges single tokens."""
         return int(self.values(parameters)[BLOCK_LENGTH]) if self.judges_blocks else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
@@ -178,9 +178,9 @@ def find(name: str) -> RuleSpec:
 
 
 def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
-    """Return the declarations by parameter and rule or policy: {"epsilon": {"opt": Parameter(...), "uno": ...}}.
+    """Return the declarations by parameter, then by rule or policy: {"epsilon": {"opt": Parameter(...), "uno": ...}}.
 
-    Several rules may share a name, if `kind` is the same.
+    Rules that have a parameter of the same name must declare it with the same `kind`.
     """
     owners: dict[str, dict[str, Parameter]] = {}
     for spec in specs:

@@ -1,7 +1,7 @@
 """Every stop policy, declared once. Configuration, flags, codec, draft worker and the README's table read it from here.
 
-To add one: a class in `pearl/drafting/stops.py` and a `StopSpec` below.  Imports nothing but the standard library,
-because the command line starts without torch.
+To add a policy, write a class in `pearl/drafting/stops.py` and a `StopSpec` below.  The command line reads this file,
+and starts without torch: so nothing here may import torch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pearl.spec.methods import METHODS, chosen, methods_that
 from pearl.spec.rules import Parameter, Parameters, checked_values, find
 
-FIXED = "fixed"  # no policy: the window alone
+FIXED = "fixed"  # no policy: a window ends at its bound
 THRESHOLD = "threshold"
-CAP = 16  # tokens: default window of methods that wait for the draft, if a policy ends it
+CAP = 16  # tokens: default bound of a window of sd that a policy may end earlier
 
 
 @dataclass(frozen=True)
 class StopSpec:
-    """What a stop policy is and needs.
+    """A stop policy: what it does and what it needs.
 
     Attributes:
-        description: when it ends drafting, in one line.
-        looks_at: what it decides by.
-        is_trained: whether it needs a file made by `pearl disco train`.
+        description: when the policy ends drafting, in one line.
+        looks_at: the values by which the policy decides.
+        is_trained: whether the policy needs a file made by `pearl disco train`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class StopSpec:
     is_trained: bool = False
 
     def values(self, parameters: Parameters) -> dict[str, float]:
-        """Return the parameters' values, as `checked_values` does."""
+        """Return the value of each parameter by name, as `checked_values` does."""
         owner = f"draft_stop {self.name}"
         return checked_values(owner, self.parameters, parameters, STOPS.values())
 
@@ -73,9 +73,9 @@ def check_stop(name: str) -> StopSpec:
 def decoding_problem(
     method: str, rule: str, parameters: Parameters, draft_stop: str, stop_parameters: Parameters
 ) -> str | None:
-    """Return why a method, an acceptance rule and a stop policy do not fit together; None: they do.
+    """Return why a method, an acceptance rule and a stop policy do not fit together; None if they do.
 
-    Configuration, wire and engine ask here.
+    Configuration, wire and engine all use this check.
     """
     try:
         method_spec = chosen("method", method, METHODS)

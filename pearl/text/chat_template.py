@@ -82,7 +82,7 @@ def _compiled(template: str) -> Template:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-    """Write JSON, without jinja2's escapes for HTML; `form`: more arguments of `json.dumps`."""
+    """Return `value` as JSON, without jinja2's escapes for HTML. `form`: further arguments of `json.dumps`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
@@ -115,7 +115,7 @@ def chat_prompt(
 
 
 def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Join a content of several text parts into one text, which every template takes."""
+    """Return the message with its text parts joined into one text, which every template takes."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return message

@@ -1,8 +1,8 @@
 """Several turns of a chat, and the prompt tokens for the next reply.
 
 Each prompt is the whole conversation as the chat template writes it. The engine reuses the longest common prefix of the
-KV cache, so a turn prefills only from the first token that differs. The template gets the reasoning of a thinking model
-apart from its answer; most templates leave out the reasoning of earlier turns.
+KV cache, so a turn prefills only from the first token that differs. The template gets a thinking model's reasoning
+apart from the answer; most templates leave out the reasoning of earlier turns.
 
 This file knows a tokenizer, and no engine.
 """

@@ -25,9 +25,9 @@ from tokenizers import (
 
 from pearl.text.stream import REPLACEMENT
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # values of `token_type`
 _NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # `tokenizer.ggml.model`
-_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of a "llama"
+_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # defaults of a "llama"
 _SPACE = "▁"  # sentencepiece's
 _PRETOKENIZERS = Path(__file__).with_name("pretokenizers.yaml")
 
@@ -57,7 +57,7 @@ _CLOSES_REASONING = (
 )
 _NOT_ENDS = {"<|end|>": _CLOSES_REASONING, "</s>": ("<|tool_response>",)}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Special tokens of Phi-3 that keep the spaces after them; its other special tokens swallow these.
+# Special tokens of Phi-3 that do not swallow the spaces after them; all its other special tokens do.
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -246,7 +246,7 @@ def _has_prefix(stated: dict[str, Any]) -> bool:
 
 
 def _add_special(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Add each control and user-defined token, so that texts are searched for it before they are split."""
+    """Add the unknown, control and user-defined tokens, so that texts are searched for these before they are split."""
     name = stated["name"].lower()
     strips = "phi-3" in name or "phi3" in name
     is_normalized = stated["model"] == "llama" and not _has_prefix(stated)

@@ -1,7 +1,7 @@
 """Grammars: llguidance (extra `structured`) keeps texts to a JSON schema or a regular expression.
 
-Which tokens may follow is a function of the text alone, so it applies to target and draft alike: every rule keeps its
-guarantee, and one seed gives one text whatever was proposed.
+The tokens that may follow depend on the text alone, so they are the same for target and draft.  Therefore every rule
+keeps its guarantee, and one seed gives one text whatever was proposed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # a front only checks a request's grammar, and starts sooner 
 
 _T = TypeVar("_T")
 _MISSING = "needs the package llguidance: "
-_NO_TOKEN = "NoExtensionBias"  # begins llguidance's message where the vocabulary cannot write what must follow
-_EXTRA_IDS = 2  # beyond the model's own: see `_Vocabulary`
-_MOST_RESTARTS = 8  # of one text's parser: each reads the whole text again
+_NO_TOKEN = "NoExtensionBias"  # llguidance's message begins so if no token of the model fits
+_EXTRA_IDS = 2  # ids after the model's own, see `_Vocabulary`
+_MOST_RESTARTS = 8  # of one text's parser: each restart reads the whole text again
 
 
 def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
-    """Return a request's grammar as workers get it: its kind, a line feed, and its text; empty for no grammar.
+    """Return a request's grammar as workers get it: kind, line feed, text. Empty if there is no grammar.
 
     For example "regex\\n[a-z]+", or "json_schema\\n" and a schema. Raises `RequestError` for a schema or expression
     that cannot be used, or if llguidance is not installed.
@@ -65,9 +65,9 @@ def _short(problem: str) -> str:
 class Guide:
     """Knows which tokens may follow one text.
 
-    Guessed tokens may violate the grammar; they get probability 0 and end their branch.  For the same reason the parser
-    may fail on a text that is never committed (no token of the model fits, or the text exceeds a limit); the tokens
-    before remain valid.
+    A guessed token may violate the grammar; it gets probability 0, and its branch ends there.  The parser may also fail
+    on guessed text that is never committed (no token of the model fits, or the text exceeds a limit); the tokens before
+    the failure remain valid.
 
     Args:
         make: returns a parser at the beginning of the text.
@@ -79,12 +79,12 @@ class Guide:
         self._ends = list(ends)
         self._matcher = make()
         self._valid: list[int] = []  # the text's tokens within the grammar
-        self._beyond = 0  # number of tokens after these
-        self._failure = ""  # why the parser could not judge the first of those
+        self._beyond = 0  # number of the text's tokens after `_valid`
+        self._failure = ""  # why the parser could not judge the first token after `_valid`
         self._restarts = 0
 
     def check(self) -> None:
-        """Raise `GrammarError` where the parser has failed, except for want of a token."""
+        """Raise `GrammarError` if the parser has failed, unless the cause is that no token of the model fits."""
         if self._matcher.is_error() and not self._matcher.get_error().startswith(_NO_TOKEN):
             raise GrammarError(self._error())
 
@@ -109,9 +109,10 @@ class Guide:
             del self._valid[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return [vocab], whether each token may follow; None if the text has left the grammar, or ended.
+        """Return whether each token may follow, [vocab]; None if the text has left the grammar, or ended.
 
-        Raises `GrammarError` where the parser has failed; for want of a token, no token may follow.
+        Raises `GrammarError` if the parser has failed. If it failed because no token of the model fits, returns all
+        False instead.
         """
         import numpy as np
 
@@ -128,10 +129,10 @@ class Guide:
         return mask[:-_EXTRA_IDS]
 
     def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
-        """Return the parser's result; if the parser has failed, try once more with a new one that has read the text.
+        """Return the result of `step`. If the parser fails, try once more with a new parser that has read the text.
 
-        A parser that has failed, perhaps on a text since forgotten, cannot recover, and its copies share the counts
-        for its limits.
+        A parser that has failed cannot recover, even if the text on which it failed has been rolled back. To copy a
+        parser earlier would not help, because copies share the counts for their limits.
         """
         result = step(self._matcher)
         if self._matcher.is_error() and self._restarts < _MOST_RESTARTS:
@@ -146,7 +147,7 @@ class Guide:
 
 
 def _takes(token: int, matcher: LLMatcher) -> bool:
-    """Return whether the text may continue with `token`. A lexer reports its failure only with the next step."""
+    """Return whether the text may continue with `token`. Makes a further step, where a lexer reports its failure."""
     takes = bool(matcher.try_consume_tokens([token]))
     if not takes and not matcher.is_error():
         matcher.compute_logit_bias()
@@ -157,7 +158,7 @@ class Guides:
     """Makes the guides of one model's texts.
 
     Args:
-        load: returns the model's tokenizer; called with the first grammar, for its vocabulary takes half a second.
+        load: returns the model's tokenizer. It is called for the first grammar only, and then takes half a second.
         size: number of the model's token ids.
     """
 
@@ -166,7 +167,7 @@ class Guides:
         self._size = size
 
     def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
-        """Make a guide for a text that the tokens `ends` end, which are not part of it. Raises `GrammarError`."""
+        """Make a guide for a text that ends before any token of `ends`. Raises `GrammarError`."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -198,8 +199,8 @@ def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
 class _Vocabulary:
     """A tokenizer as llguidance reads it, with two extra ids.
 
-    The first stands for all tokens that end a text, which differ between texts; the second for text that no token of
-    the model writes. Tokens without text are never part of a text.
+    The first extra id stands for all tokens that end a text, because these differ between texts. The second stands for
+    text that no token of the model writes. Tokens without text are never part of a text.
     """
 
     bos_token_id = None
@@ -213,7 +214,7 @@ class _Vocabulary:
         for id in range(size + _EXTRA_IDS):
             is_entry = id < min(size, tokenizer.vocab_size)
             self.tokens.append(token_bytes(tokenizer, id) if is_entry else b"<%d>" % id)
-            # Decoded twice over, for a decoder may strip one leading space.
+            # Decoded twice in a row, because a decoder may strip one leading space.
             if not is_entry or not tokenizer.decode([id, id]):
                 self.special_token_ids.append(id)
 
@@ -231,7 +232,7 @@ class _Vocabulary:
         return max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that write exactly `text`; `_unwritten` ends them if no token continues it.
+        """Return tokens that write exactly `text`. If no token continues it, the last one is `_unwritten`.
 
         llguidance calls this for text that a grammar forces, and then allows only its first token: tokens that write
         something else, such as an unknown token or the space that many tokenizers put first, would be wrong.

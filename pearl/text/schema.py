@@ -1,7 +1,7 @@
-"""JSON schemas as llguidance reads them: it refuses some keywords whatever their value, and does not say where.
+"""JSON schemas for llguidance, which refuses some keywords whatever their value, and does not say where they are.
 
-So keywords whose value constrains nothing are dropped, such as `uniqueItems: false`, and a refusal is given its place.
-Imports nothing else of PEARL, see `parser`.
+So we drop keywords whose value constrains nothing, such as `uniqueItems: false`, and find the place of a refused
+keyword.  This file imports nothing else of PEARL, see `parser`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _SINGLE = {  # whose value is a schema
     "unevaluatedItems",
     "unevaluatedProperties",
 }
-# An `if` precedes its branches, and a `contains` its numbers: without them these constrain nothing.
+# Keywords to drop where they constrain nothing. `if` precedes `then` and `else`, and `contains` precedes `maxContains`
+# and `minContains`, because those constrain nothing once `if` or `contains` is dropped.
 _DROPPED = (
     "$dynamicAnchor",
     "$recursiveAnchor",
@@ -89,7 +90,7 @@ def place_of(text: str, problem: str) -> str:
 
 
 def _places(root: Any) -> Iterator[SchemaPlace]:
-    """Yield the objects among a schema and those within it; the caller may drop keywords from the latest."""
+    """Yield a schema and the schemas within it that are objects; the caller may drop keywords of the latest."""
     pending = deque([SchemaPlace("#", root)])
     while pending:
         place = pending.popleft()
@@ -135,4 +136,4 @@ def _is_idle(keyword: str, schema: dict[str, Any]) -> bool:
             return schema.get("then", True) in _ANYTHING and schema.get("else", True) in _ANYTHING
         case "then" | "else":
             return "if" not in schema
-    return keyword == "$dynamicAnchor"  # a name: what refers to it is refused itself
+    return keyword == "$dynamicAnchor"  # a name: references to it are refused themselves

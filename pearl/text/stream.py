@@ -1,8 +1,8 @@
 """Turns tokens into text as they come: incremental detokenisation and stop strings.
 
-Pure: the front uses it to show text while it is generated, the target worker to find the token that completes a stop
-string, and both get the same result from the same tokens.  Must not import torch or transformers, nor know where
-tokens come from.
+The front uses this file to show text while it is generated.  The target worker uses it to find the token that completes
+a stop string.  Both get the same result from the same tokens, because everything here is pure.  This file must not
+import torch or transformers, nor know where tokens come from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pearl.printable import is_unicode
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 
-CONTEXT = 16  # tokens decoded before the new ones, so that these read as they do in the whole text
+CONTEXT = 16  # tokens decoded before the new tokens, so that the new ones read as in the whole text
 PATIENCE = 16  # tokens held back before their text is released unfinished
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
 _UNFINISHED = _LONGEST_CHARACTER - 1
 
-# Byte tokens of sentencepiece, and those that no UTF-8 character begins with.
+# Byte tokens of sentencepiece, and the byte tokens with which no UTF-8 character begins.
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")
 _SPACE = "\u2581"
@@ -73,11 +73,11 @@ class Tokenizer(Protocol):
     tool_template: str = ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""
+        """Return the tokens of `text`. If `special`, include the tokens that the tokenizer adds to a prompt (BOS)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; special and unknown tokens are skipped, spaces not cleaned up."""
+        """Return the text of `ids`. Skips special and unknown tokens, and does not clean up spaces."""
         ...
 
     def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
@@ -88,12 +88,15 @@ class Tokenizer(Protocol):
         text = self.chat_text(messages, tools)
         if text is None:
             return None
-        return self.encode(text, special=False)  # the template writes its own
+        return self.encode(text, special=False)  # the template writes special tokens
 
     def chat_text(
         self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
     ) -> str | None:
-        """Return `apply_chat`'s prompt as text. `variables`: more of the template, such as enable_thinking."""
+        """Return the prompt of `apply_chat` as text.
+
+        `variables`: further variables of the template, such as enable_thinking.
+        """
         ...
 
     def token(self, id: int) -> str | None:
@@ -111,7 +114,7 @@ def is_byte_piece(piece: str) -> bool:
 
 
 def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
-    """Return one token in UTF-8, which may be a part of a character, or the name of a special token.
+    """Return the text of a token in UTF-8, which may be part of a character; of a special token, return the name.
 
     Vocabularies write a byte as one of 256 characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
     """
@@ -133,8 +136,9 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
-    What `push` returns is final; an incomplete character is held back, for `PATIENCE` tokens at most.  All pieces
-    joined are what decode(prompt + tokens) has beyond decode(prompt), except around bytes that are no UTF-8.
+    The text that `push` returns is final; an incomplete character is held back, for at most `PATIENCE` tokens.  All
+    pieces joined are decode(prompt + tokens) without decode(prompt) at its beginning, except around bytes that are no
+    UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -147,7 +151,7 @@ class Detokenizer:
         self._pending = ""
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt's last `CONTEXT` tokens with text, from the first on that begins a character."""
+        """Return the prompt's last `CONTEXT` tokens with text, without leading parts of a character."""
         context = []
         for token in reversed(prompt):
             if not self.is_special(token):
@@ -170,14 +174,14 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids)
 
     def is_special(self, token: int) -> bool:
-        """Return whether a token has no text. It is decoded twice over, for a decoder may strip one leading space."""
+        """Return whether a token has no text. Decodes it twice in a row, as a decoder may strip one leading space."""
         if token not in self._special:
             self._special[token] = not self._tokenizer.decode([token, token])
         return self._special[token]
 
     @property
     def held(self) -> str:
-        """The text held back as it reads if no more tokens come, without an incomplete character at its end."""
+        """The text held back, as it reads if no more tokens come; without an incomplete character at its end."""
         return self._pending.rstrip(REPLACEMENT)
 
     def push(self, token: int) -> str:
@@ -190,7 +194,7 @@ class Detokenizer:
             return self.flush()
         if len(self._ids) - self._held_from <= PATIENCE:
             return ""
-        # Bytes that are no UTF-8 go on and on; the last ones may still become a character.
+        # So many incomplete bytes are no UTF-8: release all but the last, which may still become a character.
         piece = self._pending[:-_UNFINISHED]
         self._pending = self._pending[-_UNFINISHED:]
         self._ids = self._ids[-CONTEXT:]
@@ -202,7 +206,7 @@ class Detokenizer:
         """Return the text still held back, at the end; incomplete characters are U+FFFD."""
         piece = self._pending
         self._pending = ""
-        # A piece is context enough for the next one: it starts at a character.
+        # This piece suffices as the context of the next, because it starts with a whole character.
         self._ids = self._ids[self._held_from :]
         self._decoded = self._tokenizer.decode(self._ids)
         self._held_from = len(self._ids)
@@ -215,10 +219,10 @@ class _Stop(NamedTuple):
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces, and holds back what may be the beginning of one.
+    """Finds stop strings in text that comes in pieces, and holds back text that may be the beginning of a stop.
 
-    `matched` is the stop that was found, None until then. The returned text ends before it; where one piece completes
-    several stops, before the one that starts first.  Raises `RequestError` for an empty stop.
+    `matched` is the stop that was found, or None. The returned text ends before that stop; if a piece completes several
+    stops, the stop that starts first is taken.  Raises `RequestError` for an empty stop.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -247,7 +251,7 @@ class StopMatcher:
         return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the last text before a `stop` token; a stop within it has priority. Return as `push`."""
+        """Take the last text before the token `stop`; return as `push` does. A stop within the text has priority."""
         shown = self.push(text)
         if self.matched is None:
             shown += self.flush()
@@ -273,7 +277,7 @@ class StopMatcher:
         return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Return the start of the longest end of `text` with which a stop begins; len(text) if there is none."""
+        """Return the start of the longest suffix of `text` with which a stop begins; len(text) if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 end = text[start:]
@@ -283,14 +287,14 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one request: what `push` and `finish` return, joined.
+    """The text of one request: the results of `push` and `finish`, joined.
 
-    `stopped` is true from the token on that completes a stop: the first with which the text (without an incomplete
-    character at its end) contains one.  Text that the detokenizer holds back counts, so that no stop is found a token
-    late.
+    `stopped` becomes true with the first token after which the text contains a stop.  That text includes characters
+    that the detokenizer still holds back, so that no stop is found a token late.  It excludes an incomplete character
+    at the end.
 
     Args:
-        show: special tokens whose names are part of the text; no stop is found in these.
+        show: special tokens whose names are part of the text; these names are not searched for stops.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
+"""Tokenizers of checkpoints, and their generation settings: tokenizer files and generation_config.json.
 
-Takes directories; `pearl.models.checkpoints.tokenizers` finds them by name.  Imports transformers, which takes a
-process a second, only for a checkpoint without tokenizer.json, whose tokenizer it converts.
+Checkpoints are directories here; `pearl.models.checkpoints.tokenizers` finds these by name.  Importing transformers
+takes a second, so it is imported only to convert the tokenizer of a checkpoint without tokenizer.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
 from pearl.text.vocabulary import Vocabulary, read_vocabulary, vocabulary_of
 
-FILES = (  # patterns of the files of a tokenizer, and of how to sample
+FILES = (  # patterns of the files of a tokenizer, and of generation settings
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -36,7 +36,7 @@ FILES = (  # patterns of the files of a tokenizer, and of how to sample
     "generation_config.json",
 )
 
-# Options that change which tokens come out, if not one of `_NEUTRAL`; and those that do so under sampling.
+# Options that change the text unless their value is in `_NEUTRAL`; the second list applies only under sampling.
 _UNSUPPORTED = (
     "encoder_repetition_penalty",
     "num_beams",
@@ -60,7 +60,7 @@ _UNSUPPORTED = (
 )
 _UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
-_SETTINGS: dict[str, type[int] | type[float]] = {  # supported ones, by their names in requests
+_SETTINGS: dict[str, type[int] | type[float]] = {  # supported options, by their names in requests
     "temperature": float,
     "top_k": int,
     "top_p": float,
@@ -74,11 +74,15 @@ _TOP_K = 50  # transformers' default for a checkpoint that samples
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The generation settings of a checkpoint, the defaults of a request.
+    """The generation settings of a checkpoint, which are the defaults of a request.
 
-    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
-    `ignored` names options of its generation_config.json that would change the text but are not supported, and those
-    whose values are invalid, such as a top_k of -1.
+    Attributes:
+        temperature: 0 is greedy decoding.
+        top_k, top_p, min_p, repetition_penalty: the values 0, 1, 0 and 1 turn them off.
+        eos: the ids that end a text.
+        ignored: options of generation_config.json that would change the text but are not supported, and options whose
+            values are invalid, such as a top_k of -1.
+        max_tokens: None is up to the end of the context.
     """
 
     temperature: float = 0.0
@@ -96,7 +100,7 @@ class GenerationDefaults:
         return {name: getattr(self, name) for name in _SETTINGS if name != "max_tokens"}
 
     def __str__(self) -> str:
-        """Return for example "temperature 0.6, top_k 20"; it begins with "greedy" if nothing is drawn."""
+        """Return the settings that are not defaults, such as "temperature 0.6, top_k 20" or "greedy, max_tokens 99"."""
         parts = []
         if not self.temperature:
             parts.append("greedy")
@@ -110,10 +114,11 @@ class GenerationDefaults:
 class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
 
-    transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
+    The settings files of transformers add special tokens and chat templates; one of the templates may be for tools
+    ("tool_use").
 
     Args:
-        encodes: whether the merges are read now; otherwise with the first text that is encoded.
+        encodes: whether to read the merges now, and not only when the first text is encoded.
 
     Attributes:
         eos: the end token that the tokenizer itself names.
@@ -137,7 +142,7 @@ class FileTokenizer(Tokenizer):
         self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
 
     def _read_vocabulary(self) -> Vocabulary:
-        """Return the file's vocabulary; the library's if the settings add tokens."""
+        """Return the vocabulary as read from the file, or that of the library if the file does not determine it."""
         vocabulary = read_vocabulary(self._file)
         if vocabulary is None:
             return vocabulary_of(self._tokenizer)
@@ -168,7 +173,7 @@ class FileTokenizer(Tokenizer):
         return tokenizer
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
+        # As a batch of one, because `encode` would hold the interpreter lock, for seconds on a long prompt.
         (encoded,) = self._tokenizer.encode_batch_fast(
             [check_characters(text)], add_special_tokens=special
         )
@@ -196,7 +201,7 @@ class FileTokenizer(Tokenizer):
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return the object in a checkpoint's file; empty if there is none. Raises `ValueError`, `OSError`."""
+    """Return the object in a checkpoint's JSON file; empty if there is no such file. Raises `ValueError`, `OSError`."""
     if not file.is_file():
         return {}
     return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -209,10 +214,11 @@ def _added_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Return the special tokens that settings name, which templates may use, and those that they only list.
+    """Return the special tokens that settings name, which templates may use, and those that settings only list.
 
-    A token is its text, or a mapping whose `content` is its text. Only names in "_token" are of tokens, except in
-    `extra_special_tokens`, which transformers 5 writes as a mapping of any names, or as a list.
+    A token is given as its text, or as a mapping whose `content` is its text. A setting names a token if the setting's
+    name ends in "_token". In `extra_special_tokens`, which transformers 5 writes as a mapping or a list, any name may
+    occur.
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
@@ -241,7 +247,7 @@ def _content(token: Any) -> str:
 
 
 def _as_special(token: Any) -> Any:
-    """Return the token as `tokenizers` takes it: a mapping also states whether spaces around it belong to it."""
+    """Return a token in the form that `tokenizers` takes. A mapping also says if the token includes adjacent spaces."""
     import tokenizers
 
     if isinstance(token, str):
@@ -274,7 +280,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
-    """Return whether every id that both have is the same token. Ids that only one has are padding."""
+    """Return whether every id that both tokenizers have is the same token. Ids that only one has are padding."""
     return _first_difference(target, draft) is None
 
 
@@ -293,7 +299,7 @@ def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str
 ) -> None:
-    """Raise `ModelError` unless `have_same_vocabulary`."""
+    """Raise `ModelError` if the vocabularies differ, see `have_same_vocabulary`."""
     id = _first_difference(target, draft)
     if id is not None:
         raise ModelError(
@@ -303,7 +309,7 @@ def check_same_vocabulary(
 
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
-    """Return BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
+    """Return a BLAKE2b hash (16 bytes) of the tokens of the first `size` ids, to compare vocabularies elsewhere."""
     tokens = list(tokenizer.tokens()[:size])
     tokens += [None] * (size - len(tokens))
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
@@ -312,7 +318,7 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
 def load(
     directory: Path, trust_remote_code: bool, encodes: bool = True
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """Return a directory's tokenizer, and how the checkpoint wants to be sampled. `encodes`: see `FileTokenizer`."""
+    """Return a directory's tokenizer, and the checkpoint's generation settings. `encodes`: see `FileTokenizer`."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = FileTokenizer(directory, encodes)
     else:
@@ -328,7 +334,7 @@ def load(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a checkpoint's tokenizer, and of its generation settings. Raises `OSError`."""
+    """Copy the files of a checkpoint's tokenizer and generation settings. Raises `OSError`."""
     for pattern in FILES:
         for file in source.glob(pattern):
             if file.is_file():
@@ -340,8 +346,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     """Return the settings as transformers' generate() reads them.
 
-    transformers' own defaults (GenerationConfig._get_default_generation_params: top_k 50) apply only where the
-    checkpoint samples. On a greedy one a request with a temperature gets no such filter.
+    transformers' own default, top_k 50 (GenerationConfig._get_default_generation_params), applies only if the
+    checkpoint samples. If the checkpoint is greedy, a request with a temperature gets no such filter.
     """
     config = _json(directory / "generation_config.json")
     samples = bool(config.get("do_sample"))
@@ -378,7 +384,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
-    """Return the end tokens of generation_config.json, else those of config.json or of its text model."""
+    """Return the end tokens stated in generation_config.json, else in config.json, else in its text_config."""
     eos = config.get("eos_token_id")
     if eos is None:
         model = _json(directory / "config.json")
@@ -389,9 +395,9 @@ def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _is_valid(name: str, value: Any) -> bool:
-    """Return whether a request could have this value; an invalid one counts as unset, so that requests still work.
+    """Return whether a request could have this value. Invalid values count as unset, so that requests still work.
 
-    A temperature too small for float32 is valid here, and refused with each request that names no other.
+    A temperature too small for float32 is valid here; each request that names no other temperature is then refused.
     """
     if name == "temperature":
         return 0 <= float(value) < math.inf

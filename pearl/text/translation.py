@@ -18,7 +18,8 @@ class Translation:
     """Translates the target's ids to the draft's.
 
     Attributes:
-        shared: target id -> draft id, each once, of tokens with the same bytes, and of further tokens that end texts.
+        shared: target id -> draft id, of tokens with the same bytes, and of further tokens that end texts. An id occurs
+            at most once on each side.
         target: the target's tokenizer.
     """
 
@@ -51,7 +52,7 @@ class Translation:
         return f"it has {len(self.shared):,} of the target's {self.target.vocab_size:,} tokens"
 
     def spell(self, token: int) -> tuple[int, ...]:
-        """Return the draft's tokens, at least one, for a token of the target."""
+        """Return the draft's tokens, at least one, that stand for a token of the target."""
         draft_id = self.shared.get(token)
         if draft_id is not None:
             return (draft_id,)
@@ -69,7 +70,7 @@ class Translation:
                 if token is not None:
                     tokens.append(token)
             return tuple(tokens)
-        # After a line feed, for at the start of a text some tokenizers add a space.
+        # Encode it after a line feed, because some tokenizers add a space at the start of a text.
         prefix = self._draft.encode("\n", special=False)
         tokens = self._draft.encode(f"\n{text}", special=False)
         if tokens[: len(prefix)] == prefix:
@@ -78,6 +79,6 @@ class Translation:
 
 
 def _characters_first(tokenizer: Tokenizer) -> list[int]:
-    """Return all ids, those of bytes such as "<0x2E>" last, for a vocabulary with such bytes prefers its "."."""
+    """Return all ids, those of byte tokens such as "<0x2E>" last, because a tokenizer writes "." with its token "."."""
     ids = range(tokenizer.vocab_size)
     return sorted(ids, key=lambda id: is_byte_piece(tokenizer.token(id) or ""))

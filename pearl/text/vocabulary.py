@@ -1,7 +1,7 @@
 """The vocabulary of a tokenizer.json, read without its merges.
 
-A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into merges.  Only encoding needs those:
-text is decoded, and two vocabularies are compared, by the entries alone.
+A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into merges.  Only encoding needs merges:
+decoding a text and comparing two vocabularies need only the entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WITHOUT_MODEL = '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]]  # a list has its ids in order: Unigram
+    vocab: dict[str, int] | list[tuple[str, float]]  # a list (Unigram) is in the order of ids
 
 
 class _Added(msgspec.Struct):
@@ -37,7 +37,7 @@ class Vocabulary:
     """The entries of a tokenizer.
 
     Attributes:
-        entries: the entries by id; None where there is none.
+        entries: the entry of each id; None for an id without an entry.
         ids: the id of each entry.
         added: entries that are found in a text before it is split.
         special: the added entries that have no text.
@@ -70,7 +70,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def _vocabulary(ids: dict[str, int], added_tokens: Collection[Any], decoder: Any) -> Vocabulary:
-    # There may be gaps: added tokens need not follow the others at once.
+    # There may be gaps, because the ids of added tokens need not follow directly on the others.
     entries: list[str | None] = [None] * (max(ids.values()) + 1)
     for entry, id in ids.items():
         entries[id] = entry
@@ -82,8 +82,8 @@ def _vocabulary(ids: dict[str, int], added_tokens: Collection[Any], decoder: Any
 def read_vocabulary(file: Path) -> Vocabulary | None:
     """Return the vocabulary of a tokenizer.json; None if only the library can tell the ids of added tokens.
 
-    The library gives an added token the id of the model's own entry, else the next free one, whatever the file states.
-    Raises `ValueError`, `OSError`.
+    Whatever id the file states for an added token, the library gives it the id of the model's own entry with that text,
+    or else the next free id.  Raises `ValueError`, `OSError`.
     """
     import tokenizers
 

@@ -1,9 +1,9 @@
 """The two halves of an acceptance rule, one for each process, and how they are made from the registry's entry.
 
 A half sees logits, tokens and draft distributions; nothing of windows, epochs or processes.  The target's own draw
-(`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under all of them.
+(`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under every rule.
 
-A rule whose draft reads the target's hidden states would get them through its `ModelProposer`: no half needs to change.
+If a rule's draft is to read the target's hidden states, `ModelProposer` can pass them on: no half needs to change.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Proposed(NamedTuple):
     """Draft tokens to judge.
 
     Attributes:
-        logits: [len(tokens), vocab], the target's for their positions.
-        rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device; empty
-            for a rule that needs none.
-        start: the position of the first.
-        launched: the result of `TargetHalf.launch` for these logits; None: it was not called.
+        logits: the target's logits [len(tokens), vocab] for the positions of the tokens.
+        rows: the distribution [vocab] that the draft half returned with each token, on the host or on the device of the
+            logits; empty for a rule that needs none.
+        start: the position of the first token.
+        launched: the result of `TargetHalf.launch` for these logits; None if it was not called.
     """
 
     logits: Tensor
@@ -51,22 +51,24 @@ class DraftHalf(Protocol):
         """Draw a token for each of `positions` from its logits [vocab]; waits for no device.
 
         Args:
-            tops: the shortlist of each row, if they are known.
+            tops: the shortlist of each row of logits; empty if they are not known.
 
         Returns:
-            (draw, distribution) for each: see `sampling.read_draw`; the distribution [vocab] float32 that it was drawn
-            from, None if the rule needs none. Both are on the logits' device.
+            (draw, distribution) for each position, both on the device of the logits. `sampling.read_draw` reads the
+            draw. The distribution [vocab] float32 is the one that the token was drawn from; None if the rule needs
+            none.
         """
         ...
 
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank the tokens that the target will most likely commit at `position`, by this model's row.
+        """Rank the tokens that the target will most likely commit at `position`, by this model's logits.
 
         Args:
-            top: the largest of the row.
-            is_root: whether the text's last token is not this draft's, so that a rule may judge several tokens here.
+            top: the shortlist of the logits.
+            is_root: whether the token before `position` is not this draft's; the target may then judge several tokens
+                for `position`.
 
         Returns:
             (tokens, shares): the `count` likeliest tokens, the likeliest first, and the share of each among `top`.
@@ -78,20 +80,20 @@ class TargetHalf(Protocol):
     """How the target judges. Positions are absolute."""
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """Launch what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; waits for no device.
+        """Launch the computation that `judge` needs of logits [n, vocab] for `positions` [n]; waits for no device.
 
-        Returns a tensor [n, ...].  A rule whose text does not depend on what was proposed returns the direct draws, on
-        their way to the host.
+        Returns a tensor [n, ...].  A rule whose text does not depend on proposals returns the direct draws, which are
+        then being copied to the host.
         """
         ...
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge tokens. Raises `NumericalError` where logits that are looked at are not finite."""
+        """Judge the draft tokens. Raises `NumericalError` if logits that this reads are not finite."""
         ...
 
 
 def make_half(side: Literal["target", "draft"], options: RequestOptions) -> Any:
-    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes."""
+    """Make the `TargetHalf`, `DraftHalf` or `joint.JointDraft` of a request's rule, with the parameters it takes."""
     module, _, factory = getattr(options.rule_in_force, side).partition(":")
     half = getattr(import_module(module), factory)
     accepted_names = signature(half).parameters

@@ -1,17 +1,17 @@
-"""Three rules that accept more than exactness allows, and report by how much: opt, uno and bild.
+"""Three rules that accept more than exactness allows, and report the bias: opt, uno and bild.
 
-Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft), and never one of target
-probability 0, so what a grammar or top-p rules out never becomes text.  They differ in what replaces a rejected token.
-Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements the one with the least total
-variation distance from the target. Its bias and rejection probability add up to the distance between draft and target.
-Uno draws from the target itself, and is biased with epsilon 0 too.
+Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft).  They never accept a token whose
+target probability is 0, so a token that a grammar or top-p rules out never becomes text.  The two differ in how they
+replace a rejected token.  Opt draws from max(target - draft, 0), as the ratio rule does.  Of all replacements, this has
+the least bias, the total variation distance from the target; bias and rejection probability then add up to the distance
+between draft and target.  Uno draws from the target itself, and is biased even with epsilon 0.
 
-Source: Yin et al. 2024, section 4.2.  For uno the paper's printed code draws from the draft's distribution and its text
-from the target's; this follows the text.
+Source: Yin et al. 2024, section 4.2.  For uno, the paper's text draws the replacement from the target's distribution,
+but the paper's printed code draws it from the draft's.  We follow the text.
 
-Bild accepts a token wherever the target finds it not too unlikely, whatever the draft's probability of it was.  Source:
-Kim et al. 2023 (BiLD), rollback policy; its fallback policy is the draft's: `--draft-stop threshold`.  Theirs is greedy
-decoding, as here at temperature 0: the draft's likeliest token, or the target's.
+Bild accepts a token whose target probability is high enough, whatever its draft probability.  Source: Kim et al. 2023
+(BiLD), rollback policy; the paper's fallback policy is `--draft-stop threshold` here.  The paper decodes greedily, as
+bild does at temperature 0: it commits either the draft's likeliest token or the target's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pearl.protocol.events import Judged, Odds
 
 
 class UnoTarget(RatioTarget):
-    """Corrects from the target.
+    """Rule uno: draws corrections from the target's distribution.
 
     Args:
-        epsilon: added to the target's probability of a token that it allows.
+        epsilon: is added to the target's probability of a token, if that is not 0.
     """
 
     def __init__(self, options: RequestOptions, epsilon: float) -> None:
@@ -56,7 +56,7 @@ class UnoTarget(RatioTarget):
 
 
 class OptTarget(UnoTarget):
-    """Corrects from the residual. With epsilon 0 it is the ratio rule, bit for bit."""
+    """Rule opt: draws corrections from the residual. With epsilon 0 it is the ratio rule, bit for bit."""
 
     def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
         return residual(target, draft)
@@ -66,7 +66,7 @@ class OptTarget(UnoTarget):
 
 
 class BildTarget(UnoTarget):
-    """Accepts a token whose negative log-likelihood with the target is at most `rollback` nats."""
+    """Rule bild: accepts a token whose negative log-likelihood under the target is at most `rollback` nats."""
 
     def __init__(self, options: RequestOptions, rollback: float) -> None:
         super().__init__(options, 0.0)
@@ -80,7 +80,7 @@ class BildTarget(UnoTarget):
 
 
 class GreedyBildTarget:
-    """Bild at temperature 0: corrects to the target's likeliest token."""
+    """Rule bild at temperature 0: replaces a rejected token by the target's likeliest."""
 
     def __init__(self, options: RequestOptions, rollback: float) -> None:
         self._rollback = rollback
@@ -89,7 +89,7 @@ class GreedyBildTarget:
         return torch.log_softmax(logits.float(), -1)
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge as the protocol says; the bias counts the accepted tokens that are not the target's likeliest."""
+        """See `TargetHalf.judge`. The bias is the number of accepted tokens that are not the target's likeliest."""
         logits = proposed.logits
         scores = proposed.launched
         if scores is None:
@@ -99,7 +99,7 @@ class GreedyBildTarget:
         best_scores = scores.amax(-1).tolist()
         odds = Odds(0.0, 0.0, 0.0)
         for i, (score, best) in enumerate(zip(token_scores, best_scores, strict=True)):
-            if not -score <= self._rollback:  # nor where it is no number
+            if not -score <= self._rollback:  # rejects NaN, too
                 return Judged(i, read_draw(greedy(logits[i])), odds=odds + Odds(1.0, 0.0, 0.0))
             odds += Odds(0.0, 0.0, float(score < best))
         return Judged(len(proposed.tokens), None, odds=odds)

@@ -1,6 +1,6 @@
-"""The direct rules: the target's own draw is always what is committed; the draft guesses it by making the same draw.
+"""The direct rules: every committed token is the target's own draw. The draft guesses it by making the same draw.
 
-With a temperature this is `coupled`, drafter-invariant decoding: both models race with the same exponentials (purpose
+Above temperature 0 this is `coupled`, drafter-invariant decoding: both models race with the same exponentials (purpose
 DIRECT), and acceptance is at least (1-TV)/(1+TV).  At temperature 0 it is greedy decoding.  Nothing but tokens crosses
 the wire.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
 """
@@ -38,7 +38,7 @@ class DirectDraw:
         self.is_filtered = options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
-        """Draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
+        """Return the draw for `position` from logits [vocab]. `top`: the shortlist of the logits, if known."""
         if self.options.temperature == 0:
             return greedy(logits)
         if not self.is_filtered:
@@ -46,7 +46,7 @@ class DirectDraw:
         return race(probabilities(logits, self.options), self.key(position))
 
     def rows(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """Launch the draws [n, 2] from logits [n, vocab] together."""
+        """Launch the draws from all rows of logits [n, vocab] together; return them, [n, 2]."""
         if self.options.temperature == 0:
             return greedy(logits)
         keys = [self.key(position) for position in positions]
@@ -59,7 +59,7 @@ class DirectDraw:
 
 
 class DirectDraft:
-    """Drafts the draft model's direct draw."""
+    """Drafts the draft model's own direct draws."""
 
     def __init__(self, options: RequestOptions) -> None:
         self._draw = DirectDraw(options)
@@ -101,7 +101,7 @@ class DirectTarget:
     def judge(self, proposed: Proposed) -> Judged:
         launched = proposed.launched
         for i, token in enumerate(proposed.tokens):
-            if launched is None:  # the host draws none after a rejection
+            if launched is None:  # on the host, nothing is drawn after a rejection
                 draw = self._draw(proposed.logits[i], proposed.start + i)
             else:
                 draw = launched[i]

@@ -1,12 +1,12 @@
-"""The joint rule: accepts by the likelihood of tokens together, not one by one.
+"""The joint rule: accepts tokens by their joint likelihood, not one by one.
 
 The draft searches for the likeliest block of `depth` tokens.  The target scores the block as a whole and accepts its
 longest part whose joint ratio, the product of target / draft over its tokens, exceeds tau, even where a shorter part
-does not pass; then it draws one token.  So an unlikely token is accepted where what follows makes up for it.
+does not pass; then it draws one token.  So an unlikely token is accepted if the tokens after it make up for it.
 
-At temperature 0 that token is the target's likeliest, and the text a function of the two models.
+At temperature 0 the token drawn is the target's likeliest, so that the text is a function of the two models.
 
-Not exact, on purpose: it prefers texts that are likely as a whole.  Source: Qin et al. 2024, multi-token joint
+Not exact, on purpose: the rule prefers texts that are likely as a whole.  Source: Qin et al. 2024, multi-token joint
 speculative decoding, algorithm 2.
 """
 
@@ -25,7 +25,7 @@ from pearl.protocol.events import Judged, Odds
 
 
 class JointDraft:
-    """Scores the search for a block of `depth` tokens that keeps `width` sequences: see `drafting.beams`."""
+    """Scores sequences in `drafting.beams`, a search for a block of `depth` tokens that keeps `width` sequences."""
 
     def __init__(self, options: RequestOptions, depth: int, width: int) -> None:
         self.options = unwarped(options)
@@ -41,23 +41,24 @@ class JointTarget:
     """Accepts the longest part of a block that is likely enough as a whole.
 
     Args:
-        tau: the joint ratio that must be exceeded; 0 accepts all that the target allows, 1 nothing.
+        tau: a part is likely enough if min(1, joint ratio) > tau. So 0 accepts all that the target allows, 1 nothing.
     """
 
     def __init__(self, options: RequestOptions, tau: float, depth: int) -> None:
         self.options = unwarped(options)
         self._tau = tau
         self._is_greedy = options.temperature == 0
-        self._is_by_token = depth == 1  # then several blocks are judged at a time
+        self._is_by_token = depth == 1  # then several blocks, of a token each, are judged at once
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return probabilities(logits, self.options)
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge a block; each of its rows is 0 but at its token, where it has the draft's probability.
+        """Judge a block. Each token's row is 0 except at the token, where it is the draft's probability.
 
-        A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
-        position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
+        The text before a block determines the block, without a draw.  So only one token could be committed at an
+        accepted position.  The bias there is the distance of this certainty from the target's distribution: 1 - target
+        probability, or at temperature 0 either 0 or 1.
         """
         tokens = proposed.tokens
         target = proposed.launched
@@ -95,7 +96,7 @@ class JointTarget:
         return accepted
 
     def _bias(self, target: Tensor, target_probs: Sequence[float]) -> float:
-        """Return the distances of accepted tokens from the target's rows [accepted, vocab], summed."""
+        """Return the sum of the biases of the accepted tokens, see `judge`. `target`: its rows [accepted, vocab]."""
         if not self._is_greedy:
             return sum(max(0.0, 1 - prob) for prob in target_probs)
         best = target.amax(-1).tolist()
@@ -103,7 +104,7 @@ class JointTarget:
 
 
 def unwarped(options: RequestOptions) -> RequestOptions:
-    """Return the options; at temperature 0, which has no distribution, those of the models' own, unfiltered."""
+    """Return the options; for temperature 0, which has no distribution, those of temperature 1 without filters."""
     if options.temperature:
         return options
     return options.changed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0)

@@ -1,7 +1,7 @@
-"""The ratio rule: accept with probability min(1, target/draft), else correct from the residual. Acceptance rate 1 - TV.
+"""The ratio rule: accept with probability min(1, target/draft), else correct from the residual.
 
-Exact: what is committed has the target's distribution, whatever the draft proposed.  Source: Leviathan et al. 2023,
-algorithm 1.
+Exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance rate is 1 - TV,
+where TV is the total variation distance of the two distributions.  Source: Leviathan et al. 2023, algorithm 1.
 
 Other rules that judge each draft token against the distribution that it was drawn from are subclasses of `RatioTarget`
 with another `accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.
@@ -25,13 +25,13 @@ from pearl.protocol.events import Judged, Odds
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
     """Return whether u < target_prob / draft_prob, for u in [0, 1): the test of acceptance, without the division.
 
-    Strict, so that a token of target probability 0 never passes, not even with u = 0.
+    The comparison is strict, so that a token of target probability 0 never passes, not even with u = 0.
     """
     return u * draft_prob < target_prob
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return max(target - draft, 0) [vocab], not normalised; all zero where rounding leaves nothing."""
+    """Return max(target - draft, 0) [vocab], not normalised. Rounding may make it all zero."""
     return (target_probs - draft_probs).relu_()
 
 
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
 
 
 class SampledDraft:
-    """Samples the draft's distribution, and returns it with each token."""
+    """Samples tokens from the draft's distribution, and returns that distribution with each token."""
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
@@ -69,13 +69,13 @@ class SampledDraft:
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank by the draft's own probabilities: those of the target are not known here."""
+        """Rank by the draft's own probabilities, because the target's are not known here."""
         ids, logits = top
         return ids[:count].tolist(), shares(logits[:count], self.options.temperature).tolist()
 
 
 class RatioTarget:
-    """Judges draft tokens one by one; where one is rejected, draws a correction from `replacement`."""
+    """Judges draft tokens one by one, up to a rejected token, for which it draws a correction from `replacement`."""
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
@@ -95,10 +95,11 @@ class RatioTarget:
     def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor | None:
         """Return the total variation distance [..., 1] of the committed distribution from `target`.
 
-        None: the rule is exact.
+        None if the rule is exact.
 
         Args:
-            accepted: see `accepted`, [..., vocab]; `mass` [..., 1] is its sum.
+            accepted: the result of `accepted`, [..., vocab].
+            mass: the sum of `accepted` over the vocabulary, [..., 1].
         """
         return None
 
@@ -141,7 +142,7 @@ class RatioTarget:
         return read_draw(pick(self.replacement(target, draft), key, otherwise=target))
 
     def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[Facts]:
-        """Read the facts of each token from its rows [n, vocab], waiting for a device once."""
+        """Return the facts of each token, read from both models' rows [n, vocab]; waits for a device once."""
         accepted = self.accepted(target, draft)
         mass = accepted.sum(-1, keepdim=True)
         bias = self.bias(target, accepted, mass)

@@ -1,13 +1,14 @@
-"""Exact rules that judge several first tokens: batch and spectr.
+"""Exact rules that judge several candidates for the first token of what is drafted: batch and spectr.
 
-At a root, where the text has left what was drafted (after a prompt or a correction), the draft's row is there before
-the target's, so any number of tokens can be drawn from it, with replacement.  The draft goes on from the first. The
-others cost it nothing: the target has the row and draws them itself, by keys that both sides know.  A candidate that is
-accepted in place of the first is committed like a correction, and the draft may have a branch ready that follows it.
+A root is a position where drafting begins anew: after a prompt or a correction.  There the draft's distribution gives
+any number of candidates, drawn with replacement.  The draft goes on from the first candidate.  The other candidates
+cost the draft nothing: the target has the distribution, and draws them itself, with keys that both sides know.  If the
+target accepts another candidate than the first, it commits that token like a correction; the draft may have a branch
+ready that continues it.
 
-Batch judges the candidates in turn, each against what those before it have left of the target's distribution.  Source:
-Yin et al. 2024, algorithm of section 3.3.  Spectr judges them by K-SEQ, and those that equal the accepted one go on as
-candidates of their own.  Source: Sun et al. 2023, algorithm 2.
+Batch judges the candidates in turn, each against the part of the target's distribution that the earlier candidates have
+left.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr judges the candidates by K-SEQ; if several of them
+equal the accepted token, the next position has as many candidates again.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_
 from pearl.decoding.sampling import Shortlist, pick, read_draw, shares
 from pearl.protocol.events import Judged
 
-_HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer one
+_HALVINGS = 40  # of the interval that contains K-SEQ's divisor: float32 resolves no finer
 
 
 class SeveralDraft(SampledDraft):
-    """Drafts as under the ratio rule; at a root, expects another candidate to be accepted if its own is not."""
+    """Drafts as under the ratio rule; at a root, ranks the other candidates as the likeliest alternatives."""
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:
         super().__init__(options)
         self._candidates = candidates
-        self._rows: dict[int, Tensor] = {}  # of the last `draft`: position -> distribution
+        self._rows: dict[int, Tensor] = {}  # position -> distribution, of the last `draft`
 
     def draft(
         self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
@@ -49,7 +50,7 @@ class SeveralDraft(SampledDraft):
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank the candidates first, in the order in which they are judged."""
+        """Rank tokens; at a root, the other candidates come first, in the order in which the target judges them."""
         probs = self._rows.get(position)
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
@@ -68,7 +69,7 @@ class Choice(NamedTuple):
     """The verdict on the candidates of one position.
 
     Attributes:
-        number: of the accepted candidate; None: none is accepted.
+        number: the number of the accepted candidate; None if none is accepted.
         residual: the distribution of the correction, [vocab], not normalised.
         rejected: probability that none is accepted.
     """
@@ -79,19 +80,19 @@ class Choice(NamedTuple):
 
 
 class BatchTarget(RatioTarget):
-    """Judges the candidates of a root in turn, each against what is left. With one candidate it is the ratio rule.
+    """Rule batch: judges the candidates of a root in turn. With one candidate it is the ratio rule.
 
     A root is a position after a token that was not drafted, so that the text alone says which positions are roots.
 
     Args:
-        candidates: at a root, the token that the draft went on from among them.
+        candidates: number of candidates at a root, including the token that the draft went on from.
     """
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:
         super().__init__(options)
         self._candidates = candidates
         self._next = -1  # the position after the last drafted token that was accepted
-        self._sequences = 1  # candidates that go on there
+        self._sequences = 1  # candidates for that position
 
     def judge(self, proposed: Proposed) -> Judged:
         masses = []
@@ -125,7 +126,7 @@ class BatchTarget(RatioTarget):
     def _choose(
         self, position: int, candidates: Sequence[int], target: Tensor, draft: Tensor
     ) -> Choice:
-        """Judge candidates drawn from `draft` [vocab]."""
+        """Judge candidates that were drawn from `draft` [vocab]."""
         chosen = None
         remaining = target
         rejected = 1.0
@@ -138,12 +139,12 @@ class BatchTarget(RatioTarget):
                     chosen = number
             rejected *= min(1.0, max(0.0, 1 - torch.minimum(remaining, draft).sum().item()))
             remaining = residual(remaining, draft)
-            if not remaining.any():  # the two are equal, up to rounding
+            if not remaining.any():  # it equalled the draft's distribution, up to rounding
                 break
         return Choice(chosen, remaining, rejected)
 
     def _going_on(self, accepted: int, candidates: Sequence[int]) -> int:
-        """Return how many sequences are judged at the next position."""
+        """Return the number of candidates for the next position."""
         return 1
 
     def _uniform(self, position: int, number: int) -> float:
@@ -151,7 +152,10 @@ class BatchTarget(RatioTarget):
 
 
 class SpectrTarget(BatchTarget):
-    """K-SEQ: each candidate is accepted with probability min(1, target / (divisor * draft)); see `_divisor`."""
+    """Rule spectr (K-SEQ): accepts each candidate with probability min(1, target / (divisor * draft)).
+
+    See `_divisor`.
+    """
 
     def _choose(
         self, position: int, candidates: Sequence[int], target: Tensor, draft: Tensor
@@ -174,12 +178,12 @@ class SpectrTarget(BatchTarget):
 
 
 def candidate(draft: Tensor, options: RequestOptions, position: int, number: int) -> int:
-    """Draw candidate `number` for a position from `draft` [vocab]; number 0 is the draft's own draw."""
+    """Draw candidate `number` for a position from `draft` [vocab]. Candidate 0 is the draft's own draw."""
     return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 
 def _divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
-    """Return the least divisor in [1, candidates] with which K-SEQ takes no token more often than the target does."""
+    """Return the least divisor in [1, candidates] with which K-SEQ commits no token more often than the target does."""
     low = 1.0
     high = float(candidates)
     if candidates == 1 or _excess(target, draft, low, candidates) <= 0:
