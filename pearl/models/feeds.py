@@ -62,7 +62,7 @@ def paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def parent_rows(parents: Sequence[int], first: int) -> list[int]:
-    """Return the row of each node's parent, for a tree in rows from `first` on; -1: it follows the slot's sequence."""
+    """Return the row of each node's parent, where the tree begins in row `first`; -1 for a node that has no parent."""
     return [first + parent if parent >= 0 else -1 for parent in parents]
 
 
@@ -81,8 +81,11 @@ class Layout(NamedTuple):
 
     Attributes:
         ids: [rows], token ids.
-        table: [rows, 4]: slot, position, number of the slot's positions attended to, and the row of the parent, which
-            is attended to as well; -1 in chains.
+        table: [rows, 4], with these columns:
+            0: the slot;
+            1: the position;
+            2: how many of the slot's first positions the row attends to;
+            3: in a tree, the row of its parent, which it attends to as well; -1 if it has none.
         fed: the rows of each feed.
     """
 

@@ -25,7 +25,7 @@ class Scoring(NamedTuple):
         windows: how many positions a token of each layer sees, its own included; 0: all earlier ones.
         scale: the multiplier of a query's product with a key.
         cap: see `cap_scores`.
-        sinks: [heads] of each layer, a further score of each head, without a value; empty: none.
+        sinks: for each layer [heads], a score that takes part in the head's softmax but has no value; empty: none.
     """
 
     windows: tuple[int, ...]
@@ -57,8 +57,8 @@ def whole_blocks(end: int) -> int:
 def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """Compute cap * tanh(scores / cap) in place; a cap of 0 leaves the scores as they are.
 
-    On a CPU scores are of whole blocks of positions, and computed in pieces that torch does not split
-    between threads: all elements are then part of a vector.
+    On a CPU the scores must be of whole blocks of positions. They are computed in pieces that torch
+    does not split between threads, so that vector instructions compute all elements.
     """
     if not cap:
         return scores

@@ -1,11 +1,11 @@
 """Triton kernels of the experts of a forward of 16 rows, and the stacked weights that they read.
 
-The device reads which experts a row chose, so that a recording serves every choice. A program has one
-expert and one tile of outputs, for all rows: an expert's weights are read once, and a row's bits do not
-depend on the other rows.
+The device reads which experts a row chose, so that a recording serves every choice. A program computes
+one tile of an expert's outputs for all rows. So each expert's weights are read once, and a row's bits do
+not depend on the other rows.
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
-otherwise than a GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32. With bfloat16 the interpreter gives other
+results than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pearl.models.gpu.tile_kernels import TileShape, multiply_tile
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
-_WARPS = 4  # see `multiply_tile`
-_TENSORS = ("weight", "scales", "bias")  # of a `KernelMatrix`
+_WARPS = 4  # S of a `TileShape`
+_TENSORS = ("weight", "scales", "bias")  # the tensors of a `KernelMatrix`
 
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
-    """Whether no earlier pair of row and choice has this pair's expert."""
+    """Return whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
     is_alike = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
     return tl.sum(is_alike.to(tl.int32), 0) == 0
@@ -62,7 +62,9 @@ def expert_gate_up(
     BIAS: constexpr,
     CLAMPS: constexpr,
 ):
-    """Compute act [16 * TOP, 16, N] of all rows x [16, K], for each pair that is the first with its expert.
+    """Compute act [16 * TOP, 16, N], the activations of all rows x [16, K] for each pair of row and choice.
+
+    A pair uses the expert that the row chose. It is left out if an earlier pair has the same expert.
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
     """
@@ -115,7 +117,7 @@ def expert_down(
     OFFSET: constexpr,
     BIAS: constexpr,
 ):
-    """Compute out [16, TOP, N], the output of each row's choices, from the `act` of `expert_gate_up`.
+    """Compute out [16, TOP, N], the outputs of each row's experts, from the `act` of `expert_gate_up`.
 
     Grid: (pairs of row and choice, tiles).
     """
@@ -145,7 +147,7 @@ class ExpertProducts:
     """Computes a layer's experts, whose matrices are stacked.
 
     Args:
-        each: gate and up, and down, of each expert.
+        each: (gate_up, down) of each expert.
         limits: see `experts.Experts`.
 
     Attributes:
@@ -201,7 +203,7 @@ class ExpertProducts:
 
 
 def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
-    """Return the matrices of all experts as one, with a further dimension in front of all tensors."""
+    """Return the matrices of all experts as one, with the expert as the first dimension of each tensor."""
     tensors: dict[str, Any] = {}
     for name in _TENSORS:
         if getattr(matrices[0], name) is not None:
@@ -210,7 +212,7 @@ def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
 
 
 def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
-    """Return the matrix of each expert as a view of the stacked ones."""
+    """Return the matrix of each expert, as a view of the stack."""
     parts = []
     for number in range(len(stack.weight)):
         tensors: dict[str, Any] = {}
@@ -223,7 +225,7 @@ def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
 
 
 def _strides(stack: KernelMatrix) -> tuple[int, int]:
-    """Return the distance between experts of their weights, and of their scales."""
+    """Return the strides from one expert to the next: in the weights, and in the scales."""
     weight, scales, _ = stack.tensors()
     return weight.stride(0), scales.stride(0)
 

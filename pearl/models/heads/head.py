@@ -16,8 +16,9 @@ class HeadTarget(NamedTuple):
     Attributes:
         embedding: [vocab, hidden].
         vocab_size: number of token ids.
-        features: numbers of hidden states that the target keeps of each token.
-        context, slots: size of the head's cache, in positions and texts.
+        features: width of the hidden states that the target keeps for each token; 3 * hidden for most EAGLE-3 heads.
+        context: positions that each slot of the head's cache has room for.
+        slots: number of texts that the cache holds.
     """
 
     embedding: torch.Tensor
@@ -28,11 +29,11 @@ class HeadTarget(NamedTuple):
 
 
 class Head(Protocol):
-    """Guesses the token that follows each token, from it and the target's hidden states of the token before it.
+    """Guesses token i + 1 of a text from token i and the target's hidden states at position i - 1.
 
     Attributes:
-        ids: the target's token id of each of the head's logits.
-        lengths: of each slot, how many tokens its cache holds; set a smaller one to forget the last tokens.
+        ids: [logits], the target's token id for each logit. A head may have a smaller vocabulary than its target.
+        lengths: number of cached tokens in each slot. Lower it to drop the last ones.
         context: tokens that a slot has room for.
     """
 
@@ -49,11 +50,13 @@ class Head(Protocol):
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
-        """Return the outputs [n, hidden] for tokens [n], each read with the states [n, hidden] of the token before it.
+        """Run the head on tokens [n], which continue a slot, and return its outputs [n, hidden].
 
         Args:
-            states: the target's, or the head's own outputs where it drafts on by itself.
-            guessed: how many of the slot's last tokens, `tokens` included, are read with the head's own outputs.
+            states: [n, hidden]; row i belongs to the token before tokens[i]. They are the target's, after `fused`, or,
+                for drafted tokens, the head's own outputs.
+            guessed: how many of the slot's last tokens, including `tokens`, are drafted ones. A head with a sliding
+                window widens it by this number.
         """
         ...
 
@@ -66,9 +69,9 @@ class DraftHead(Head, Protocol):
     """A head that can also be a draft, in a process of its own.
 
     Attributes:
-        hidden: numbers of its states.
-        features: numbers of the target's states that it reads of each token.
-        weights: their type, as in `ModelRunner`.
+        hidden: width of the head's outputs.
+        features: width of the target's hidden states that the head reads for each token.
+        weights: the type of its weights, as in `ModelRunner`.
     """
 
     hidden: int
@@ -76,5 +79,5 @@ class DraftHead(Head, Protocol):
     weights: str
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """Copy the cached tokens from `start` to `end` of a slot to another one, which then ends there."""
+        """Copy the cached tokens from `start` to `end` into slot `into`, whose length becomes `end`."""
         ...
