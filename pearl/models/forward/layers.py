@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scales:
-    """Holds a model's multipliers, and the caps of attention scores and of logits; a cap of 0 is none.
+    """Holds a model's multipliers, and its caps of attention scores and of logits; 0: no cap.
 
-    `residual` multiplies what a block adds to the hidden state.
+    `residual` multiplies the output of attention and MLP before it is added to the hidden state.
     """
 
     embedding: float
@@ -94,12 +94,13 @@ class Scales:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Says how a model's layers are computed, by its family and its configuration.
+    """How a model's layers are computed; its family and its configuration decide.
 
     Attributes:
         rotated: how many of a head's numbers are rotated.
         gate: the activation of the gate, one of `linear_layers.gated`.
-        windows, ropes: of each layer, see `layer_kinds`; a window as long as the context is none.
+        windows: of each layer, see `layer_kinds`; 0 for a window that is at least as long as the context.
+        ropes: of each layer, see `layer_kinds`.
     """
 
     forward: Forward
@@ -151,7 +152,7 @@ class Layer:
         dtype: the dtype of rows.
 
     Attributes:
-        experts: in place of `gate_up` and `down`, which are then those of one of them.
+        experts: the layer's experts, or None. With experts, `gate_up` and `down` are those of the first.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class Layer:
 
 
 def tapped(layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
+    """Return the layers whose inputs an EAGLE-3 head reads by default, in a model with `layers` layers."""
     numbers = (2, layers // 2, layers - 3)
     return tuple(min(max(number, 0), layers - 1) for number in numbers)
 
@@ -202,7 +203,10 @@ def norm_weights(
     forward: Forward,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
+    """Return a norm's weights, promoted to a dtype that holds their own numbers and those of `dtype`.
+
+    If the family has a `norm_shift`, it is added, and the weights are float32.
+    """
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
     if forward.norm_shift is None:
@@ -214,22 +218,22 @@ class DecoderLayers:
     """Takes the weights of `model` away from it, and computes with them.
 
     Attributes:
-        weights: their dtype or, of quantised matrices, bits.
-        embedding: [vocab, hidden]. norm: the weights of the last norm.
-        taps: layers whose inputs `features` has, in that order; the number of layers stands for the
-            states that the last norm reads.
-        features: those of the last forward [n, len(taps) * hidden].
+        weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
+        embedding: [vocab, hidden].
+        norm: the weights of the last norm.
+        taps: layers whose inputs are kept as `features`, in that order; the number of layers stands for
+            the states that the last norm reads.
+        features: [n, len(taps) * hidden], as the last forward left them; None without taps.
         scoring: how positions are scored, with a window for each layer.
         residual_dtype: the dtype of the states between layers.
-        in_one_call: computes the layers for a `NativeAttention`: (attention, states before the first of
-            these layers, which become those after the last, first layer, end). None: they are computed
-            one by one.
+        in_one_call: in_one_call(attention, states, start, end) computes the layers from `start` to `end`
+            for a `NativeAttention`, in place. None: layers are computed one by one.
 
     Args:
-        context: a window at least as long is none.
+        context: most positions of a text; attention windows of at least this length are left out.
         is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
             and so queries, are rotated in the dtype of rows.
-        family: the forward and the configuration, of a model that `described` does not know.
+        family: (forward, configuration) of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """
 
@@ -295,8 +299,8 @@ class DecoderLayers:
                 bits |= bits_of(layer)
         if not bits:
             return str(model.dtype).removeprefix("torch."), self.dtype
-        # Rounded matrices round each result once more: sums over the layers in float32 make up for half
-        # of that.
+        # Quantised matrices add a rounding error to each result. States in float32 between the layers make
+        # up for half of it.
         return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
 
     def _sinks(
@@ -338,7 +342,7 @@ class DecoderLayers:
                 continue
             arguments = [name] if name else []
             tables = torch.cat(rotary(like, positions[None], *arguments))
-            # gpt-oss's tables have each angle once, others' twice.
+            # Tables of gpt-oss have each angle once, those of other models twice.
             cos, sin = tables[:, :, None, :half].to(self._cache_dtype)
             cos = pad(cos, (0, unrotated), value=1.0)
             sin = pad(sin, (0, unrotated))
@@ -401,8 +405,8 @@ class DecoderLayers:
         """Return the states [n, hidden] after one layer.
 
         Args:
-            hidden: the states before the layer, to which it adds.
-            x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
+            hidden: the states before the layer, to which the layer adds its outputs.
+            x: the input of the layer's qkv matrix; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
         mixed = self._attend(layer, number, x, ropes, attends)
@@ -419,7 +423,7 @@ class DecoderLayers:
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
-            for row in logits:  # one by one: the last elements of a row are no vector
+            for row in logits:  # alone, so that torch splits every row into vectors alike
                 cap_scores(row, self.scales.logits_cap)
         return logits
 
@@ -428,7 +432,7 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
+        """Return the RMS norm of x; without a norm, x. Either has the dtype of rows."""
         if norm is None:
             return x.to(self.dtype)
         return normalise(x, norm, self.eps, self.dtype)
@@ -440,7 +444,7 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return `hidden` plus the product of x, after its norm and multiplier."""
+        """Return hidden + multiplier * normalise(product(x)); without a norm, hidden + multiplier * product(x)."""
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:
             return product(x, hidden)
@@ -479,7 +483,7 @@ class DecoderLayers:
         states: torch.Tensor,
         norm: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
+        """Normalise states [n, heads, head_dim]: each head alone or, if `norm` spans all heads, all together."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)
 
@@ -509,7 +513,7 @@ def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]
 
 
 def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
-    """Replace fused matrices by their parts, which stay views of them; a second call does nothing.
+    """Replace each fused matrix by its parts, which are views of it. A second call does nothing.
 
     Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`.
     """
@@ -536,14 +540,14 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
 
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Return the weights with their rows cut, or in another order."""
+    """Return the weights after `change`, which cuts or reorders rows, is applied to each of their tensors."""
     if isinstance(weight, QuantisedMatrix):
         return weight.changed(change)
     return change(weight.detach())
 
 
 def set_weight(module: torch.nn.Module, weight: Weights) -> None:
-    """Give a module its weight, which a torch module takes only as a parameter."""
+    """Set a module's weight: a tensor as a parameter, a quantised matrix as an attribute."""
     if isinstance(weight, QuantisedMatrix):
         module._parameters.pop("weight", None)
         module.__dict__["weight"] = weight

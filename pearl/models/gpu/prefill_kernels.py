@@ -182,7 +182,7 @@ def attend(
     """
     shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # tiles that see the most positions begin first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # tiles with most positions begin first
     rows = tile * BM + tl.arange(0, BM)
     d = tl.arange(0, D)
     to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
@@ -201,7 +201,7 @@ def attend(
         top = tl.zeros((BM,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
         weight += 1.0
     state = (tl.zeros((BM, D), tl.float32), top, weight)
-    seen_by_all = (start + 1) // BN * BN  # without a window, all rows see all positions before this one
+    seen_by_all = (start + 1) // BN * BN  # but for a window, all rows see earlier positions
     inside = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0) // BN * BN

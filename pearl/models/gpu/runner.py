@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pearl.models.gpu.prefill import Prompts
     from pearl.models.gpu.token_forward import Decode
 
-_LEAST_DIM = 16  # least dimensions of a head for the kernels of prompts: tensor cores multiply 16 at once
+# Least dimensions of a head for the kernels of prompts: tensor cores multiply 16 at once.
+_LEAST_DIM = 16
 
 
 class KernelRunner(ForwardRunner):
