@@ -27,7 +27,7 @@ from pearl.models.forward.quantised import (
 )
 
 Rounding = Literal["", "int8", "int4"]
-# Number of weights in the layers from which on a forward of one token takes as long as reading them.
+# Least weights in the layers of a large model, whose forward of one token takes as long as reading them.
 _LARGE = 100_000_000
 
 

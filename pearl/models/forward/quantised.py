@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from pearl.errors import ModelError
 
-GROUP = 32  # weights of "int4" that share a scale; a rounded matrix has a multiple of this many inputs
+# Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
+GROUP = 32
 _OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
 _TOGETHER = 4096  # rows rounded at once: a large matrix in float32 would take a GPU's last memory
 
