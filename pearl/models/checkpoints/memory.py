@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 _REPORTED_FROM = 1e9  # bytes
-_SCARCE = 0.75  # share of a device's memory above which its size is told
+_SCARCE = 0.75  # a model that needs more than this share of the memory is reported with both
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
 _MEASURED_FROM = 1e8  # bytes of weights
@@ -40,7 +40,7 @@ class Need:
     Attributes:
         weights: in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
-        states: of recurrent layers, with the copies that a rollback goes back to.
+        states: the states of recurrent layers, and the copies of them that are kept for rollbacks.
     """
 
     weights: int
@@ -51,7 +51,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all three; activations come on top."""
+        """Bytes of weights, cache and states; activations come on top."""
         return self.weights + self.cache + self.states
 
     def __str__(self) -> str:
@@ -115,7 +115,12 @@ def needed(
 
 
 class _Weights(NamedTuple):
-    """Bytes of the weights once loaded, and of a number that is not quantised."""
+    """The size of loaded weights.
+
+    Attributes:
+        size: bytes of all weights.
+        item: bytes of a number that is not quantised.
+    """
 
     size: int
     item: int
@@ -124,10 +129,10 @@ class _Weights(NamedTuple):
 def _loaded_weights(
     directory: Path, config: Config, size: int, dtype: str, keeps_bits: bool
 ) -> _Weights:
-    """Estimate weights whose files have `size` bytes: quantised ones stay so, but others become `dtype`.
+    """Estimate the size of loaded weights whose files have `size` bytes.
 
-    transformers dequantises experts in MXFP4, which take 17 / 32 bytes a number, to bfloat16.  Our own forward keeps
-    the bits of a GGUF file, except those of the embedding.
+    Quantised weights stay quantised, and the others become `dtype`.  But transformers dequantises experts in MXFP4,
+    which take 17 / 32 bytes a number, to bfloat16.  Of a GGUF file, our own forward dequantises the embedding only.
     """
     scheme = config.get("quantization_config")
     is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
@@ -147,7 +152,7 @@ def _loaded_weights(
 
 
 def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
-    """Return the bytes of tensors, of which those that are not quantised take `item` bytes a number."""
+    """Return the bytes of tensors: quantised ones as in the file, `item` bytes for each number of the others."""
     size = 0
     for tensor in tensors.values():
         if tensor.kind in GGUF_BLOCKS:
@@ -158,9 +163,9 @@ def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
 
 
 def _size_of_weights(directory: Path) -> int:
-    """Return the bytes of the files that all weights are read from; of a GGUF file's in bfloat16.
+    """Return the bytes of the files that have the weights. For a GGUF file, return those of its weights in bfloat16.
 
-    Mistral's repositories have them a second time, in consolidated files.
+    Mistral's repositories have the weights a second time, in consolidated files, which are not counted.
     """
     table = table_in(directory)
     if table is not None:
@@ -176,9 +181,9 @@ def _size_of_weights(directory: Path) -> int:
 
 
 def _sizes(directory: Path, item: int) -> CacheSizes | None:
-    """Measure the cache of a checkpoint that runs through transformers, with weights of `item` bytes; None: unknown.
+    """Measure the cache of a checkpoint that runs through transformers, with `item` bytes a number; None: unknown.
 
-    On the meta device its model takes no memory, and under a second.
+    The model is made on the meta device: it takes no memory, and less than a second.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,7 +191,7 @@ def _sizes(directory: Path, item: int) -> CacheSizes | None:
 
     with suppress(Exception), torch.device("meta"):  # loading will report what is wrong
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        # Some operations of experts are defined there for bfloat16 only.
+        # On the meta device some operations of experts are defined for bfloat16 only.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         return cache_sizes(model.eval(), item)
     return None
@@ -201,7 +206,9 @@ def cache_bytes(config: Config, positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """Return a line on the need, and on the memory where that is scarce; "" below 1 GB or if either is unknown.
+    """Return a line that says what the model needs and, if that is scarce, what memory there is.
+
+    Return "" if the need is below 1 GB, or if the need or the memory is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.
@@ -281,9 +288,9 @@ def fits_in_float32(directory: Path) -> bool:
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Return the bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown.
+    """Return the bytes still available: min(the kernel's MemAvailable, bytes left in the cgroup); None: unknown.
 
-    Pages of files that were not used lately count as available in either: the kernel drops them for a program.
+    In both, cached pages of files that were not used lately count as available: the kernel drops them when needed.
     """
     sizes = _meminfo(proc, "MemAvailable")
     for usage in _cgroup(group):
@@ -292,7 +299,7 @@ def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None
 
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Return all bytes: the machine's memory or the cgroup's limit, if less; None: unknown."""
+    """Return the bytes of all memory: min(the machine's memory, the cgroup's limit); None: unknown."""
     sizes = _meminfo(proc, "MemTotal")
     sizes += [usage.limit for usage in _cgroup(group)]
     return min(sizes, default=None)
@@ -309,14 +316,20 @@ def _meminfo(proc: Path, name: str) -> list[int]:
 
 
 class _Usage(NamedTuple):
-    """A cgroup's limit, bytes in use, and of these pages of files that were not used lately."""
+    """The memory of a cgroup, in bytes.
+
+    Attributes:
+        limit: the most that it may use.
+        used: what it uses.
+        idle: the part of `used` that is cached files which were not read lately.
+    """
 
     limit: int
     used: int
     idle: int
 
 
-_GROUP_FILES = (  # of version 2 and of version 1
+_GROUP_FILES = (  # limit, use, statistics and the line on idle pages there: in version 2, in version 1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -330,7 +343,7 @@ _GROUP_FILES = (  # of version 2 and of version 1
 def _cgroup(group: Path) -> list[_Usage]:
     """Return the memory of this process's cgroup, in a list that is empty where it has no limit."""
     for limit, used, statistics, idle in _GROUP_FILES:
-        # There are no files of this version; or the limit is "max", which is no number.
+        # It fails if there are no files of this version, or the limit is "max", which is no number.
         with suppress(OSError, ValueError, KeyError):
             lines = (line.split() for line in (group / statistics).read_text().splitlines())
             return [

@@ -1,6 +1,6 @@
-"""Quantised weights as other tools write them into safetensors files, taken apart into `QuantisedMatrix`.
+"""Converts quantised weights, as other tools write them into safetensors files, to `QuantisedMatrix`.
 
-`recipes` says which of the layouts a module has; here each layout is read.
+`recipes` decides which layout a module has. This file reads the layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pearl.models.forward.quantised import QuantisedMatrix
 
 # Tensors that only quantised modules have.
 _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
-# Tensors for activations, keys and values that other engines quantise as they compute; here they stay whole.
+# Tensors with which other engines quantise activations, keys and values as they compute. Here these
+# are not quantised.
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
 _UNUSED = re.compile(r"bias|(input|output|q|k|v|kv)_(scale|zero_point|global_scale)")
 _GROUPED = 16  # the number of inputs of a group is a multiple of this
@@ -41,7 +42,10 @@ def module_of(name: str) -> str:
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Split words of 32 bits [rows, n] into fields uint8 [rows, count], packed without gaps from the lowest bit on."""
+    """Split words of 32 bits [rows, n] into fields uint8 [rows, count].
+
+    Fields have `bits` bits each, and are packed without gaps, from the lowest bit on.
+    """
     if 32 % bits == 0:
         return fields(words, bits)[:, :count].contiguous()
     missing = -words.shape[1] % bits
@@ -61,10 +65,10 @@ def _integers(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Return the matrix of unsigned steps: in 4 bits, or in 8 with a sign where they have more.
+    """Return the matrix of unsigned steps: of up to 4 bits as they are, of more bits as int8.
 
     Args:
-        zeros: zero points [out, groups]; None: half of the range, as in symmetric schemes.
+        zeros: zero points [out, groups]; None: 2 ** (bits - 1), as in symmetric schemes.
     """
     half = 2 ** (bits - 1)
     if bits <= 4:
@@ -84,8 +88,8 @@ class Tensors:
     """The tensors of a quantised module, each read at its use.
 
     Attributes:
-        parts: their names without that of the module, biases and tensors for activations left out.
-        unread: those of `parts` that no layout has read.
+        parts: names of the tensors within the module, such as "qweight", without those that no layout needs.
+        unread: those of `parts` that were neither read nor skipped.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Tensors:
         return self._get(f"{self.module}.{part}")
 
     def skip(self, part: str) -> None:
-        """Leave out a tensor that says nothing about the weights; the module may lack it."""
+        """Count a tensor as read, because the layout does not need it. The module may lack it."""
         self.unread.discard(part)
 
 
@@ -137,7 +141,7 @@ def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """Return the inputs sorted by their groups; None where they are sorted already."""
+    """Return the inputs sorted by their groups; None if they are sorted already."""
     counts = group_of.bincount(minlength=groups)
     if len(counts) != groups or bool((counts != counts[0]).any()):
         raise Unread("g_idx has groups of several sizes")
@@ -150,7 +154,7 @@ _FP8_BLOCK = 128
 
 
 def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
-    """Return the matrix with one scale, or one for each row, group of a row, or block of 128 by 128."""
+    """Return a float8 matrix with one scale, or with one for each row, each group of a row, or each 128 x 128 block."""
     outputs, inputs = weight.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
@@ -160,7 +164,7 @@ def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
         raise Unread(f"weight is {weight.dtype} with scales {list(scales.shape)}")
     down, across = scales.shape
     rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
-    # A last block that is not whole would be a group of another size.
+    # If the inputs are no multiple of a group, the last group of a row would be smaller.
     has_groups = rows == 1 and inputs % across == 0
     if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
         raise Unread(f"weight {[outputs, inputs]} has scales {list(scales.shape)}")
@@ -181,13 +185,13 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     zeros = None
     if recipe.is_symmetric:
         tensors.skip("weight_zero_point")
-    else:  # packed along the outputs
+    else:  # zero points are packed along the outputs
         zeros = unpacked(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
     return _integers(steps, recipe.bits, scales, zeros)
 
 
 def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read steps with a sign, a byte each whatever their bits."""
+    """Read signed steps, each of which takes a byte even if it has fewer bits."""
     half = 2 ** (recipe.bits - 1)
     steps = (tensors.of("weight").to(torch.int16) + half).to(torch.uint8)
     zeros = None
@@ -202,7 +206,7 @@ def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read groups of 16 that share a scale in e4m3, which is divided by a number of the whole matrix."""
+    """Read groups of 16 weights with a scale in e4m3, which is divided by one number for the whole matrix."""
     steps = paired(tensors.of("weight_packed"))
     scales = tensors.of("weight_scale")
     divisor = tensors.of("weight_global_scale")
@@ -212,7 +216,7 @@ def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
             f"weight_scale is {scales.dtype} {list(scales.shape)}, "
             f"weight_global_scale {list(divisor.shape)}"
         )
-    divisors = 2 * divisor.float().reshape(1, 1)  # the table has halves
+    divisors = 2 * divisor.float().reshape(1, 1)  # `FP4` counts in halves
     return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
 
 
@@ -237,7 +241,7 @@ def _exponents(tensors: Tensors) -> torch.Tensor:
 
 
 def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read NF4 or FP4: blocks of a flattened matrix, whose scales may be quantised too."""
+    """Read NF4 or FP4: the matrix is flattened and cut into blocks, whose scales may be quantised, too."""
     kind = "nf4" if f"{_STATE}nf4" in tensors.parts else "fp4"
     state = json.loads(bytes(tensors.of(f"{_STATE}{kind}").tolist()))
     outputs, inputs = state["shape"]
@@ -261,7 +265,7 @@ def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe
         )
 
 
-# What reads the modules of each layout. A reader must read all of a module's tensors.
+# Layout -> the function that reads its modules. It must read or skip all tensors of a module.
 LAYOUTS: Mapping[str, Callable[[Tensors, Recipe], QuantisedMatrix]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -281,11 +285,13 @@ def matrices(
 ) -> dict[str, Make]:
     """Return a loader of each quantised matrix of a checkpoint, by weight name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Of the modules with one recipe and tensors of the
-    same names one is loaded at once, as a check.
+    Raises `Unread` for a setting or a tensor that is not read here.  Modules with the same recipe and the same tensor
+    names are laid out alike: to check them, the first of them is loaded at once.
 
     Args:
-        scheme: its `quantization_config`. names: of its tensors. get: reads a tensor.
+        scheme: the checkpoint's `quantization_config`.
+        names: names of its tensors.
+        get: reads the tensor of a name.
     """
     choose = chooser(scheme)
     loaders: dict[str, Make] = {}
@@ -303,7 +309,7 @@ def matrices(
             raise Unread(f"{module}.{min(tensors.unread)} is a tensor that nothing reads")
         if inputs % _GROUPED:
             raise Unread(f"{module} has groups of {inputs} inputs")
-    # A file may have no more than scales of a cache.
+    # With empty config_groups a checkpoint quantises only the KV cache.
     if not loaders and scheme.get("config_groups") != {}:
         raise Unread(
             f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights"
