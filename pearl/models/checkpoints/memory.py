@@ -329,7 +329,8 @@ class _Usage(NamedTuple):
     idle: int
 
 
-_GROUP_FILES = (  # limit, use, statistics and the line on idle pages there: in version 2, in version 1
+# For version 2 and version 1: the files with limit, use and statistics, and the line of idle pages in the last one.
+_GROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",

@@ -1,4 +1,4 @@
-"""Tokenizers by the name of their model: checkpoints and toy models. Must not load weights."""
+"""Loads the tokenizer of a named model, a checkpoint or a toy. Must not load weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_tokenizer(
 
     Args:
         spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
-        encodes: False if texts are only decoded, or vocabularies compared: merges are then read when needed.
+        encodes: False if texts are only decoded, or vocabularies compared: merges are then read only when needed.
     """
     if is_toy(spec):
         options = toy_options(spec)
@@ -101,9 +101,13 @@ def translation_of(
     trust_remote_code: bool = False,
     known: tuple[Tokenizer, GenerationDefaults] | None = None,
 ) -> Translation | None:
-    """Return how a draft speaks its target's tokens; None: as its own, or the target's tokenizer is not on this host.
+    """Return the translation between the tokens of a draft and those of its target.
 
-    Raises `ModelError` where the two have too few tokens in common. `known`: the draft's tokenizer, if loaded.
+    Return None if both have the same vocabulary, or the target's tokenizer is not on this host.  Raises `ModelError` if
+    the two vocabularies have too few tokens in common.
+
+    Args:
+        known: the draft's tokenizer and generation defaults, if they are loaded already.
     """
     draft_tokenizer, draft_defaults = known or load_tokenizer(
         draft, trust_remote_code=trust_remote_code, encodes=False
@@ -113,7 +117,7 @@ def translation_of(
             target, trust_remote_code=trust_remote_code, encodes=False
         )
     except ModelError as error:
-        # The target refuses a draft of another vocabulary that does not translate.
+        # If the vocabularies do differ, the target will refuse the draft.
         log.info("taking the draft's tokens for the target's: %s", error)
         return None
     if have_same_vocabulary(tokenizer, draft_tokenizer):
