@@ -29,9 +29,10 @@ MATRICES = {
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-# Activations that our own forward computes, by their names in config.json -> in `matrices.gated`.
+# Activations that our own forward computes: names in config.json -> in `linear_layers.gated`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
-# Those of heads, which have more: torch computes the others, whose bits may depend on how many rows are computed.
+# Activations of heads, by the same names. torch computes those that `ACTIVATIONS` lacks, and their
+# bits may depend on how many rows are computed.
 HEAD_ACTIVATIONS = ACTIVATIONS | {
     "gelu": "erf_gelu",
     "gelu_python": "erf_gelu",
@@ -42,14 +43,16 @@ HEAD_ACTIVATIONS = ACTIVATIONS | {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-# Language models that compute what another family does where a text has no pictures: a token's three positions are one.
+# Language models of vision models -> the family that computes the same for a text without pictures,
+# where the three positions of a token are equal.
 TWINS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# Whose angles do not depend on the length of the text; longrope's do not within a runner's context.
+# Types of rope whose angles do not depend on the length of the text; longrope's do not within a
+# runner's context.
 ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
 
@@ -57,23 +60,23 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: setting of the configuration -> how the names of those matrices begin that have a bias where it is
-            true; "": always.
+        biases: setting of config.json -> the matrices that have a bias if the setting is true, by the beginnings of
+            their names. The setting "" is always true.
         head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
         norms: names of a layer's norms: before attention, after it, before the MLP, after it; "": none there.
-        norm_shift: None: a norm rounds before its weights are applied, as in Llama.  Else they are applied in float32,
-            with this added.
+        norm_shift: a number that is added to a norm's weights, which are then applied in float32.  None: a norm rounds
+            its input before the weights are applied, as in Llama.
         fused: matrices that a checkpoint has as one -> their parts.
-        default_window: window of all layers, where the configuration names neither one nor the layers' types; 0:
-            unlimited. None: layers without types have no window.
+        default_window: the attention window of all layers if config.json has neither sliding_window nor layer_types;
+            0: unlimited. None: if it has no layer_types, all layers have full attention.
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
         has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
         has_experts: whether layers may have experts.
         clamps_experts: whether experts are gpt-oss's: with biases, and gate and up limited.
         has_sinks: whether the softmax of each head has a learned score without a position.
-        rotates: how rope pairs the numbers of a head, "halves" (i with i + dim / 2) or "pairs" (neighbours), in the
-            part that `partial_rotary_factor` names; "": the whole head, in halves.
+        rotates: how rope pairs the first n = `partial_rotary_factor` * head_dim numbers of a head: "halves" (i with
+            i + n / 2) or "pairs" (2i with 2i + 1). "": it rotates the whole head, in halves.
         reads_directly: whether config.json is complete; else transformers completes it, and loads the model.
     """
 
@@ -99,12 +102,13 @@ class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         architecture: llama.cpp's name of the family; "": its files are not read.
         needed: further keys that a file must have -> their settings in config.json.
-        optional: keys that some files have -> their settings; a shape shows where one is missing.
+        optional: keys that a file may lack -> their settings. The check of tensor shapes finds a size that is missing.
         settings: defaults of config.json for what a file does not state.
         window: (period, tokens): each `period`-th layer has full attention, the others a window of `tokens`.
         ropeless: each `ropeless`-th layer does not rotate queries and keys; 0: all do.
         has_two_ropes: layers with a window have a rope of their own, which is not scaled.
-        layers_of_27b: number of layers of the family's one model whose attention scores have another scale.
+        layers_of_27b: number of layers of the family's 27B model, which scales attention scores by another number than
+            the smaller ones; 0: the family has no such model.
         interleaves: files interleave the two halves of each head in the rows of queries and keys.
         rope: settings of `rope_parameters` that no file states.
     """
@@ -143,7 +147,7 @@ FAMILIES = msgspec.convert(
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
 QUANTISED = ("awq", "gptq", "fp8", "auto-round", "compressed-tensors", "bitsandbytes", "mxfp4")
-# GGUF's name of the architecture, and whether files have experts -> the family.
+# (GGUF's name of the architecture, whether files have experts) -> the family.
 GGUF = {
     (family.gguf.architecture, family.forward.has_experts): family
     for family in FAMILIES
@@ -178,7 +182,7 @@ def not_computed(
     Args:
         architecture: class in transformers.
         config: as in config.json, with `rope_parameters`.
-        activations: of the MLP, that the caller computes.
+        activations: names of the MLP activations that the caller can compute.
     """
     if architecture not in OWN_FORWARD:
         return f"our own forward has no family {architecture}"
@@ -191,7 +195,7 @@ def not_computed(
 
 
 def _ropes(config: Config) -> list[Config]:
-    """Return the model's rope, or that of each kind of layer."""
+    """Return the settings of the model's rope, or of the rope of each kind of layer."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return []
@@ -264,7 +268,11 @@ def rotated(forward: Forward, config: Config, dim: int) -> int:
 
 
 def dimensions(config: Config) -> dict[str, int]:
-    """Return the sizes that `MATRICES` names, of a configuration that has `head_dim`."""
+    """Return the sizes that `MATRICES` names, such as queries = num_attention_heads * head_dim.
+
+    Args:
+        config: as in config.json, with `head_dim`.
+    """
     width = config["head_dim"]
     return {
         "hidden": config["hidden_size"],

@@ -152,7 +152,7 @@ def _own_runner(
 
 
 def _taps(spec: str, features: Features, count: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are kept for a head. Raises `ModelError` if a model of `count` layers lacks one."""
+    """Return the layers whose inputs are kept for a head. Raises `ModelError` if the model, of `count`, lacks one."""
     from pearl.models.forward.layers import tapped
 
     if isinstance(features, tuple):
@@ -430,9 +430,10 @@ def _advice(error: Exception) -> str:
 
 
 def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | None) -> int:
-    """Return the number of tokens that a slot of the cache holds; the default if neither limit is given.
+    """Return the number of tokens that a slot of the cache holds.
 
-    Raises `ModelError` if `max_context` is beyond the model's limit.
+    Without `max_context`, it is the model's limit, and at most `DEFAULT_CONTEXT`.  Raises `ModelError` if `max_context`
+    is beyond the model's limit.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in _POSITIONS]
