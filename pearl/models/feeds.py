@@ -16,8 +16,8 @@ class Feed:
     """Tokens for one slot of a runner.
 
     Attributes:
-        tokens: [n], not empty. If it is a tensor, the ids are on the device, which may not have computed them yet; their
-            range is not checked.
+        tokens: [n], not empty. Ids in a tensor are on the device, which may not have computed them yet; their range is
+            not checked.
         rows: return the logits of this many last tokens; 0 <= rows <= n.
         slot: which sequence the tokens continue.
         parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each

@@ -1,8 +1,8 @@
 """Cache layers that can be rolled back, in place of transformers' layers. They depend on the state that a layer keeps:
 
-* Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. It also keeps
-  the keys of an indexer, which chooses the positions to attend to. transformers sizes a mask by the positions that the
-  cache layer holds, so the model's own mask hides those outside of its window.
+* Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. If there is an
+  indexer, which chooses the positions to attend to, it also keeps the indexer's keys. transformers sizes a mask by the
+  positions that the cache layer holds, so the model's own mask hides those outside of its window.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
 * Other state: transformers' own layer. For a rollback `Snapshots` empties it, and the text is fed again.
@@ -228,7 +228,7 @@ class Snapshots:
         return self.length
 
     def kinds(self) -> list[str]:
-        """Return the names of the attributes that hold recurrent layers' state so far, of any convolution or recurrence."""
+        """Return the names of the attributes in which recurrent layers hold state so far."""
         names: set[str] = set()
         for layer in self._layers:
             if layer in self.unknown:
