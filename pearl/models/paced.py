@@ -23,7 +23,7 @@ _WEIGHT = torch.ones(64, 64)
 
 
 def pace(runner: ModelRunner, seconds: float) -> None:
-    """Make each forward of the runner last this long from now on, whatever it is fed."""
+    """Make each forward of the runner last `seconds` from now on, whatever the runner is fed."""
     forward = runner.forward
 
     def paced(feeds: Sequence[Feed]) -> list[torch.Tensor]:

@@ -22,10 +22,12 @@ class Capabilities:
     Attributes:
         slots: sequences that it holds side by side.
         tree_nodes: the most tokens of a tree; 0: it takes no trees.
-        launches: whether a forward of few tokens returns before it is done, so that it accepts tokens not yet drawn.
+        launches: whether a forward of few tokens returns before it is computed. It then accepts tokens that the device
+            has not drawn yet.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
-        features: size of the hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
+        features: width of the hidden states that it keeps for each token fed, for a head; 0: it keeps none. See
+            `ForwardRunner`.
         together: whether the feeds of several slots are one forward; else they are computed one after the other.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
             whole pieces only, because later positions have other bits. 1: it can reuse the cache up to any position.

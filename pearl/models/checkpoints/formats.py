@@ -23,7 +23,7 @@ def _half(block: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _nibbles(block: torch.Tensor) -> torch.Tensor:
-    """Split bytes [..., n] into 4 bits each [..., 2 * n]: the low halves, then the high ones."""
+    """Split bytes [..., n] into halves [..., 2 * n]: first all low halves, then all high halves."""
     return torch.cat((block & 15, block >> 4), -1)
 
 

@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file, which is mapped: quantised as they are, or dequantised as gguf-py does it."""
+"""Maps a GGUF file and reads its weights, either quantised as in the file or dequantised as gguf-py does it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class HubName(NamedTuple):
 
 
 def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
-    """Fetch those files of the model `spec`, a `HubName`, that PEARL loads.
+    """Fetch the files that PEARL needs of the model `spec`, a `HubName`.
 
     Return the model's directory, or its GGUF file, in the hub's cache.  Reports the size before a download.  If the hub
     cannot be reached, returns what is in the cache.  Raises `ModelError`.

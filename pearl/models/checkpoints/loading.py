@@ -152,7 +152,10 @@ def _own_runner(
 
 
 def _taps(spec: str, features: Features, count: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are kept for a head. Raises `ModelError` if the model, of `count`, lacks one."""
+    """Return the layers whose inputs are kept for a head.
+
+    Raises `ModelError` if a model with `count` layers does not have all of them.
+    """
     from pearl.models.forward.layers import tapped
 
     if isinstance(features, tuple):
@@ -351,10 +354,11 @@ def language_model_of(path: Path) -> PreTrainedConfig | None:
 
 
 def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return `text`, the configuration of a language model, as one of the family that `TWINS` names for it.
+    """Return the configuration of the `TWINS` family that computes the same as a multimodal model's language model.
 
     Args:
-        config: the configuration of the whole model.
+        config: the configuration of the multimodal model.
+        text: the configuration of its language model.
     """
     from transformers import AutoConfig
 
@@ -403,9 +407,9 @@ def _is_flat(buffer: Any) -> bool:
 
 @contextmanager
 def _explained(spec: str) -> Iterator[None]:
-    """Turn whatever transformers raises while it loads into a `ModelError` with cause and advice.
+    """Turn any error that transformers raises while loading into a `ModelError` with cause and advice.
 
-    Its errors have no common base: OSError, ValueError, KeyError, ImportError, the hub's own, safetensors' own.
+    Such errors have no common base: OSError, ValueError, KeyError, ImportError, errors of the hub and of safetensors.
     """
     try:
         yield
@@ -467,11 +471,11 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
 
 
 def _steady_positions(config: Any) -> int | None:
-    """Return how many positions a text may have before its length changes the rope's angles; None: it never does.
+    """Return how many positions a text may have before its length changes the rope's angles; None: any number.
 
-    For such a rope transformers chooses the angles of each forward by its largest position: a "longrope" has long or
-    short factors, a "dynamic" rope a growing base.  Keys in the cache keep their old angles, so the logits would depend
-    on how the text was cut into forwards: on method, window and chunks of the prompt.
+    If the length changes them, transformers chooses the angles of each forward by its largest position: a "longrope"
+    has long or short factors, a "dynamic" rope a growing base.  Keys in the cache keep their old angles, so the logits
+    would depend on how the text was cut into forwards: on method, window and chunks of the prompt.
     """
     ropes = _changing_ropes(config)
     if not ropes:
@@ -484,7 +488,7 @@ def _steady_positions(config: Any) -> int | None:
 
 
 def _changing_ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the ropes whose angles depend on the length; some models have one for each kind of layer."""
+    """Return the ropes whose angles depend on the length. A model may have a rope for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return []

@@ -38,7 +38,7 @@ class Need:
     """The memory that a model needs, in bytes.
 
     Attributes:
-        weights: in the dtype in which they will be loaded.
+        weights: the weights, in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
         states: the states of recurrent layers, and the copies of them that are kept for rollbacks.
     """
@@ -342,7 +342,7 @@ _GROUP_FILES = (
 
 
 def _cgroup(group: Path) -> list[_Usage]:
-    """Return the memory of this process's cgroup, in a list that is empty where it has no limit."""
+    """Return the memory of this process's cgroup, in a list that is empty if the cgroup has no limit."""
     for limit, used, statistics, idle in _GROUP_FILES:
         # It fails if there are no files of this version, or the limit is "max", which is no number.
         with suppress(OSError, ValueError, KeyError):

@@ -1,6 +1,6 @@
 """Recipes of quantised checkpoints: the bits and the layout of each module, by `quantization_config`.
 
-Each tool chooses a module's settings by its name, by rules of its own:
+Each tool has its own rules to choose the settings of a module by the module's name:
 
 * compressed-tensors has groups, which list targets. A target is a full name, a regular expression that
   must match the beginning of a name, or a class. The first target that fits a module decides. Full names

@@ -1,4 +1,4 @@
-"""Rotary position embedding (rope): from config.json to cosines and sines, bit for bit those of transformers."""
+"""Rotary position embedding (rope): computes cosines and sines by config.json, bit for bit as transformers does."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 
 
 class ToyTokenizer(Tokenizer):
-    """One printable character per token, for toy models: 0-9, a-z, A-Z, then those from U+0100 on.
+    """One printable character per token, for toy models: 0-9, a-z, A-Z, then all from U+0100 on.
 
-    Other characters are encoded as their code point modulo vocab_size, so that every text can be a prompt;
-    decode(encode(s)) == s holds for texts of its own characters.
+    Characters outside of the vocabulary are encoded as their code point modulo vocab_size, so that every text can be a
+    prompt; decode(encode(s)) == s holds for texts of characters in the vocabulary.
     """
 
     chat_template = ""

@@ -131,8 +131,8 @@ def _opened(file: Path) -> ctypes.CDLL:
 def use_threads(count: int) -> list[int]:
     """Compute with `count` threads from now on, including this one; return the others' native ids.
 
-    The threads are our own and sleep while there is nothing to compute. torch gets none: its threads
-    spin for each other.
+    The threads are our own and sleep while there is nothing to compute. torch computes with one thread,
+    because several would spin while they wait for each other.
     """
     global _threads
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ _Parts = Sequence[Native]  # the matrices of one product, side by side
 
 
 class _Products(NamedTuple):
-    """The matrices of a layer, each as parts side by side, in the order of `layers.c`."""
+    """The matrices of a layer, in the order of `layers.c`. Each consists of parts, side by side."""
 
     qkv: _Parts
     out: _Parts

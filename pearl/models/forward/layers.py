@@ -143,10 +143,10 @@ class LayerSpec:
 
 
 class Layer:
-    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks.
+    """Holds a decoder layer's matrices and the weights of its norms. A norm that the layer lacks is None.
 
     Args:
-        module: a layer of transformers, or one that looks like it.
+        module: a layer of transformers, or a module with the same attributes.
         rope: see `layer_kinds`.
         lay_out: see `linear_layers.matrix`.
         dtype: the dtype of rows.
@@ -215,7 +215,7 @@ def norm_weights(
 
 
 class DecoderLayers:
-    """Takes the weights of `model` away from it, and computes with them.
+    """Computes the decoder layers of a model and its logits. It takes the weights away from `model`.
 
     Attributes:
         weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
@@ -231,8 +231,8 @@ class DecoderLayers:
 
     Args:
         context: most positions of a text; attention windows of at least this length are left out.
-        is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
-            and so queries, are rotated in the dtype of rows.
+        is_native: whether our C computes the layers. Otherwise matrices are laid out for our kernels, and
+            queries and keys are rotated in the dtype of rows.
         family: (forward, configuration) of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """

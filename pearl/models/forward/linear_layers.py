@@ -211,7 +211,7 @@ def matrix(
     rounding: Rounding = "",
     wide: bool = False,
 ) -> Matrix:
-    """Return several linear layers with one input as one matrix, their outputs side by side.
+    """Return several linear layers that read the same input as one matrix, with their outputs side by side.
 
     It takes the weights away from the layers, so that a large model is never in memory twice.
 
@@ -298,7 +298,7 @@ def _native(
     bias: torch.Tensor | None,
     wide: bool,
 ) -> native.Native:
-    """Lay weights out for our C. Dequantise those that it does not multiply by as they are."""
+    """Lay weights out for our C. Quantised weights that our C cannot multiply by are dequantised."""
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
         if multiplies_bf16():

@@ -34,7 +34,7 @@ class ForwardRunner(ModelRunner):
     It takes the weights away from the model.
 
     Args:
-        room: positions of a slot.
+        room: positions that a slot has room for, padding included.
         is_native: see `DecoderLayers`.
         slots: how many sequences the cache holds.
         rounding: how matrices are rounded: see `quantised.rounded`.

@@ -223,8 +223,9 @@ def attend(
     """Write the rows' keys and values to their slots, and attend to each part of the positions that they see.
 
     The work is cut into units. A unit has one key-value head, with all query heads that share it, and one
-    part of a tile's positions. It has all rows of the tile or, if these are computed apart, a single row. It
-    writes the feed's keys and values at the positions of its part. The programs of any grid share the units.
+    part of a tile's positions. It has all rows of the tile or, if they are computed apart, a single row. A
+    unit also writes the feed's keys and values at the positions of its part. The programs of any grid share
+    the units.
 
     squares: sums of squares of the columns of qkv, for NORMS 2. Constants: see `AttentionShape`.
     """

@@ -151,7 +151,7 @@ class ExpertProducts:
         limits: see `experts.Experts`.
 
     Attributes:
-        each: the same matrices as views of the stacked ones.
+        each: the same matrices, as views of the stacks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Triton kernels for a piece of a prompt: they rotate, write keys and values to the cache, and attend to it.
+"""Triton kernels for a piece of a prompt: they rotate queries and keys, write to the cache, and attend to it.
 
 The device reads the slot, the start and the number of tokens, so one recording serves all pieces (see
 `prefill`).

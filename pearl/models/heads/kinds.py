@@ -24,7 +24,11 @@ class HeadKind(Protocol):
     """
 
     def target_layers(self, config: Config) -> tuple[int, ...] | None:
-        """Return the target's layers whose inputs a head reads, by its config.json; None: `layers.tapped`."""
+        """Return the target's layers whose inputs a head reads; None: the layers that `layers.tapped` returns.
+
+        Args:
+            config: the head's config.json.
+        """
         ...
 
     def make(

@@ -44,7 +44,7 @@ _HYBRID = (
 class FixedLayer(DynamicLayer):
     """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
 
-    To append copies only the new rows (`DynamicLayer` copies all), and a rollback copies nothing.
+    An update copies only the new rows, while `DynamicLayer` copies all. A rollback copies nothing.
 
     Attributes:
         keys, values: views of the valid positions. Some models read these attributes directly (Dory).
