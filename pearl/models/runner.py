@@ -126,7 +126,7 @@ def feed_chain(
 
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
-    """Raise `RequestError` for feeds that `runner`, called `name`, cannot take, before anything has changed."""
+    """Raise `RequestError` for feeds that `runner` cannot take. Messages call the runner `name`."""
     slots = runner.capabilities.slots
     tree_nodes = runner.capabilities.tree_nodes
     for feed in feeds:

@@ -49,7 +49,7 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
     }
     try:
         description |= _model(path) if table_in(path) is None else _of_gguf(path)
-    except Exception as error:  # whatever transformers raises
+    except Exception as error:  # transformers raises anything
         why = " ".join(str(error).split())[:300]
         description |= {"architecture": None, "forward": None, "why": why}
     description["memory"] = str(need) if need else None

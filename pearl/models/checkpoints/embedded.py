@@ -51,7 +51,7 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Return the directory of the embedded draft: our layers, with the target's embedding. Makes the target's first."""
+    """Return the directory of the embedded draft: our layers, with the target's embedding. Builds the target first."""
     build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 

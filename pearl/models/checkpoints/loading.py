@@ -52,7 +52,7 @@ _POSITIONS = (  # names of the context's length in various families
     "max_seq_len",
     "max_target_positions",
 )
-DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
+DEFAULT_CONTEXT = 8192  # tokens; longer only on request, because a cache is allocated whole
 Features = Literal["", "layers", "last"] | tuple[int, ...]  # see `load_runner`
 # Types of multimodal models whose language model, run alone, has been compared with the whole model. Other types may
 # store or compute their language model in another way.

@@ -36,7 +36,7 @@ _BUILT = (  # libraries in this folder: name, flags of /proc/cpuinfo that it nee
     ("_native_v3", {"avx2", "fma", "f16c"}),
     ("_native", set[str]()),
 )
-_DTYPES = (torch.float32, torch.bfloat16)  # of rows
+_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of rows
 _KINDS = {
     torch.float16: 0,
     torch.bfloat16: 1,

@@ -45,7 +45,7 @@ class Experts:
         router = getattr(block, "gate", None) or block.router
         self._limits: tuple[float, float] | None = None
         self._gate: Callable[[torch.Tensor], torch.Tensor] = gated
-        if config.get("swiglu_limit") is not None:  # gpt-oss's
+        if config.get("swiglu_limit") is not None:  # gpt-oss
             alpha = float(config.get("swiglu_alpha", 1.702))
             limit = float(config["swiglu_limit"])
             self._limits = (alpha, limit)

@@ -338,7 +338,7 @@ def rounding_for(model: Any) -> Rounding:
     layers = model.model.layers
     attention = layers[0].self_attn
     mlp = layers[0].mlp
-    if native.library() is None or not hasattr(mlp, "gate_proj"):  # experts
+    if native.library() is None or not hasattr(mlp, "gate_proj"):  # has experts
         return ""
     size = 0
     matrices = [

@@ -176,7 +176,7 @@ def _attend_part(query, positions, keys, values, start, path, begin, high, scale
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """Return the fields of tile number `t`, a `row_table.TableTile`, but `parts` - `begin` in place of `parts`."""
+    """Return the fields of tile number `t`, a `row_table.TableTile`. In place of `parts`, return how many it has."""
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     begin = tl.load(at + 7).to(tl.int32)
     return (

@@ -201,7 +201,8 @@ def attend(
         top = tl.zeros((BM,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
         weight += 1.0
     state = (tl.zeros((BM, D), tl.float32), top, weight)
-    seen_by_all = (start + 1) // BN * BN  # but for a window, all rows see earlier positions
+    # Without a window, all rows of the tile see the positions before this one.
+    seen_by_all = (start + 1) // BN * BN
     inside = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0) // BN * BN

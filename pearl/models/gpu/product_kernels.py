@@ -168,7 +168,8 @@ def multiply(
     product, _ = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
-    if NORMS:  # after the product, whose first weights so need not wait for the squares
+    # Only after the product, so that its first weights need not wait for the sums of squares.
+    if NORMS:
         product *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
     inside = (columns < N)[:, None]
     at = out + rows[None, :] * N + columns[:, None]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-FED = 16  # rows of a recorded forward; 16 cost as much as 1 where reading the weights takes longest
+# Rows of a recorded forward. As long as reading the weights takes the most time, 16 rows cost as much as 1.
+FED = 16
 # Rows of a piece of a prompt; the coordinator cuts prompts at multiples of this number, too.
 PREFILL = 512
 

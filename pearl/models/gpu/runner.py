@@ -77,7 +77,7 @@ class KernelRunner(ForwardRunner):
             if dim >= _LEAST_DIM and dim & (dim - 1) == 0:
                 prompts = Prompts(self._layers, self._slots, self._ropes, record)
                 problem = problem or prompts.problem()
-        except Exception as error:  # of Triton: its compilers' errors have no common base
+        except Exception as error:  # the errors of Triton's compilers have no common base
             if is_of_memory(error):
                 raise
             raise KernelsUnfit(f"our kernels do not run here: {error}") from error

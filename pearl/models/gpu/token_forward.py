@@ -168,7 +168,7 @@ class Decode:
         tokens: Sequence[int],
         expected: torch.Tensor,
     ) -> None:
-        """Drop the larger tables that, with the tokens in their last rows, give other logits than `expected`."""
+        """Feed the tokens in the last rows of the larger tables. Drop tables that give other logits than `expected`."""
         count = len(tokens)
         feed = Feed(tokens, count)
         while len(self._recordings) > 1:

@@ -119,7 +119,7 @@ def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding 
 
 @contextmanager
 def _explained(spec: str) -> Iterator[None]:
-    """Raise a `ModelError` that names the head in place of errors in its files."""
+    """Turn errors about a head's files into a `ModelError` that names the head."""
     try:
         yield
     except KeyError as error:

@@ -32,7 +32,7 @@ class _Text:
     read: int = 0
 
     def cut(self, length: int) -> _Text:
-        """Return the same for the text's first `length` tokens."""
+        """Return this record for the text's first `length` tokens."""
         return _Text(
             length,
             min(length, self.target_end),

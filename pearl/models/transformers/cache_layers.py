@@ -133,7 +133,7 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
-        """Initialise keys and values, given by position, or the recurrent state: transformers gives it by name."""
+        """Initialise keys and values if states are given by position, or the recurrent state if they are named."""
         layer_type = FixedLayer if states else LinearAttentionLayer
         layer_type.lazy_initialization(self, *states, **named)
 

@@ -116,7 +116,7 @@ class HFRunner(ModelRunner):
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self._states.length
         self._hidden.clear()
-        # Without the tokens that are fed again, because the state was rolled back further than the text.
+        # Only tokens of this feed count. A forward may also feed earlier ones again, from the copy of a state on.
         self._num_fed = len(feed.tokens)
         pieces = []
         try:
@@ -142,11 +142,11 @@ class HFRunner(ModelRunner):
         return [logits.to(self.device, torch.float32, copy=True)]
 
     def features(self, slot: int = 0) -> torch.Tensor:
-        """Return the last hidden states of the tokens that were fed last [n, capabilities.features]."""
+        """Return the model's final hidden states [n, capabilities.features] of the tokens of the last feed."""
         return torch.cat(self._hidden)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
-        """Return the lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        """Return where the forwards end that together feed the tokens from `start` to `end`."""
         if not self._states:
             return [end]
         step = _PIECE
@@ -236,7 +236,7 @@ class HFRunner(ModelRunner):
             )
 
     def _continues(self, tokens: list[int]) -> bool:
-        """Return whether a two-token forward continues from every kind of recurrent state (Mamba's does not)."""
+        """Return whether a forward of two tokens reads every kind of recurrent state (Mamba's does not)."""
         rows: list[torch.Tensor] = []
         kinds = [""]  # the kind of state that each trial disturbs; "": none
         while len(rows) < len(kinds):
