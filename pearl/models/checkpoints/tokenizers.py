@@ -70,7 +70,7 @@ def load_tokenizer(
     """Return the tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
 
     Args:
-        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
+        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's runner reads its other options).
         encodes: False if texts are only decoded, or vocabularies compared: merges are then read only when needed.
     """
     if is_toy(spec):

@@ -1,11 +1,11 @@
-// What a decoder layer computes on a CPU beside its products: norms, gates, and attention to the cached positions.
+// The parts of a decoder layer on a CPU that are no products: norms, gates, and attention to the cached positions.
 //
-// The bits of a row depend on its own position and on what it sees, not on the rows computed beside it: sums over
-// positions are added in the order of the positions, whether these are cached or other rows of a tree.
+// The bits of a row depend on its own position and on the positions that it sees, not on other rows: sums over positions
+// are added in the order of the positions, whether these are cached or other rows of a tree.
 #include "native.h"
 
 #define DEEPEST 1024  // nodes of a path
-#define AT_ONCE 16    // positions whose keys, or values, all queries of a head go through together
+#define AT_ONCE 16    // positions whose keys or values are read together, for all queries of a key-value head
 
 INLINE float total(V sum) {
     float parts[WIDE];
@@ -28,7 +28,8 @@ INLINE float dot(const float *a, const float *b, int64_t many) {
     return total(even + odd) + rest;
 }
 
-// Adds halves of two vectors to one, for `many` pairs: in the end each lane of one vector has the sum of another.
+// Adds the halves of each of two vectors into one vector, for `many` pairs of vectors. After all steps one vector is left,
+// and each of its lanes has the sum of one of the first vectors.
 INLINE void halve(V *sums, int many) {
     I low, high;
 #pragma GCC unroll 16
@@ -66,9 +67,9 @@ INLINE V dots(const float *q, const float *const *keys, int64_t dim) {
     return sums[0] + *(V *)rest;
 }
 
-// e^x, to about two units in the last place; 0 below -87, and beyond 88, where a float ends, e^88.
+// e^x, to about two units in the last place. Below -87 it is 0. Beyond 88, where floats end, it is e^88.
 INLINE V exponential(V x) {
-    const V shift = (V){0} + 12582912.0f;  // rounds to an integer, in the low bits
+    const V shift = (V){0} + 12582912.0f;  // adding it rounds to an integer, in the low bits
     const I low = ~(x > -87.0f), high = ~(x < 88.0f);
     const V clamped = (V)((I)x & ~low & ~high) + (V)((I)((V){0} - 87.0f) & low) + (V)((I)((V){0} + 88.0f) & high);
     const V number = clamped * 1.44269504f + shift;
@@ -88,7 +89,7 @@ INLINE V hyperbolic_tangent(V x) {
     return 1.0f - 2.0f / (exponential(x * 2.0f) + 1.0f);
 }
 
-// x [many] times the weights of its norm, over their root mean square. Rounds as transformers does.
+// out [many] = x / sqrt(mean(x^2) + eps) * weight. Rounds as transformers does.
 static void normalise(const void *x, int is_float32, const void *weight, int weight_is_float32, float eps, int64_t many,
                       float *full, void *out, int out_is_float32) {
     for (int64_t i = 0; i < many; i++) full[i] = number(x, i, is_float32);
@@ -131,7 +132,7 @@ void pearl_gate(const void *x, int64_t rows, int64_t inner, int is_float32, int 
         }
 }
 
-// Heads of a row, normalised and turned to its position.
+// Normalises heads of a row, and rotates them to the row's position.
 static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, const void *norm, float *to) {
     const int64_t dim = a->dim, half = dim / 2, item = a->is_float32 ? 4 : 2;
     const char *from = (const char *)a->states + (row * (a->heads + 2 * a->kv_heads) + first) * dim * item;
@@ -164,15 +165,15 @@ INLINE V vector_of(const void *from, int64_t at, int is_float32) {
     return is_float32 ? *(const V *)((const float *)from + at) : from_bfloat16(*(const H *)((const uint16_t *)from + at));
 }
 
-// Where the keys, or values, of a head begin: of cached positions, and of new ones by the path to a row. Of float32 or
-// bfloat16.
+// Where the keys (or the values) that a row sees in a head are, in float32 or bfloat16: those of cached positions begin at
+// `cached`, and those of new positions at `new`, in the rows of `path`.
 typedef struct {
     const char *cached, *new;
     const int64_t *path;
-    int64_t dim, first_new, stride;  // stride: of new ones
+    int64_t dim, first_new, stride;  // stride: numbers between new rows
 } States;
 
-// Those of a block of positions, while the next block comes: one row's work is shorter than the memory's.
+// Finds the keys or values of a block of positions, and prefetches the next block: memory is slower than one row's work.
 INLINE void block_of(const States *s, int64_t at, int64_t last, int is_float32, const void **found) {
     const int64_t item = is_float32 ? 4 : 2, each = s->dim * item;
     for (int i = 0; i < AT_ONCE; i++) {
@@ -184,8 +185,8 @@ INLINE void block_of(const States *s, int64_t at, int64_t last, int is_float32, 
         __builtin_prefetch(s->cached + (at + AT_ONCE) * each + byte, 0, 0);
 }
 
-// Adds values by the shares of several queries [many][positions] to sums [many][dim]. many and is_float32 are constants
-// where this is inlined.
+// Adds values, weighted by the shares [many][positions] of several queries, to sums [many][dim]. `many` and `is_float32`
+// are constants wherever this is inlined.
 INLINE void mix(int many, const void *const *values, int is_float32, int count, const float *shares, int64_t positions,
                 int64_t dim, float *sums) {
     for (int64_t first = 0; first + WIDE <= dim; first += 2 * WIDE) {
@@ -212,7 +213,7 @@ INLINE void mix(int many, const void *const *values, int is_float32, int count, 
             for (int i = 0; i < many; i++) sums[i * dim + each] += shares[i * positions + at] * number(values[at], each, is_float32);
 }
 
-// Scores [positions] of a query to shares that are still to be divided by their sum, which is returned.
+// Replaces the scores [positions] of a query by exp(score - greatest score), and returns the sum of these shares.
 static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t stop, float *scores) {
     V highest = (V){0} - INFINITY;
     for (int64_t at = begin; at < stop; at += WIDE) {
@@ -235,7 +236,8 @@ static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t
     return total(sum) + (a->sinks ? exponential((V){0} + (a->sinks[query] - top))[0] : 0);
 }
 
-// The query heads of one key-value head of a row. is_float32, of the cache, is a constant where this is inlined.
+// Computes attention of a row for the query heads of one key-value head. `is_float32` says whether the cache is float32; it
+// is a constant wherever this is inlined.
 INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32, float *room) {
     const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads, item = is_float32 ? 4 : 2;
     const int64_t last = place[1], cached = place[2], end = last + 1;
@@ -251,7 +253,7 @@ INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32
     const void *some[AT_ONCE];
     for (int64_t at = begin; at < stop; at += AT_ONCE) {
         block_of(&keys, at, last, is_float32, some);
-        for (int i = 0; i < AT_ONCE && !is_float32; i++) {  // once for all queries
+        for (int i = 0; i < AT_ONCE && !is_float32; i++) {  // converted once for all queries
             float *into = wide_keys + i * dim;
             int64_t each = 0;
             for (; each + WIDE <= dim; each += WIDE) *(V *)(into + each) = vector_of(some[i], each, 0);
@@ -288,7 +290,7 @@ INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32
         put(a->out, (row * a->heads + head * group) * dim + i, sums[i] * by[i / dim], a->is_float32);
 }
 
-// A key-value head of a row.
+// Computes attention for a piece of the work: one key-value head of one row.
 static void attend_piece(const void *work, int64_t piece, int thread) {
     const Attention *a = work;
     const int64_t kv = a->kv_heads, group = a->heads / kv, row = piece / kv, head = piece % kv;
@@ -314,7 +316,7 @@ void pearl_attend(const Attention *a) {
             const float value = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
             put(a->new_keys, row * kv * dim + i, keys[i], a->cache_is_float32);
             put(a->new_values, row * kv * dim + i, value, a->cache_is_float32);
-            if (place[2] <= place[1]) continue;  // else it is of a chain, which later rows find in the cache
+            if (place[2] <= place[1]) continue;  // of a tree. Keys of a chain are cached, for later rows
             const int64_t at = place[0] * a->slot_stride + i / dim * a->head_stride + place[1] * dim + i % dim;
             put(a->keys, at, keys[i], a->cache_is_float32);
             put(a->values, at, value, a->cache_is_float32);

@@ -1,26 +1,26 @@
-// Decoder layers in one call: what `DecoderLayers.hidden_states` computes by calls of `products.c` and `attention.c`, in
-// the same order and with the same roundings.
+// Decoder layers in one call. It gives the same bits as `DecoderLayers.hidden_states`, which calls `products.c` and
+// `attention.c` operation by operation: the order and the roundings are the same.
 #include "native.h"
 
-#define SIDES 3  // matrices of one product, side by side
+#define SIDES 3  // most matrices of one product, side by side
 
 typedef struct {
-    const Weights *products[4][SIDES];  // query, key and value; output; gate and up; down
-    const void *norms[4];               // before and behind attention, before and behind the gates; or none
+    const Weights *products[4][SIDES];  // in this order: qkv, output, gate-up, down
+    const void *norms[4];               // before and after attention, before and after the MLP; or none
     const void *q_norm, *k_norm;
     const float *sinks, *cos, *sin;     // see `Attention`
     int64_t window;
 } Layer;
 
 typedef struct {
-    Attention attention;  // what is the same in all layers; is_float32: whether rows of products are
+    Attention attention;  // the arguments that all layers share; is_float32: whether rows of products are float32
     const Layer *layers;
     void *hidden;         // [rows, width], changed in place
     float *room;          // see `pearl_layers`
-    int64_t first, end;   // layers that are computed
+    int64_t first, end;   // the layers from `first` to `end` - 1 are computed
     int64_t width, inner;
-    int64_t layer_stride, new_stride;  // of keys and values, cached and new ones
-    float residual;                    // multiplier of what a block adds to the hidden state
+    int64_t layer_stride, new_stride;  // numbers between layers, in cached and in new keys and values
+    float residual;                    // multiplier of the outputs that are added to the hidden state
     int32_t hidden_is_float32, is_gelu;
 } Forward;
 
@@ -35,7 +35,7 @@ static void multiply(const Forward *f, const Weights *const *parts, const void *
     }
 }
 
-// The rows of the products, from the hidden state.
+// out: the rows x after the norm if there is one, in the dtype that products take.
 static void normed(const Forward *f, const void *x, int is_float32, const void *norm, float *scratch, void *out) {
     const Attention *a = &f->attention;
     if (norm)
@@ -44,7 +44,7 @@ static void normed(const Forward *f, const void *x, int is_float32, const void *
         for (int64_t i = 0; i < a->rows * f->width; i++) put(out, i, number(x, i, is_float32), a->is_float32);
 }
 
-// Adds the product of x, after its norm and multiplier, to the hidden state.
+// Computes hidden += residual * norm(product of x); without a norm, hidden += residual * product of x.
 static void add(const Forward *f, const Weights *const *parts, const void *x, const void *norm, void *part,
                 void *normed_part, float *scratch) {
     const Attention *a = &f->attention;
@@ -63,8 +63,8 @@ static void add(const Forward *f, const Weights *const *parts, const void *x, co
     }
 }
 
-// `room` holds of each row 3 * width + (2 * heads + 2 * kv_heads) * dim + 3 * inner floats, and then what the products ask
-// for.
+// `room` holds 3 * width + (2 * heads + 2 * kv_heads) * dim + 3 * inner floats for each row, and the working memory of the
+// products.
 void pearl_layers(const Forward *f) {
     Attention a = f->attention;
     const int64_t states = (a.heads + 2 * a.kv_heads) * a.dim;

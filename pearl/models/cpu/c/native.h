@@ -10,9 +10,9 @@
 #define BF16 1
 #endif
 
-#define VERSION 3  // of all that `native.py` and these files agree on: raised with every change of theirs
-#define LANES 16  // of a panel
-#define WIDEST 16384  // numbers of a row's queries
+#define VERSION 3  // of the interface between `native.py` and these files: raise it with every change
+#define LANES 16  // lanes of a panel
+#define WIDEST 16384  // most numbers in the queries of a row
 #define MOST_THREADS 256
 #ifdef __AVX512F__
 #define WIDE 16   // lanes of a vector
@@ -44,7 +44,7 @@ INLINE V from_float16(const uint8_t *at) {
     for (int i = 0; i < WIDE; i++) {
         const uint16_t bits = ((const uint16_t *)at)[i];
         const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = (uint32_t)(bits & 0x7fff) << 13;
-        float found;  // of another exponent, which a product puts right, for subnormal numbers too
+        float found;  // has another exponent, which the product by 2^112 corrects, for subnormal numbers too
         memcpy(&found, &rest, 4);
         found *= 0x1p112f;
         uint32_t whole;
@@ -57,7 +57,7 @@ INLINE V from_float16(const uint8_t *at) {
 #endif
 }
 
-// Numbers of 8 bits (e4m3).
+// Converts floats of 8 bits (e4m3).
 INLINE V from_float8(const uint8_t *at) {
     const H bytes = __builtin_convertvector(*(const Q *)at, H);
     const H half = (bytes & 0x80) << 8 | (bytes & 0x7f) << 7;  // as float16, so 2^-8 times as large
@@ -106,35 +106,35 @@ INLINE void put(void *to, int64_t at, float value, int is_float32) {
 // A matrix: see `products.c`.
 typedef struct {
     int64_t outputs, inputs, bits, group, kind;
-    const uint8_t *steps;                  // as `pearl_pack` has them, or bytes; or bfloat16
-    const uint8_t *scales, *of_scales;     // of each group; of 256 inputs, or of a row
-    const uint8_t *least, *of_least;       // likewise, what is added to each weight of a group
-    const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps
+    const uint8_t *steps;                  // words of `pearl_pack`, bytes, or weights that are not quantised
+    const uint8_t *scales, *of_scales;     // scales of each group; their factors for 256 inputs, or their divisors for a row
+    const uint8_t *least, *of_least;       // numbers that are added to the weights of a group, stored like the scales
+    const uint8_t *zeros;                  // bytes that are subtracted from the steps of a group
     const float *bias;
     float offset;                          // subtracted from each step
-    const float *table;                    // 16 numbers
+    const float *table;                    // [16], the numbers for which steps stand
 } Weights;
 
 typedef struct {
     int64_t rows, heads, kv_heads, dim, window, norm_width, slot_stride, head_stride, positions;
-    const int64_t *table;  // of each row: slot (-1: padding), position, positions that are cached then, parent row or -1
+    const int64_t *table;  // [rows][4]: slot (-1: padding), position, cached positions that it sees, parent row or -1
     const void *states;    // [rows][heads + 2 * kv_heads][dim]
     const void *q_norm, *k_norm;
-    const float *sinks;      // [heads]: scores beside those of positions, of which no value comes; or none
+    const float *sinks;      // [heads]: scores that take part in the softmax but have no value; or none
     const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
     char *keys, *values;     // [slots][kv_heads][positions][dim], of float32 or bfloat16
     float *queries;          // [rows][heads][dim]
-    char *new_keys, *new_values;  // [rows][kv_heads][dim], as cached ones
+    char *new_keys, *new_values;  // [rows][kv_heads][dim], in the dtype of the cache
     float *scores;  // [threads][heads / kv_heads * (positions + dim) + 16 * dim]; positions are a multiple of 16
     void *out;                               // [rows][heads][dim]
     float scale, cap, eps;
     int32_t is_float32, norm_is_float32, cache_is_float32, threads;
 } Attention;
 
-// Computes one piece of some work. `thread`: from 0 on, below the number of threads.
+// Computes one piece of some work. `thread`: number of the calling thread, 0 <= thread < threads.
 typedef void (*Piece)(const void *work, int64_t piece, int thread);
 
-// Has all pieces computed, by up to so many threads; see `threads.c`.
+// Computes all pieces with up to `threads` threads; see `threads.c`.
 void in_pieces(Piece compute, const void *work, int64_t pieces, int threads);
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads);

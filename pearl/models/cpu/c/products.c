@@ -1,36 +1,38 @@
 // Products of a forward pass on a CPU, whose bits do not depend on how many rows are computed together.
 //
-// Reading the weights is what a forward of few rows spends its time on, so weights stay in the bits that they have in
-// a file and become numbers in registers.  A panel is 16 outputs, one a lane; a lane adds its inputs in one order,
-// whatever the number of rows and threads.  The fields of `Weights` are laid out by `native.Native`.
+// A forward of few rows spends its time on reading the weights. So weights keep the bits that they have in a file, and are
+// converted to numbers in registers.  A panel has 16 outputs, one in each lane.  A lane adds its inputs in one order,
+// whatever the number of rows and threads.  `native.Native` fills in the fields of `Weights`.
 //
-// Built several times, for instruction sets of x86 and without any; `native.py` loads the best for the processor.
+// This file is built for several instruction sets of x86, and once for none; `native.py` loads the best build for the
+// processor.
 #include "native.h"
 
-#define VECTORS (LANES / WIDE)  // of a panel
+#define VECTORS (LANES / WIDE)  // vectors of a panel
 #define BLOCK 32  // inputs whose sum is scaled at once; 16 where groups are no multiple of 32
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
-#define PIECES 8  // of a product, for each thread
+#define PIECES 8  // pieces of a product for each thread
 #if WIDE == 16
 #define TOGETHER 6  // rows whose sums fit the registers
 #else
 #define TOGETHER 2
 #endif
 
-// How the scales of groups are stored: as such; as bytes times a float16 for 256 inputs; or as numbers of 8 bits (e4m3)
-// that a float32 of their row divides.
+// How the scales of groups are stored. FLOAT16, BFLOAT16, FLOAT32: as such. TWO_LEVELS, TWO_LEVELS_SIGNED: as bytes, to be
+// multiplied by a float16 for 256 inputs. DIVIDED: as floats of 8 bits (e4m3), to be divided by a float32 for their row.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32, DIVIDED };
-// In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table: of any 16
-// numbers; of whole numbers of 8 bits with a sign; of whole numbers of 5 bits without one, of which `offset` comes off.
+// Values in place of bits. FLOAT8: steps are floats of 8 bits (e4m3). In the others, steps of 4 bits are places in a table
+// of 16 numbers. TABLE: of any numbers. WHOLE_TABLE: of signed integers of 8 bits. SMALL_TABLE: of unsigned integers of 5
+// bits, from which `offset` is subtracted.
 enum { FLOAT8 = 9, TABLE = 10, WHOLE_TABLE = 11, SMALL_TABLE = 7 };
 
 INLINE int width_of(int bits) {
     return bits >= TABLE || bits == SMALL_TABLE ? 4 : bits == FLOAT8 ? 8 : bits;
 }
 
-// The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs, or
-// of rows, do.
+// Returns the scales, or the least weights, of a vector's lanes. They begin at `at`. Their factors (of 256 inputs) or
+// divisors (of a row) begin at `above`.
 INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
     if (kind == BFLOAT16) return from_bfloat16(*(const H *)(scales + 2 * at));
     if (kind == FLOAT16) return from_float16(scales + 2 * at);
@@ -40,8 +42,8 @@ INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int6
     return from_bytes(scales + at, kind == TWO_LEVELS_SIGNED) * by;
 }
 
-// X: what inputs are multiplied as. WHOLE: steps of 4 to 6 and of 8 bits are multiplied as whole numbers, and inputs in
-// parts. ROUNDS: whether inputs of float32 are rounded to bfloat16.
+// X: the type in which inputs are multiplied. WHOLE: whether steps of 4 to 6 and of 8 bits are multiplied as integers, by
+// the parts of inputs. ROUNDS: whether inputs of float32 are rounded to bfloat16.
 #ifdef BF16
 typedef uint16_t X;
 #define ROUNDS 1
@@ -51,22 +53,23 @@ typedef float X;
 #endif
 #define WHOLE (WIDE > 4)
 
-// Rows that are multiplied.
+// The rows of a product.
 typedef struct {
     const X *x;           // [rows, inputs]; for `float_rows` float32
-    const float *totals;  // [rows, groups]: sums of x
-    const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset times x
-    // If WHOLE: inputs as whole numbers times the unit of their block, taken apart for products that are exact in any
-    // order. bfloat16: numbers of 16 bits; float32: of 24. [rows, parts, inputs]: bytes, for steps of 8 bits numbers of
-    // 16 bits; a part is 256 times the one behind it, of numbers of 16 bits 4,096 times.
+    const float *totals;  // [rows, groups]: sum of the x of a group
+    const float *less;    // [rows, blocks]: -offset * (sum of the x of a block), to be added to the block's sum of steps times x
+    // [rows, parts, inputs], if WHOLE: inputs as integers, to be multiplied by the unit of their block. They are cut into
+    // parts so that sums of products are exact, in any order. Inputs of bfloat16 become integers of 16 bits, inputs of
+    // float32 integers of 24. Parts are bytes, and each counts 256 times as much as the next part. If TAKES_SHORTS, parts
+    // have 16 bits, and each counts 4,096 times as much as the next.
     const void *parts;
     const float *units;   // [rows, inputs / BLOCK]
     int64_t inputs, blocks;
-    int are_wide;  // whether the parts have 24 bits
+    int are_wide;  // whether the integers have 24 bits
 } Rows;
 
 #ifdef BF16
-// Steps of pairs of inputs of a panel, as bfloat16: [pairs][16 lanes][2].
+// Converts the steps of a panel's pairs of inputs to bfloat16: [pairs][16 lanes][2].
 INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
     for (int i = 0; i < pairs; i++) {
         if (bits == TABLE) {
@@ -77,7 +80,7 @@ INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pa
         const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->steps + at * LANES + 32 * i)));
         const __m512i size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
         __m512i step = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
-        // Subnormal numbers, which products of bfloat16 take for zero, from a table.
+        // Takes subnormal numbers from a table: in products of bfloat16 they would count as zero.
         step = _mm512_mask_permutexvar_epi16(step, _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8)), size, table);
         found[i] = _mm512_or_si512(step, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), bytes), 8));
     }
@@ -103,7 +106,7 @@ INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m
     }
 }
 
-// Panels of bfloat16 weights: [inputs / 2][16 lanes][2].
+// Multiplies by a panel of bfloat16 weights [inputs / 2][16 lanes][2].
 INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_t stride, int rows, V *sums) {
     __m512 part[TOGETHER][4];
     for (int row = 0; row < rows; row++)
@@ -119,7 +122,7 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
         sums[row] = (V)_mm512_add_ps(_mm512_add_ps(part[row][0], part[row][1]), _mm512_add_ps(part[row][2], part[row][3]));
 }
 #else
-// Numbers of a table of 16, by their places.
+// Returns the numbers at these places of a table of 16.
 INLINE V numbered(const float *table, U at) {
 #if WIDE == 16
     return (V)_mm512_permutexvar_ps((__m512i)at, _mm512_loadu_ps(table));
@@ -138,7 +141,7 @@ INLINE U shifted(U words, int by) {
     return by < 0 ? words >> -by : words << by;
 }
 
-// Steps of the i-th pair of inputs from `at` on, of the lanes of a vector.
+// Returns the steps of the i-th pair of inputs from `at` on, for the lanes of a vector.
 INLINE void unpack(const Weights *w, int64_t at, int bits, int i, int vector, V *found) {
     if (bits == 8 || bits == FLOAT8) {
         const H both = *(const H *)(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
@@ -196,8 +199,8 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 }
 #endif
 
-// Weights [inputs][16 lanes] of float32, float16 or bfloat16 times rows of float32, which are not rounded: for models of
-// float32 and float16.
+// Multiplies weights [inputs][16 lanes] of float32, float16 or bfloat16 by rows of float32, without rounding them: for
+// models of float32 and float16.
 INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const float *x, int rows, V *sums) {
     const int64_t size = kind == FLOAT32 ? 4 : 2;
     V part[TOGETHER][4];
@@ -272,8 +275,8 @@ INLINE int32_t four_bytes(const void *at) {
     return found;
 }
 
-// A sum plus products: of four bytes of each lane or, without VNNI in 16 bits, of two in each half of a lane; and of two
-// numbers of 16 bits.
+// WITH8 adds products of bytes to a sum: of four in each lane or, without VNNI, of two in each half of a lane, with sums
+// of 16 bits. WITH16 adds products of two numbers of 16 bits.
 #ifdef VNNI
 #define WITH8(sum, steps, x) DOT8(sum, steps, x)
 #define WITH16(sum, steps, x) DOT16(sum, steps, x)
@@ -284,7 +287,7 @@ INLINE int32_t four_bytes(const void *at) {
 #endif
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// The i-th four inputs of each lane of a vector, from `at` on.
+// Returns the steps of the i-th four inputs from `at` on, for the lanes of a vector.
 INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, int vector) {
     const uint8_t *from = w->steps + at * LANES * width_of(bits) / 8 + 4 * WIDE * vector;
 #define WORD(k) LOAD(from + 4 * LANES * (k))
@@ -296,7 +299,7 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
     return bits == 4 ? low : OR(low, AND(i > 4 ? RIGHT(WORD(4), i - 4) : LEFT(WORD(4), 4 - i), EACH8(16)));
 }
 
-// As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
+// Does the same as `rows_of_block`, for steps of 8 bits, or steps of 4 bits that are places in a table.
 INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
                             const Rows *given, int rows, const V *scales, V *sums) {
     for (int vector = 0; vector < VECTORS; vector++) {
@@ -305,7 +308,7 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, _
             steps[i] = WIDENED(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
         for (int i = 0; i < pairs && bits == WHOLE_TABLE; i += 2) {
             const B four = bytes_of(w, at, bits, table, i / 2, vector);
-            steps[i] = SIGNED_RIGHT(LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
+            steps[i] = SIGNED_RIGHT(LEFT(four, 8), 8);  // the first and third inputs: see `in_parts`
             steps[i + 1] = SIGNED_RIGHT(four, 8);
         }
         for (int row = 0; row < rows; row++) {
@@ -324,13 +327,13 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, _
     }
 }
 
-// As `rows_of_block`, for steps of 4 to 6 bits.
+// Does the same as `rows_of_block`, for steps of 4 to 6 bits.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
                            const Rows *given, int rows, const V *scales, V *sums) {
     const int many = pairs / 2, size = bits == SMALL_TABLE ? 5 : bits;
-    const int most = VNNI ? many : 8 >> (size - 4);  // fours of inputs; whose sums fit 16 bits
+    const int most = VNNI ? many : 8 >> (size - 4);  // fours of inputs; most of these whose sum fits 16 bits
     B steps[BLOCK / 4][VECTORS];
-    const int is_one = __builtin_constant_p(rows) && rows == 1;  // its steps are used as they are unpacked
+    const int is_one = __builtin_constant_p(rows) && rows == 1;  // a single row uses its steps as they are unpacked
     if (!is_one)
         for (int i = 0; i < many; i++)
             for (int vector = 0; vector < VECTORS; vector++) steps[i][vector] = bytes_of(w, at, bits, table, i, vector);
@@ -366,13 +369,13 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __
 }
 #endif
 
-// Sums [rows, VECTORS] of the panel. bits, pairs, kind and parts are constants where this is inlined.
+// Computes the sums [rows, VECTORS] of a panel. bits, pairs, kind and parts are constants wherever this is inlined.
 INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int rows, V *found, int bits, int pairs,
                     int kind, int parts) {
     const Rows own = *rows_given, *given = &own;  // copies, which stay in registers
     const int64_t inputs = w->inputs, groups = inputs / w->group;
     const int width = width_of(bits);
-    Weights part = *w;  // from this panel on
+    Weights part = *w;  // its pointers begin at this panel
     V one[VECTORS], *sums = rows == 1 ? one : found;
     if (bits >= 16) {
         for (int vector = 0; vector < VECTORS; vector++) {
@@ -401,7 +404,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
     }
     part.steps += panel * inputs * LANES * width / 8;
 #ifdef BF16
-    uint16_t numbers[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // FLOAT8's below 2^-6
+    uint16_t numbers[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // FLOAT8: the numbers below 2^-6
     for (int i = 0; i < 32 && bits == TABLE; i++) numbers[i] = to_bfloat16(w->table[i % 16]);
     const __m512i table = _mm512_loadu_si512(numbers);
 #endif
@@ -429,8 +432,8 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
                     sums[row * VECTORS + vector] += least * given->totals[row * groups + group];
             }
         }
-        // What comes next, perhaps of the next panel: memory is slower than one row's products. It is read once, so it
-        // need not stay in the larger caches.
+        // Prefetches the next weights, perhaps of the next panel: memory is slower than one row's products. Weights are
+        // read once, so they need not stay in the larger caches.
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
             __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 0);
 #if WHOLE
@@ -479,7 +482,7 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
     CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
 }
 
-// Rows as they are multiplied: to float32, or to bfloat16.
+// Converts rows to the type in which they are multiplied: float32 or bfloat16.
 static void convert(const void *given, void *x, int64_t count, int is_float32, int to_float32) {
     if (is_float32 == to_float32)
         memcpy(x, given, (to_float32 ? 4 : 2) * count);
@@ -508,9 +511,9 @@ INLINE float total_of(const X *x, int64_t count) {
 }
 
 #if WHOLE
-// Takes a block of x apart, for steps of so many bits: its first part to `into`, others each `stride` numbers behind the
-// one before; see `Rows`. Returns its unit, a power of two, so that what fits is exact; `sums`: of each 16
-// such numbers.
+// Cuts a block of x into parts, for steps of `bits` bits; see `Rows`. The first part is written to `into`, and each further
+// part `stride` numbers after the part before. Returns the block's unit, a power of two, so that inputs that fit are
+// exact. Writes the sum of each 16 of these inputs to `sums`.
 static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t stride, float *sums) {
     uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
@@ -522,7 +525,7 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
     }
     float size, times;
     memcpy(&size, &largest, 4);
-    const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
+    const int is_number = largest < 0x7f800000;  // otherwise it is NaN or infinite
     const int exponent = (int)(largest >> 23) - 127, room = parts == 2 ? 14 : 22;  // the largest: 2^room to 2^(room + 1)
     // Parts are rounded to the nearest, so the first is at most 127 below this.
     const float most = parts == 2 ? 127 * 256 + 127 : 127 * 65536 + 127 * 256 + 127;
@@ -541,7 +544,7 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
     if (TAKES_SHORTS(bits)) {
         int16_t *first = into;
         for (int i = 0; i < BLOCK; i++) {
-            // Of each four inputs a table gives the first and the third, then the others.
+            // With a table, the first and third of each four inputs come first, then the others.
             const int place = bits == 8 || i % 4 % 3 == 0 ? i : i ^ 3;
             first[place] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
             if (parts > 2) first[place + stride] = whole[i] - first[place] * 4096;
@@ -559,7 +562,7 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
 }
 #endif
 
-// Up to WIDE outputs from `first` on; the last panel may have fewer than lanes.
+// Stores up to WIDE outputs from `first` on; the last panel may have fewer outputs than lanes.
 static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, int64_t stride, const void *y,
                   int y_is_float32, int64_t row) {
     const int64_t left = w->outputs - first, at = row * stride + first;
@@ -572,8 +575,8 @@ static void store(const Weights *w, int64_t first, V sums, void *out, int out_is
     for (int64_t i = 0; i < many; i++) put(out, at + i, found[i], out_is_float32);
 }
 
-// Successive steps in the lowest of `bits` bits of a word's bytes (or halves, if `unit` is 16), the next ones above them,
-// and so on. Of steps their bits from `shift` on.
+// Packs `bits` bits of successive steps, from bit `shift` on, into a word. The first steps go to the lowest bits of the
+// word's bytes (or halves, if `unit` is 16), the next steps above them, and so on.
 INLINE uint32_t word_of(const uint8_t *steps, int shift, int bits, int unit) {
     const int units = 32 / unit;
     uint32_t found = 0;
@@ -582,9 +585,10 @@ INLINE uint32_t word_of(const uint8_t *steps, int shift, int bits, int unit) {
     return found;
 }
 
-// words [panels][inputs * bits / 32][16 lanes] of steps [panels][16 lanes][inputs] of 4 to 6 bits.
-// 5 bits: of 32 inputs four words with their lower bits, then one with the highest. 6 bits: of 16 inputs three words,
-// whose bytes have one step each and, above it, two bits of one of the last four.
+// Packs steps [panels][16 lanes][inputs] of 4 to 6 bits into words [panels][inputs * bits / 32][16 lanes].
+// 5 bits: each 32 inputs have four words with the lower bits of steps, and then a word with their highest bits.
+// 6 bits: each 16 inputs have three words. A byte has one of the first 12 steps and, above it, two bits of one of the last
+// four steps.
 void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int bits, int is_table, uint32_t *words) {
     const int block = bits == 6 ? 16 : 32;
     for (int64_t panel = 0; panel < panels; panel++)
@@ -607,12 +611,12 @@ int pearl_version(void) {
     return VERSION;
 }
 
-// Whether x is rounded to bfloat16.
+// Returns whether x is rounded to bfloat16.
 int pearl_rounds(void) {
     return ROUNDS;
 }
 
-// What the panels of a product have in common. of_row, of_parts: bytes of a row.
+// The arguments that all panels of a product share. of_row, of_parts: bytes of a row in `converted` and in `parts`.
 typedef struct {
     const Weights *w;
     const uint8_t *converted, *parts;
@@ -623,7 +627,7 @@ typedef struct {
     int64_t of_row, of_parts, groups, blocks, stride, rows, together;
 } Product;
 
-// A piece of a product. A thread keeps the weights of a panel in its cache while it goes through the rows.
+// Computes a piece of a product. The weights of a panel stay in the core's cache while all rows are multiplied by them.
 static void multiply_panels(const void *work, int64_t piece, int thread) {
     const Product *p = work;
     const int64_t panels = (p->w->outputs + LANES - 1) / LANES, inputs = p->w->inputs, first = piece * p->together;
@@ -642,15 +646,14 @@ static void multiply_panels(const void *work, int64_t piece, int thread) {
         }
 }
 
-// Panels of a piece: a thread takes several pieces, so that one that is late holds up little.
+// Returns how many panels a piece has. There are several pieces for each thread, so that a late thread delays little.
 static int64_t panels_together(int64_t panels, int threads) {
     const int64_t together = panels / (PIECES * threads);
     return together ? together : 1;
 }
 
-// out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any, whose rows,
-// and those of out, begin `stride` numbers behind one another.
-// `scratch` holds rows * (3 * inputs + inputs / group) floats.
+// Computes out [rows, outputs] = x [rows, inputs] times the weights, plus the bias and y [rows, outputs], if given. Rows of
+// out and of y are `stride` numbers apart. `scratch` holds rows * (3 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->group % BLOCK ? 16 : 32;
@@ -660,7 +663,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
     const int is_float32 = w->bits == 32 || !ROUNDS;
     const int64_t of_row = inputs * (is_float32 ? 4 : 2);  // bytes
     uint8_t *converted = (uint8_t *)(units + rows * (inputs / BLOCK)), *parts = converted + rows * of_row;
-    const int64_t each = inputs * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
+    const int64_t each = inputs * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of the parts of a row
     convert(x, converted, rows * inputs, x_is_float32, is_float32);
 #if WHOLE
     for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {

@@ -1,10 +1,11 @@
-// Our own threads. Work is cut into pieces, which threads take from a shared counter, and which give the same bits
-// whoever computes them. The caller goes on as soon as all pieces are done: it does not wait for a helper that took none.
+// Our own threads: the caller and its helpers. Work is cut into pieces, which threads take from a shared counter. A piece
+// gives the same bits whichever thread computes it. The caller goes on as soon as all pieces are done: it does not wait for
+// a helper that took no piece.
 //
-// Where another process wants a helper's core, the helper can still lose its time slice in the middle of a piece, and the
-// caller has to wait for milliseconds, in which it could have computed a hundred pieces. Or the helper wakes too late, and
-// what it computes is lost to the caller's own share of time. Such a helper rests: it takes no pieces for a while, twice as
-// long each time that it is late again. So the caller is about as fast as alone, however busy the other cores are.
+// If another process wants a helper's core, the helper may lose its time slice in the middle of a piece. The caller then
+// waits for milliseconds, in which it could have computed a hundred pieces. Or the helper wakes too late, and its work
+// costs the caller's own share of time. A helper that was late rests: it takes no pieces for a while, twice as long each
+// time that it is late again. So the caller is about as fast as alone, however busy the other cores are.
 #define _GNU_SOURCE
 #include "native.h"
 
@@ -18,36 +19,36 @@
 
 // Nanoseconds.
 #define SECOND 1000000000
-#define PATIENCE 1000000      // a helper spins after its last piece: the next one usually comes sooner
-#define ENDING 50000          // the caller spins for the last pieces of helpers
-#define LATE 500000           // so late, in waking or with a piece, is a helper only if others use its core
+#define PATIENCE 1000000      // how long a helper spins after its last piece: the next region usually begins sooner
+#define ENDING 50000          // how long the caller spins while helpers compute the last pieces
+#define LATE 500000           // a helper wakes or finishes this late only if another process uses its core
 #define SHORTEST_REST 20000000
 #define LONGEST_REST 1000000000
-#define REMEMBERED 256        // regions, whose beginnings are known
-#define PIECES_LATE 4         // pieces whose time a helper may take for one: its core may be a slower one
+#define REMEMBERED 256        // newest regions, whose beginnings are remembered
+#define PIECES_LATE 4         // a helper may take the time of this many pieces for one, as its core may be slower
 
 typedef struct {
     _Alignas(64) _Atomic int32_t is_computing;
-    _Atomic int64_t rests_until, rest;  // rest: its length
-    int32_t id;                         // native
+    _Atomic int64_t rests_until, rest;  // rest: length of the last rest
+    int32_t id;                         // native id
 } Helper;
 
 static struct {
-    // Number of the region in the upper half, pieces that nobody has taken in the lower one. In one word, so that a late
-    // helper cannot take a piece of the next region for one of the last.
+    // Upper half: number of the region. Lower half: pieces that no thread has taken yet. Both are in one word, so that a
+    // late helper cannot mistake a piece of the next region for a piece of the last.
     _Alignas(64) _Atomic uint64_t left;
     _Alignas(64) _Atomic uint32_t region;   // futex of helpers that sleep
     _Atomic int32_t asleep;
-    _Alignas(64) _Atomic uint32_t done;     // pieces; futex of the caller
+    _Alignas(64) _Atomic uint32_t done;     // pieces that are done; futex of the caller
     _Atomic int32_t is_awaited;
-    _Alignas(64) _Atomic uint32_t threads;  // of this region, the caller among them; futex of helpers without a part
+    _Alignas(64) _Atomic uint32_t threads;  // threads of this region, the caller included; futex of helpers that take no part
     Piece compute;
     const void *work;
     int64_t pieces;
-    _Atomic int64_t began[REMEMBERED];      // by region
-    Helper helpers[MOST_THREADS];           // from 1 on
+    _Atomic int64_t began[REMEMBERED];      // when a region began
+    Helper helpers[MOST_THREADS];           // numbered from 1 on
     _Atomic int32_t started;
-    _Atomic int64_t delay;                  // before each piece of a helper, for tests
+    _Atomic int64_t delay;                  // nanoseconds that a helper sleeps before each piece, for tests
 } pool;
 static pthread_mutex_t caller = PTHREAD_MUTEX_INITIALIZER;
 
@@ -69,8 +70,8 @@ static void wake(_Atomic uint32_t *word) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
 }
 
-// Spins while the word has (or, if not `is_value`, has not) the value; returns whether that ended in time. Gives up at
-// once where the thread loses its time slice: spinning would use up the next one.
+// Spins while (*word == value) == is_value; returns whether that ended within `patience`. Gives up at once if the thread has
+// lost its time slice: to spin on would use up the next one.
 static int ends(_Atomic uint32_t *word, uint32_t value, int is_value, int64_t patience) {
     const int64_t began = now();
     int64_t before = began;
@@ -85,7 +86,7 @@ static int ends(_Atomic uint32_t *word, uint32_t value, int is_value, int64_t pa
     return 1;
 }
 
-// The next piece for a thread; -1: there is none.
+// Takes the next piece for a thread; returns -1 if there is none.
 static int64_t take(uint32_t thread) {
     uint64_t left = atomic_load(&pool.left);
     while ((uint32_t)left && thread < atomic_load(&pool.threads))
@@ -142,7 +143,7 @@ static void *help(void *number) {
     return 0;
 }
 
-// Waits until all pieces are done, sleeping unless that is soon. `usual`: nanoseconds that some pieces take.
+// Waits until all pieces are done, spinning at first and then asleep. `usual`: nanoseconds that PIECES_LATE pieces take.
 static void finish(uint32_t pieces, int threads, int64_t usual) {
     if (ends(&pool.done, pieces, 0, ENDING)) return;
     const int64_t began = now();
@@ -158,7 +159,7 @@ static void finish(uint32_t pieces, int threads, int64_t usual) {
     atomic_store(&pool.is_awaited, 0);
 }
 
-// Starts the helpers that are missing. Where no more threads are to be had, there are fewer.
+// Starts missing helpers. If the system gives no more threads, there are fewer helpers.
 static void start(int threads) {
     for (int number = atomic_load(&pool.started) + 1; number < threads; number++) {
         pthread_t thread;
@@ -170,7 +171,7 @@ static void start(int threads) {
 
 void in_pieces(Piece compute, const void *work, int64_t pieces, int threads) {
     threads = threads < MOST_THREADS ? threads : MOST_THREADS;
-    if (threads <= 1 || pieces <= 1 || pthread_mutex_trylock(&caller)) {  // last: another caller has the helpers
+    if (threads <= 1 || pieces <= 1 || pthread_mutex_trylock(&caller)) {  // if the lock fails, another caller has the helpers
         for (int64_t piece = 0; piece < pieces; piece++) compute(work, piece, 0);
         return;
     }
@@ -192,7 +193,7 @@ void in_pieces(Piece compute, const void *work, int64_t pieces, int threads) {
     pthread_mutex_unlock(&caller);
 }
 
-// Starts helpers for so many threads, the caller among them, and writes their native ids; returns how many there are.
+// Starts helpers for `threads` threads, the caller included; writes the helpers' native ids, and returns how many there are.
 int pearl_helpers(int threads, int32_t *ids) {
     threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     pthread_mutex_lock(&caller);
@@ -203,7 +204,7 @@ int pearl_helpers(int threads, int32_t *ids) {
     return helpers;
 }
 
-// Makes helpers sleep for so many nanoseconds before each piece, as if they had lost their time slice: for tests.
+// Makes helpers sleep before each piece, as if they had lost their time slice: for tests.
 void pearl_delay(int64_t nanoseconds) {
     atomic_store(&pool.delay, nanoseconds);
 }
