@@ -164,7 +164,7 @@ def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
         raise Unread(f"weight is {weight.dtype} with scales {list(scales.shape)}")
     down, across = scales.shape
     rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
-    # If the inputs are no multiple of a group, the last group of a row would be smaller.
+    # A last block that is not whole would be a group of another size.
     has_groups = rows == 1 and inputs % across == 0
     if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
         raise Unread(f"weight {[outputs, inputs]} has scales {list(scales.shape)}")
@@ -309,7 +309,7 @@ def matrices(
             raise Unread(f"{module}.{min(tensors.unread)} is a tensor that nothing reads")
         if inputs % _GROUPED:
             raise Unread(f"{module} has groups of {inputs} inputs")
-    # With empty config_groups a checkpoint quantises only the KV cache.
+    # A file may have no more than scales of a cache.
     if not loaders and scheme.get("config_groups") != {}:
         raise Unread(
             f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights"
