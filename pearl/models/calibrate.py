@@ -13,18 +13,20 @@ from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import ModelRunner, feed_chain
 
 FED = (1, 2, 4, 8)  # tokens fed to the target; other sizes are interpolated
-_CONTEXT = 32  # tokens in the cache
+_CONTEXT = 32  # tokens in the cache before each forward
 _REPEATS = 3
 _DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its several sizes
 _MOST_DRAFTS = 200
 
 
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
-    """Return (fed, seconds) of forwards fed 1, 2, 4 and 8 tokens; the cache is empty then.
+    """Time forwards that are fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
 
-    Where forwards have two sizes, also fed as many as fit the smaller, one more, and as many as fit the larger.
+    If recorded forwards have two sizes, also time forwards of as many tokens as fit the smaller size, of one more, and
+    of as many as fit the larger size.  The cache is empty afterwards.
 
-    `brief`: measure none, for the times are known; only run the model once.
+    Args:
+        brief: the times are known already: run the model once, and return no times.
     """
     if brief:
         base = 0
@@ -48,10 +50,10 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
 
 
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
-    """Return (seconds of a one-token forward, seconds per token of a longer one); the cache is empty then.
+    """Return (seconds of a one-token forward, seconds per token of a longer forward).
 
-    The former is the median over about a second, or over few forwards if `brief`. The latter is an upper estimate, from
-    this process's first forward.
+    The first is the median over about a second of forwards, or over a few if `brief`.  The second is an upper estimate,
+    from this process's first forward.  The cache is empty afterwards.
     """
     began = time.monotonic()
     base = _fill(runner)

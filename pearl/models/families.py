@@ -147,7 +147,7 @@ FAMILIES = msgspec.convert(
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
 QUANTISED = ("awq", "gptq", "fp8", "auto-round", "compressed-tensors", "bitsandbytes", "mxfp4")
-# GGUF's name of the architecture, and whether files have experts -> the family.
+# (GGUF's name of the architecture, whether files have experts) -> the family.
 GGUF = {
     (family.gguf.architecture, family.forward.has_experts): family
     for family in FAMILIES
@@ -195,7 +195,7 @@ def not_computed(
 
 
 def _ropes(config: Config) -> list[Config]:
-    """Return the model's rope, or that of each kind of layer."""
+    """Return the settings of the model's rope, or of the rope of each kind of layer."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return []

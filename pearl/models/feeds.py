@@ -16,14 +16,14 @@ class Feed:
     """Tokens for one slot of a runner.
 
     Attributes:
-        tokens: [n], not empty. Ids in a tensor are on the device, perhaps not yet computed there, and their range is
+        tokens: [n], not empty. Ids in a tensor are on the device, which may not have computed them yet; their range is
             not checked.
         rows: return the logits of this many last tokens; 0 <= rows <= n.
         slot: which sequence the tokens continue.
         parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each
             token's parent, smaller than its own, or -1 where the token follows the slot's sequence.
-        prompt: whether these are tokens of a prompt. A GPU always computes them in its large pieces, and all other
-            tokens in its small ones: the bits of a row depend on the size.
+        prompt: whether the tokens are part of a prompt. A GPU always computes a prompt's tokens in large pieces and all
+            other tokens in small ones, because the bits of a row depend on the size of the piece.
     """
 
     tokens: Tokens

@@ -1,4 +1,4 @@
-"""Recognises errors that mean "out of memory", and puts them in words for users."""
+"""Recognises errors that mean "out of memory", and explains them to users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def memory_errors(execute: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap `execute`, which then raises `OutOfMemory` for errors that mean so."""
+    """Wrap `execute` so that it raises `OutOfMemory` in place of errors that mean "out of memory"."""
 
     @wraps(execute)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:

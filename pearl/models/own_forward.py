@@ -1,4 +1,4 @@
-"""Which models our own forward computes on a device, and its runner there."""
+"""Decides which models our own forward computes on a device, and makes its runner there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def has_own_forward(model: PreTrainedModel, device: torch.device | None = None) -> bool:
-    """Whether our own forward can compute this model on `device`; None: on the model's own."""
+    """Return whether our own forward can compute this model on `device`; None: the model's device."""
     device = device or model.device
     settings = model.config.to_dict()
     if forward_of(type(model).__name__, settings) is None:

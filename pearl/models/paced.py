@@ -1,8 +1,8 @@
 """A runner whose every forward lasts a given time from call to return: emulates a model of known speed.
 
-Only that time is filled, so the runtime's own time between forwards stays visible.  The core stays awake, as with a
-model that computes on it or that is awaited on a GPU; and a forward ends with small torch operations, so that torch's
-code is in the core's caches as after a real one.
+Only the forwards are lengthened, so the runtime's own time between them stays visible.  The core stays awake, as it
+does while a real model computes on it, or while it waits for a GPU.  A forward ends with small torch operations, so
+that torch's code is in the core's caches, as after a real forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WEIGHT = torch.ones(64, 64)
 
 
 def pace(runner: ModelRunner, seconds: float) -> None:
-    """Make each forward of the runner last this long from now on, whatever it is fed."""
+    """Make each forward of the runner last `seconds` from now on, whatever the runner is fed."""
     forward = runner.forward
 
     def paced(feeds: Sequence[Feed]) -> list[torch.Tensor]:

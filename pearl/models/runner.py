@@ -22,13 +22,15 @@ class Capabilities:
     Attributes:
         slots: sequences that it holds side by side.
         tree_nodes: the most tokens of a tree; 0: it takes no trees.
-        launches: whether a forward of few tokens returns before it is done, so that it accepts tokens not yet drawn.
+        launches: whether a forward of few tokens returns before it is computed. It then accepts tokens that the device
+            has not drawn yet.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
-        features: size of the hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
+        features: width of the hidden states that it keeps for each token fed, for a head; 0: it keeps none. See
+            `ForwardRunner`.
         together: whether the feeds of several slots are one forward; else they are computed one after the other.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
-            whole pieces only, for later positions have other bits; 1: up to any position.
+            whole pieces only, because later positions have other bits. 1: it can reuse the cache up to any position.
     """
 
     slots: int = 1
@@ -47,8 +49,8 @@ class ModelRunner(Protocol):
         vocab_size: number of token ids that the logits cover (the model's own count, padding ids included).
         context: the most tokens that a slot can hold.
         device: where the logits live.
-        capabilities: what it supports; a feed that needs more raises `RequestError`.
-        weights: their type: float32, bfloat16, int8 ...; empty for a model without weights.
+        capabilities: what the runner supports; a feed that needs more raises `RequestError`.
+        weights: type of the weights: float32, bfloat16, int8 ...; empty for a model without weights.
     """
 
     vocab_size: int
@@ -75,36 +77,40 @@ class ModelRunner(Protocol):
     def rollback(self, length: int, slot: int = 0) -> None:
         """Forget all but the first `length` tokens, in O(1). 0 <= length <= self.length(slot).
 
-        A forward after a rollback gives what it would have given on a cache filled from scratch.
+        A forward after a rollback returns the same logits as on a cache that was filled from scratch.
         """
         ...
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """Continue the slot's sequence by these nodes of the tree fed last, each the parent of the next.
+        """Continue the slot's sequence by the nodes of `path`, a path of the tree that was fed last.
 
-        The slot's state is then that of feeding only the path.  For runners that take trees.
+        Each node is the parent of the next.  The slot is then as if only the path had been fed.  For runners that take
+        trees.
         """
         raise AssertionError(f"{type(self).__name__} takes no trees")
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         """Replace the sequence of slot `into` by the first `length` tokens of `slot`; None: all of them.
 
-        `shared`: how many of these `into` holds already, so that they need not be copied.  For several slots.
+        For runners with several slots.
+
+        Args:
+            shared: `into` holds the first `shared` of these tokens already, so they need not be copied.
         """
         raise AssertionError(f"{type(self).__name__} holds one sequence")
 
     def use_threads(self, count: int) -> Sequence[int]:
-        """On a CPU: compute with `count` threads from now on, the calling one among them.
+        """On a CPU: compute with `count` threads from now on, the calling thread included.
 
-        No bit of a result may depend on the number.  Returns the native ids of the other threads, so that the caller
-        can give each a core; those of torch, unless the runner has threads of its own.
+        No bit of a result may depend on `count`.  Returns the native ids of the other threads, so that the caller can
+        give each of them a core.  They are torch's threads, unless the runner has its own.
         """
         return use_torch_threads(count)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all forwards; returns at once on a CPU."""
         if self.device.type == "cuda":
-            # This stream only, not the one that sends rows to the other worker.
+            # Only the current stream, not the stream that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_done(self) -> bool:
@@ -120,7 +126,7 @@ def feed_chain(
 
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
-    """Raise `RequestError` for feeds that `runner`, called `name`, cannot take, before anything has changed."""
+    """Raise `RequestError` for feeds that `runner` cannot take. Messages call the runner `name`."""
     slots = runner.capabilities.slots
     tree_nodes = runner.capabilities.tree_nodes
     for feed in feeds:

@@ -1,7 +1,7 @@
-"""The threads of torch, by their native ids: its operations on a CPU are split between them.
+"""Finds the native ids of torch's threads, between which it splits operations on a CPU.
 
-OpenMP starts them for each thread that calls torch. Between two operations they spin, and at the end of each they wait
-for one another: milliseconds, where another process has the core of one of them.
+OpenMP starts such a team for each thread that calls torch. The team spins between two operations, and its threads wait
+for each other at the end of each operation. If another process holds the core of one of them, this takes milliseconds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import torch
 
-_GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
+_GRAIN = 1 << 15  # least elements of an elementwise operation for each thread of torch
 _local = threading.local()  # `pool`: the calling thread's team, in OpenMP's order
 
 
 def use_torch_threads(count: int) -> Sequence[int]:
-    """Let torch compute with `count` threads where this one calls it; return the native ids of the others."""
+    """Let torch split this thread's operations between `count` threads; return the native ids of the others."""
     torch.set_num_threads(count)
     if count == 1:  # no other thread takes part
         return ()
     started = _threads() | {thread.native_id for thread in threading.enumerate()}
-    # Starts those that are missing; of those that are too many the last end.
+    # This operation starts missing threads. If there are too many, the last of them end.
     torch.zeros(count * _GRAIN).add_(1)
     running = _threads()
     pool = [thread for thread in getattr(_local, "pool", ()) if thread in running]

@@ -1,9 +1,9 @@
 """Toy models: exact known distributions, no weights. For tests, emulation and the simulator.
 
-A pair made with one seed has a chosen acceptance rate: in every context the target's distribution lives on one half of
-the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So
-the sum of min(target, draft) is exactly alpha everywhere: under the ratio rule acceptance is i.i.d. with rate alpha.
-A pair with `coin=1` has that rate under every rule and at every temperature, greedy included: see `coin_pair`.
+A pair made with one seed has a chosen acceptance rate alpha.  In every context the target's distribution lives on one
+half of the vocabulary, and draft = alpha * target + (1 - alpha) * rival, where the rival lives on the other half.  So
+the sum of min(target, draft) is exactly alpha: under the ratio rule acceptance is i.i.d. with rate alpha.  A pair with
+`coin=1` has this rate under every rule and at every temperature, greedy included: see `coin_pair`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 from pearl.spec.methods import BRANCHES
 
-# The tokens so far -> probabilities of the next [vocab_size].
+# The tokens so far -> probabilities [vocab_size] of the next token.
 NextToken = Callable[[Sequence[int]], torch.Tensor]
 
 _SLOTS = 8
@@ -124,16 +124,17 @@ def alpha_pair(
 def coin_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """Return (target, draft) distributions, equal in a share `alpha` of the contexts of `order` tokens, else disjoint.
+    """Return (target, draft) distributions that are equal in a share `alpha` of all contexts of `order` tokens.
 
-    So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule, filter of probabilities
-    and size of the vocabulary.  A row has no zeros, and is peaked as text is: the r-th likeliest token's probability is
-    proportional to r ** -1.6, so that top-p 0.95 leaves about 90 tokens of any large vocabulary.
+    In the other contexts their likely tokens are disjoint.  So a draft token is accepted with rate `alpha`, i.i.d.,
+    whether greedy or sampled, under any rule, any filter of probabilities and any size of the vocabulary.  A row has no
+    zeros, and is peaked as in texts: the probability of the r-th likeliest token is proportional to r ** -1.6, so that
+    top-p 0.95 leaves about 90 tokens of any large vocabulary.
     """
     generator = _generator(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
     likely = (weights / weights.sum()).float()
-    # Two for each kind of context, likely in different halves.
+    # Two rows for each kind of context, with likely tokens in different halves of the vocabulary.
     rows = torch.full((_COIN_ROWS, 2, vocab_size), 1e-18)
     for target_row, draft_row in rows:
         permutation = torch.randperm(vocab_size, generator=generator)
@@ -150,14 +151,14 @@ def coin_pair(
 
 
 class _Rows(NamedTuple):
-    """Probabilities of the next token [vocab_size] in one context."""
+    """Probabilities [vocab_size] of the next token in one context, for target and draft."""
 
     target: torch.Tensor
     draft: torch.Tensor
 
 
 def _functions(pair: Callable[[tuple[int, ...]], _Rows], order: int) -> tuple[NextToken, NextToken]:
-    """Return (target, draft) distributions after contexts of which the last `order` tokens count."""
+    """Return (target, draft) distributions that depend on the last `order` tokens only."""
 
     def target(tokens: Sequence[int]) -> torch.Tensor:
         return pair(tuple(tokens[-order:])).target
@@ -179,9 +180,13 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:
-    """Return a runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`, of `texts` sequences and branches.
+    """Return the runner of a toy model, with slots for `texts` sequences and their branches.
 
-    `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
+    Raises `ModelError` for an unknown key or a bad value.
+
+    Args:
+        spec: such as "toy" or "toy:vocab=32,alpha=0.8,seed=1,context=4096". With coin=1 it is one of `coin_pair`.
+        role: "target" or "draft".
     """
     options = toy_options(spec)
     make_pair = coin_pair if options.coin else alpha_pair

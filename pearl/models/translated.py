@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary speaks its target's: a `ModelRunner` around another one."""
+"""A `ModelRunner` around a draft's runner that takes and returns tokens of the target's, another vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pearl.models.feeds import Feed
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 from pearl.text.translation import Translation
 
-_LONGEST = 2  # draft tokens for a token, on average from the text's beginning
+_LONGEST = 2  # most draft tokens for each token of the target, on average over a text so far
 
 
 class _Spelling(NamedTuple):
@@ -24,9 +24,10 @@ class _Spelling(NamedTuple):
 class TranslatedRunner(ModelRunner):
     """Reads and proposes token ids of `translation`'s target, over a vocabulary of `vocab_size`.
 
-    Logits of tokens that the draft does not have are minus infinity, so its distribution is renormalised over those
-    that both have: it never proposes others.  A token that only the target has is fed as it is spelled; where a text
-    would take more than twice as many draft tokens as it has tokens, the rest of a spelling is left out.
+    Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution is renormalised over
+    the tokens that both models have, and only these are proposed.  A token that only the target has is fed as the draft
+    tokens that spell it.  If a text would take more than twice as many draft tokens as it has tokens, the rest of a
+    spelling is left out.
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:

@@ -20,7 +20,7 @@ from pearl.models.heads.kinds import describes_head
 
 
 class ToyOptions(NamedTuple):
-    """The options of a toy model; no token with an id below 0 ends its texts."""
+    """The options of a toy model. `eos` is the id of the token that ends its texts; below 0: there is none."""
 
     vocab: int = 32
     alpha: float = 0.8
@@ -50,15 +50,15 @@ def toy_options(spec: str) -> ToyOptions:
     return options
 
 
-# Paths that this process has fetched, so that a hub that does not answer is asked once.
+# Paths that this process has fetched: a hub that does not answer is asked only once.
 _fetched: dict[tuple[str, bool], Path] = {}
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
     """Return the directory of `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
 
-    Builds the embedded models, and what describes a .gguf file, where they are not in the cache yet; fetches a hub's
-    model.  Raises `ModelError`.
+    The embedded models, and the directory that describes a .gguf file, are built if they are not in the cache.  A model
+    of the hub is fetched.  Raises `ModelError`.
 
     Args:
         weights: see `pull`.
@@ -104,7 +104,7 @@ def is_head(spec: str) -> bool:
 
 
 def config_in(directory: Path) -> dict[str, Any]:
-    """Return config.json; empty where there is none that can be read."""
+    """Return config.json; an empty dict if there is none, or it cannot be read."""
     with suppress(OSError, ValueError):
         config = json.loads((directory / "config.json").read_text())
         if isinstance(config, dict):

@@ -1,4 +1,4 @@
-"""Describes a model on this machine's disk, and how it would run here, from its files without its weights."""
+"""Describes a model on this machine's disk, and how it would run here, without reading its weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ _NOT_HERE = "our own forward does not compute its layers or sizes here"
 
 
 def describe(spec: str, progress: Progress) -> dict[str, Any]:
-    """Describe a model that `stored` or `resolve_checkpoint` names, without the network; None: unknown.
+    """Describe a model without using the network. A value is None if it is unknown.
 
     Raises `ModelError` for a model that is not on this machine.
+
+    Args:
+        spec: a name as in `stored`, or as `resolve_checkpoint` takes it.
     """
     path = _path(spec, progress)
     if not (path / "config.json").is_file():
@@ -46,7 +49,7 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
     }
     try:
         description |= _model(path) if table_in(path) is None else _of_gguf(path)
-    except Exception as error:  # whatever transformers raises
+    except Exception as error:  # transformers raises anything
         why = " ".join(str(error).split())[:300]
         description |= {"architecture": None, "forward": None, "why": why}
     description["memory"] = str(need) if need else None
@@ -54,9 +57,9 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
 
 
 def _path(spec: str, progress: Progress) -> Path:
-    """Return the directory of a model on this machine. Raises `ModelError` for others."""
+    """Return the directory of a model on this machine. Raises `ModelError` for a model that is not here."""
     path = Path(spec).expanduser()
-    if not path.is_file():  # the caches take a quarter of a second to look through
+    if not path.is_file():  # to look through the caches takes a quarter of a second
         for model in stored():
             if model.name == spec:
                 return Path(model.path)
@@ -67,7 +70,7 @@ def _path(spec: str, progress: Progress) -> Path:
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
-    """Describe a GGUF file, whose weights are exactly those of its family: no model is built to count them."""
+    """Describe a GGUF file. Its weights are exactly those of its family, so no model is built to count them."""
     config = config_in(path)
     architecture = config["architectures"][0]
     forward = OWN_FORWARD[architecture].forward
@@ -87,7 +90,7 @@ def _of_gguf(path: Path) -> dict[str, Any]:
 def _facts(
     architecture: str, parameters: int, context: int, vocabulary: int, why: str
 ) -> dict[str, Any]:
-    """Describe a model. why: the reason why it runs through transformers; "": it does not."""
+    """Describe a model. why: the reason why it runs through transformers; "" if our own forward computes it."""
     return {
         "architecture": architecture,
         "parameters": parameters,
@@ -122,7 +125,11 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _why_general(model: Any, method: str) -> str:
-    """Return why a model runs through transformers; "" if our own forward computes it. method: of its quantisation."""
+    """Return why a model runs through transformers; "" if our own forward computes it.
+
+    Args:
+        method: the method by which its weights are quantised; "" if they are not.
+    """
     family = OWN_FORWARD.get(type(model).__name__)
     if family is None:
         return "our own forward does not compute its family"

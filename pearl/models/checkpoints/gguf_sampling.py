@@ -1,7 +1,8 @@
-"""How a GGUF file wants to be sampled: its fields `general.sampling.*`, as a generation_config.json.
+"""Reads the sampling settings of a GGUF file, its fields `general.sampling.*`, as a generation_config.json.
 
-llama-server takes twelve of them as its defaults.  Five have the same meaning here; the others are named as not
-supported where they would change the text.  What a file leaves open is off, not llama-server's default.
+llama-server takes twelve such fields as its defaults.  Five of them have the same meaning here.  Each of the others is
+reported as not supported if it would change the text.  A setting that the file does not state is off: it does not get
+llama-server's default.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 _PREFIX = "general.sampling."
-_OPTIONS = {  # names in a file, and in a generation_config.json
+_OPTIONS = {  # name in a file -> name in a generation_config.json
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-UNSUPPORTED = "general.sampling"  # where `generation_config` lists options that are not supported
+UNSUPPORTED = "general.sampling"  # key of the list of options that are not supported
 _USUAL_XTC_THRESHOLD = 0.1  # llama.cpp's default
 _LARGEST_XTC_THRESHOLD = 0.5  # above it XTC is off
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation_config.json of a file with `fields`; empty where they state nothing of sampling.
+    """Return the generation_config.json of a file with `fields`; empty if they have no sampling settings.
 
-    As in llama.cpp, nothing is drawn at a temperature of 0 or less, and a `top_k` or `min_p` below 0 is off.
+    As in llama.cpp, a temperature of 0 or less is greedy, and a `top_k` or `min_p` below 0 is off.
     """
     stated = _stated(fields)
     if not stated:
@@ -42,7 +43,7 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a file by their names in it, without those whose value has a wrong type."""
+    """Return a file's sampling options by name, such as "top_k". Leave out those whose value has a wrong type."""
     options = {}
     for name, value in fields.items():
         option = name.removeprefix(_PREFIX)

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, mapped: in their own bits, or dequantised as gguf-py does it."""
+"""Maps a GGUF file and reads its weights, either quantised as in the file or dequantised as gguf-py does it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pearl.models.checkpoints.gguf import GgufTable
 from pearl.models.families import Forward
 from pearl.models.forward.quantised import QuantisedMatrix
 
-_NUMBERS = {  # types that are not quantised
+_NUMBERS = {  # types of weights that are not quantised
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would take the last memory
+_TOGETHER = 4096  # rows dequantised at once: a large matrix in float32 would take the last memory
 
 
 class GgufWeights:
@@ -30,10 +30,11 @@ class GgufWeights:
     def __init__(self, table: GgufTable, forward: Forward) -> None:
         self._tensors = table.tensors
         self._interleaved = table.interleaved
-        self._alternates = forward.clamps_experts  # gate and up of an expert, in transformers
+        # In transformers the rows of gate and up of these experts alternate.
+        self._alternates = forward.clamps_experts
         self._shift = forward.norm_shift or 0.0
         with open(table.file, "rb") as file:
-            # torch warns of a map that cannot be written.
+            # Copy-on-write, because torch warns of a map that cannot be written.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.matrices: dict[str, Make] = {}
@@ -47,7 +48,7 @@ class GgufWeights:
         return matrix
 
     def _leave(self, name: str) -> None:
-        """Release a copied weight's pages of the file, which need not stay in this process's memory."""
+        """Release the pages of a weight that was copied: they need not stay in this process's memory."""
         tensor = self._tensors[name]
         end = tensor.offset + tensor.size
         start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -56,7 +57,7 @@ class GgufWeights:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, dequantised; it is mapped where nothing changes."""
+        """Return a weight, dequantised. It stays mapped if neither its numbers, its dtype nor its device change."""
         tensor = self._tensors[name]
         rows = self._rows(name)
         if self._shift and name.endswith("norm.weight"):
@@ -70,7 +71,7 @@ class GgufWeights:
         return weight.to(device)
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return all weights, dequantised, as a model of transformers has them."""
+        """Return all weights, dequantised, in the layout of transformers' model."""
         weights = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
         for name in self._tensors:
             if ".experts.0.gate_proj" in name:
@@ -95,7 +96,10 @@ class GgufWeights:
         weights[f"{stem}down_proj{suffix}"] = down.contiguous()
 
     def _rows(self, name: str) -> torch.Tensor:
-        """Return a weight's numbers or, if it is quantised, the bytes of each row; heads as transformers has them."""
+        """Return a weight's numbers or, if it is quantised, the bytes of each row.
+
+        If the file interleaves the rows of heads, they are put into the order of transformers.
+        """
         kind, shape, offset, size = self._tensors[name]
         rows = self._bytes[offset : offset + size]
         if kind in _NUMBERS:
@@ -109,7 +113,7 @@ class GgufWeights:
 
 
 def _taken(weights: dict[str, torch.Tensor], stem: str, part: str) -> torch.Tensor:
-    """Remove one part of each expert, in their order, and return them as a stack."""
+    """Remove the weights of one part of all experts, and return them as a stack in the order of the experts."""
     names = [name for name in weights if name.startswith(stem) and name.endswith(part)]
     return torch.stack([weights.pop(name) for name in names])
 

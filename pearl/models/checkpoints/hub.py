@@ -1,4 +1,4 @@
-"""The hub: names of its models, and their files in its cache, downloaded where they are missing. No torch."""
+"""The Hugging Face hub: names of models, and their files, which are downloaded if its cache lacks them. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pearl.errors import ModelError
 from pearl.printable import cause_of
 from pearl.text.tokenizer import FILES
 
-_HUB_SECONDS = 10.0  # for the one lookup
+_HUB_SECONDS = 10.0  # time limit of a lookup
 _HUB_NAME = re.compile(
     r"(?P<repo>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?"
 )
-_WEIGHTS = (  # the first of these that a repository has are loaded
+_WEIGHTS = (  # patterns of weight files; the first line that a repository has is loaded
     ("model.safetensors",),
     ("model-*.safetensors", "pytorch_model-*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin",),
@@ -26,7 +26,10 @@ _WEIGHTS = (  # the first of these that a repository has are loaded
 
 
 class HubName(NamedTuple):
-    """ID, ID@REVISION, ID:FILE or ID@REVISION:FILE; FILE is a GGUF file, or a part of its name that others lack."""
+    """A name ID, ID@REVISION, ID:FILE or ID@REVISION:FILE.
+
+    FILE is the name of a GGUF file, or a part of the name that no other GGUF file of the repository has.
+    """
 
     repo: str
     revision: str | None
@@ -34,12 +37,15 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, spec: str) -> HubName | None:
-        """Return the name that `spec` is; None if it cannot be one."""
+        """Return `spec` as a name; None if it has another form."""
         match = _HUB_NAME.fullmatch(spec)
         return match and cls(match["repo"], match["revision"], match["file"] or "")
 
     def gguf(self, files: Iterable[str]) -> str:
-        """Return the one of a repository's `files` that `file` names. Raises `ModelError`."""
+        """Return the GGUF file that this name means, out of a repository's `files`.
+
+        Raises `ModelError` unless there is exactly one.
+        """
         ggufs = sorted(file for file in files if file.endswith(".gguf"))
         if self.file in ggufs:
             return self.file
@@ -51,13 +57,13 @@ class HubName(NamedTuple):
 
 
 def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
-    """Fetch the files that we load of `spec`, a `HubName`; return its directory, or its GGUF file, in the hub's cache.
+    """Fetch the files that PEARL needs of the model `spec`, a `HubName`.
 
-    Reports the size before a download.  Where the hub cannot be reached, takes what is in the cache.  Raises
-    `ModelError`.
+    Return the model's directory, or its GGUF file, in the hub's cache.  Reports the size before a download.  If the hub
+    cannot be reached, returns what is in the cache.  Raises `ModelError`.
 
     Args:
-        weights: False: the tokenizer and how to sample are enough.
+        weights: False if the tokenizer and the sampling settings are enough.
     """
     from huggingface_hub import snapshot_download
 
@@ -131,7 +137,7 @@ def _refusal(name: HubName, error: Exception) -> str:
 
 
 def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
-    """Return config, tokenizer and weights; or a GGUF file and generation_config.json."""
+    """Return the files to fetch: config, tokenizer and weights, or a GGUF file and generation_config.json."""
 
     def matching(*patterns: str) -> set[str]:
         names = set()
@@ -145,9 +151,9 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
     for patterns in _WEIGHTS:
         stored_weights = stored_weights or matching(*patterns)
     if name.file or not stored_weights:
-        # Without a file's name it is refused, with the names of those that there are.
+        # If the name does not decide for one of several GGUF files, `gguf` raises an error that lists them.
         return {name.gguf(files), *matching("generation_config.json")}
-    # The code of a tokenizer that is one's own, too.
+    # Python files, too: a model may have a tokenizer of its own.
     names = matching("config.json", "*.py", *FILES)
     if weights:
         return names | stored_weights
@@ -155,11 +161,11 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
 
 
 def in_cache(name: str) -> Path | None:
-    """Return the directory of a model in the hub's cache, or its GGUF file, without the network; None: it has none."""
+    """Return a model's directory in the hub's cache, or its GGUF file; None if the cache lacks it. Needs no network."""
     hub_name = HubName.parse(name)
     if hub_name is None:
         return None
-    from huggingface_hub import snapshot_download  # takes a process a quarter of a second
+    from huggingface_hub import snapshot_download  # an import of a quarter of a second
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -167,7 +173,7 @@ def in_cache(name: str) -> Path | None:
             hub_name.repo, revision=hub_name.revision, local_files_only=True
         )
     except LocalEntryNotFoundError as error:
-        # Some of the repository's files may be missing: those that `pearl pull` leaves out, say.
+        # Some of the repository's files may be missing, such as those that `pearl pull` leaves out.
         snapshot = getattr(error, "snapshot_path", None)
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""From the name of a model to a runner: its dtype, context and device, and errors with their cause.
+"""Loads a named model into a runner: chooses its dtype, context and forward, and explains errors.
 
 Must not know toy or paced runners.
 """
@@ -44,16 +44,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was longrope's first name
-_POSITIONS = (  # of various families
+# Types of rope whose angles depend on the length, as do all "dynamic" ones; "su" was longrope's first name.
+_CHANGING_ROPES = ("longrope", "su")
+_POSITIONS = (  # names of the context's length in various families
     "max_position_embeddings",
     "n_positions",
     "max_seq_len",
     "max_target_positions",
 )
-DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
+DEFAULT_CONTEXT = 8192  # tokens; longer only on request, because a cache is allocated whole
 Features = Literal["", "layers", "last"] | tuple[int, ...]  # see `load_runner`
-# Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
+# Types of multimodal models whose language model, run alone, has been compared with the whole model. Other types may
+# store or compute their language model in another way.
 WRAPPERS = (
     "gemma3",
     "gemma3n",
@@ -84,9 +86,11 @@ def load_runner(
     """Load a model on `device`. Raises `ModelError`.
 
     Args:
-        features: the hidden states to keep for a head: inputs of the layers with these numbers, or of three "layers"
-            (EAGLE-3), which our own forward keeps; the "last" ones (multi-token prediction), which transformers' does;
-            or none.
+        features: the hidden states to keep for a head:
+            "": none;
+            numbers: the inputs of these layers, which our own forward keeps;
+            "layers": the inputs of the three layers of `layers.tapped` (EAGLE-3), which our own forward keeps;
+            "last": the last hidden states (multi-token prediction), which a runner through transformers keeps.
         spare: further slots of our own forward, as far as memory allows.
     """
     plan_no_shapes(device)
@@ -131,7 +135,7 @@ def _own_runner(
         if rounding:
             model = model.to(torch.bfloat16)
     context = context_of(spec, model, config.max_context)
-    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # as the runners have
+    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # as the runners allocate
     in_own_dtype = on_gpu or native.computes(model.model.embed_tokens.weight)
     item = model.dtype.itemsize if in_own_dtype else 4
     slot_bytes = cache_bytes(settings, positions, item)
@@ -148,7 +152,10 @@ def _own_runner(
 
 
 def _taps(spec: str, features: Features, count: int) -> tuple[int, ...]:
-    """Return the layers, of `count`, whose inputs are kept for a head. Raises `ModelError` for others."""
+    """Return the layers whose inputs are kept for a head.
+
+    Raises `ModelError` if a model with `count` layers does not have all of them.
+    """
     from pearl.models.forward.layers import tapped
 
     if isinstance(features, tuple):
@@ -202,7 +209,7 @@ def _read(
 
 
 def log_unsupported(path: Path, reason: Unsupported) -> None:
-    """Log why a checkpoint is left to transformers: as a warning if it is for its quantised weights."""
+    """Log why a checkpoint is left to transformers, as a warning if the reason is its quantised weights."""
     if isinstance(reason, UnsupportedWeights):
         log.warning(
             "%s (quantization_config of config.json): our own forward does not read its weights, transformers may: %s",
@@ -214,7 +221,7 @@ def log_unsupported(path: Path, reason: Unsupported) -> None:
 
 
 def _general_runner(config: ModelConfig, model: Any, features: Features) -> ModelRunner:
-    """Return a runner through transformers. Raises `ModelError` for what only our own forward does."""
+    """Return a runner through transformers. Raises `ModelError` for options that only our own forward has."""
     from pearl.models.transformers.runner import HFRunner
 
     spec = config.spec
@@ -257,7 +264,7 @@ def _dtype(path: Path, device: torch.device, config: ModelConfig) -> torch.dtype
         dtype: torch.dtype = getattr(torch, config.weights)
         return dtype
     if config.rounding and device.type == "cuda":
-        return torch.bfloat16  # which our kernels multiply rounded weights in
+        return torch.bfloat16  # the dtype in which our kernels multiply rounded weights
     is_slow = device.type == "cpu" and not config.is_spread and not multiplies_bf16()
     if is_slow and fits_in_float32(path):
         return torch.float32
@@ -267,7 +274,7 @@ def _dtype(path: Path, device: torch.device, config: ModelConfig) -> torch.dtype
 def _load(
     config: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """Load a model of transformers, which takes sdpa attention where the model has it, else eager."""
+    """Load a model with transformers, which uses sdpa attention if the model has it, otherwise eager attention."""
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
@@ -322,10 +329,10 @@ def _loader(config: ModelConfig, path: Path, dtype: torch.dtype | None) -> Calla
 
 
 def language_model_of(path: Path) -> PreTrainedConfig | None:
-    """Return the configuration of the language model in a checkpoint that also reads pictures or sound; else None.
+    """Return the configuration of the language model in a multimodal checkpoint; None for other checkpoints.
 
-    Such a checkpoint has its weights under `language_model.`, before or after a `model.` if any; those of its
-    encoders stay on disk.  Raises what transformers raises.
+    Such a checkpoint has the weights of the language model under `language_model.`, which may stand before or after a
+    `model.`.  The weights of its encoders are not loaded.  Raises what transformers raises.
     """
     from transformers import AutoConfig
 
@@ -337,7 +344,7 @@ def language_model_of(path: Path) -> PreTrainedConfig | None:
         return None
     if text.model_type in TWINS:
         text = _twin_of(config, text)
-    # transformers unties the head where the file has one of its own.
+    # transformers unties the output head if the file has a weight for it.
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype
     scheme = getattr(config, "quantization_config", None)
@@ -347,7 +354,12 @@ def language_model_of(path: Path) -> PreTrainedConfig | None:
 
 
 def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the family that computes what the language model `text` of `config` does."""
+    """Return the configuration of the `TWINS` family that computes the same as a multimodal model's language model.
+
+    Args:
+        config: the configuration of the multimodal model.
+        text: the configuration of its language model.
+    """
     from transformers import AutoConfig
 
     twin = TWINS[text.model_type]
@@ -355,22 +367,22 @@ def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConf
     settings = text.to_dict()
     del settings["model_type"]
     if has_experts:
-        settings["norm_topk_prob"] = True  # the twin may leave it undone
+        settings["norm_topk_prob"] = True  # optional in the other family
     rope = settings["rope_parameters"]
     settings["rope_parameters"] = {
         name: value for name, value in rope.items() if not name.startswith("mrope")
     }
     configuration: Any = AutoConfig.for_model(twin, **settings)
-    if has_experts:  # transformers turns stored experts by this name
+    if has_experts:  # by this name transformers converts stored experts
         configuration.model_type = config.model_type
     return configuration
 
 
 def _unfit_weights(model: Any, loading_info: dict[str, Any]) -> str:
-    """Return a sentence on weights that are in no file, or have another shape there; "" where there are none.
+    """Return what is wrong if weights are in no file, or have another shape there; otherwise "".
 
-    transformers fills missing weights with random numbers, and missing learned buffers with zeros or ones. Buffers that
-    it computes from the configuration, frequencies and masks, have other values.
+    transformers fills missing weights with random numbers, and missing learned buffers with zeros or ones.  Buffers
+    with other values are no error: transformers computes frequencies and masks from the configuration.
 
     Args:
         loading_info: what `from_pretrained` returns with `ignore_mismatched_sizes`.
@@ -395,9 +407,9 @@ def _is_flat(buffer: Any) -> bool:
 
 @contextmanager
 def _explained(spec: str) -> Iterator[None]:
-    """Turn whatever transformers raises while it loads into a `ModelError` with cause and advice.
+    """Turn any error that transformers raises while loading into a `ModelError` with cause and advice.
 
-    Its errors have no common base: OSError, ValueError, KeyError, ImportError, the hub's own, safetensors' own.
+    Such errors have no common base: OSError, ValueError, KeyError, ImportError, errors of the hub and of safetensors.
     """
     try:
         yield
@@ -422,7 +434,11 @@ def _advice(error: Exception) -> str:
 
 
 def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | None) -> int:
-    """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
+    """Return the number of tokens that a slot of the cache holds.
+
+    Without `max_context`, it is the model's limit, and at most `DEFAULT_CONTEXT`.  Raises `ModelError` if `max_context`
+    is beyond the model's limit.
+    """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in _POSITIONS]
     limit = min(filter(None, limits), default=None)
@@ -455,11 +471,11 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
 
 
 def _steady_positions(config: Any) -> int | None:
-    """Return the positions within which the rope's angles do not depend on the text's length; None: they never do.
+    """Return how many positions a text may have before its length changes the rope's angles; None: any number.
 
-    transformers chooses the angles of each forward by its largest position ("longrope": long or short factors;
-    "dynamic": a growing base).  Keys that are in the cache keep their angles, so the logits would depend on how the
-    text was cut into forwards: on method, window and chunks of the prompt.
+    If the length changes them, transformers chooses the angles of each forward by its largest position: a "longrope"
+    has long or short factors, a "dynamic" rope a growing base.  Keys in the cache keep their old angles, so the logits
+    would depend on how the text was cut into forwards: on method, window and chunks of the prompt.
     """
     ropes = _changing_ropes(config)
     if not ropes:
@@ -472,7 +488,7 @@ def _steady_positions(config: Any) -> int | None:
 
 
 def _changing_ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the ropes whose angles depend on the length; some models have one for each kind of layer."""
+    """Return the ropes whose angles depend on the length. A model may have a rope for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return []

@@ -38,7 +38,7 @@ class Need:
     """The memory that a model needs, in bytes.
 
     Attributes:
-        weights: in the dtype in which they will be loaded.
+        weights: the weights, in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
         states: the states of recurrent layers, and the copies of them that are kept for rollbacks.
     """
@@ -51,7 +51,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all three; activations come on top."""
+        """Bytes of weights, cache and states; activations come on top."""
         return self.weights + self.cache + self.states
 
     def __str__(self) -> str:
@@ -129,10 +129,10 @@ class _Weights(NamedTuple):
 def _loaded_weights(
     directory: Path, config: Config, size: int, dtype: str, keeps_bits: bool
 ) -> _Weights:
-    """Estimate weights whose files have `size` bytes: quantised ones stay so, but others become `dtype`.
+    """Estimate the size of loaded weights whose files have `size` bytes.
 
-    transformers dequantises experts in MXFP4, which take 17 / 32 bytes a number, to bfloat16.  Our own forward keeps
-    the bits of a GGUF file, except those of the embedding.
+    Quantised weights stay quantised, and the others become `dtype`.  But transformers dequantises experts in MXFP4,
+    which take 17 / 32 bytes a number, to bfloat16.  Of a GGUF file, our own forward dequantises the embedding only.
     """
     scheme = config.get("quantization_config")
     is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
@@ -191,7 +191,7 @@ def _sizes(directory: Path, item: int) -> CacheSizes | None:
 
     with suppress(Exception), torch.device("meta"):  # loading will report what is wrong
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        # Some operations of experts are defined there for bfloat16 only.
+        # On the meta device some operations of experts are defined for bfloat16 only.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         return cache_sizes(model.eval(), item)
     return None
@@ -288,9 +288,9 @@ def fits_in_float32(directory: Path) -> bool:
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Return the bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown.
+    """Return the bytes still available: min(the kernel's MemAvailable, bytes left in the cgroup); None: unknown.
 
-    Pages of files that were not used lately count as available in either: the kernel drops them for a program.
+    In both, cached pages of files that were not used lately count as available: the kernel drops them when needed.
     """
     sizes = _meminfo(proc, "MemAvailable")
     for usage in _cgroup(group):
@@ -299,7 +299,7 @@ def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None
 
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Return all bytes: the machine's memory or the cgroup's limit, if less; None: unknown."""
+    """Return the bytes of all memory: min(the machine's memory, the cgroup's limit); None: unknown."""
     sizes = _meminfo(proc, "MemTotal")
     sizes += [usage.limit for usage in _cgroup(group)]
     return min(sizes, default=None)
@@ -329,7 +329,8 @@ class _Usage(NamedTuple):
     idle: int
 
 
-_GROUP_FILES = (  # of version 2 and of version 1
+# For version 2 and version 1: the files with limit, use and statistics, and the line of idle pages in the last one.
+_GROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -341,9 +342,9 @@ _GROUP_FILES = (  # of version 2 and of version 1
 
 
 def _cgroup(group: Path) -> list[_Usage]:
-    """Return the memory of this process's cgroup, in a list that is empty where it has no limit."""
+    """Return the memory of this process's cgroup, in a list that is empty if the cgroup has no limit."""
     for limit, used, statistics, idle in _GROUP_FILES:
-        # There are no files of this version; or the limit is "max", which is no number.
+        # It fails if there are no files of this version, or the limit is "max", which is no number.
         with suppress(OSError, ValueError, KeyError):
             lines = (line.split() for line in (group / statistics).read_text().splitlines())
             return [

@@ -1,6 +1,6 @@
-"""Quantised weights as other tools write them into safetensors files, taken apart into `QuantisedMatrix`.
+"""Converts quantised weights, as other tools write them into safetensors files, to `QuantisedMatrix`.
 
-`recipes` says which of the layouts a module has; here each layout is read.
+`recipes` decides which layout a module has. This file reads the layouts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def module_of(name: str) -> str:
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Split words of 32 bits [rows, n] into fields uint8 [rows, count], packed without gaps from the lowest bit on."""
+    """Split words of 32 bits [rows, n] into fields uint8 [rows, count].
+
+    Fields have `bits` bits each, and are packed without gaps, from the lowest bit on.
+    """
     if 32 % bits == 0:
         return fields(words, bits)[:, :count].contiguous()
     missing = -words.shape[1] % bits
@@ -138,7 +141,7 @@ def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """Return the inputs sorted by their groups; None where they are sorted already."""
+    """Return the inputs sorted by their groups; None if they are sorted already."""
     counts = group_of.bincount(minlength=groups)
     if len(counts) != groups or bool((counts != counts[0]).any()):
         raise Unread("g_idx has groups of several sizes")
@@ -151,7 +154,7 @@ _FP8_BLOCK = 128
 
 
 def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
-    """Return the matrix with one scale, or one for each row, group of a row, or block of 128 by 128."""
+    """Return a float8 matrix with one scale, or with one for each row, each group of a row, or each 128 x 128 block."""
     outputs, inputs = weight.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
@@ -184,7 +187,7 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     zeros = None
     if recipe.is_symmetric:
         tensors.skip("weight_zero_point")
-    else:  # packed along the outputs
+    else:  # zero points are packed along the outputs
         zeros = unpacked(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
     return _integers(steps, recipe.bits, scales, zeros)
 
@@ -205,7 +208,7 @@ def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read groups of 16 that share a scale in e4m3, which is divided by a number of the whole matrix."""
+    """Read groups of 16 weights with a scale in e4m3, which is divided by one number for the whole matrix."""
     steps = paired(tensors.of("weight_packed"))
     scales = tensors.of("weight_scale")
     divisor = tensors.of("weight_global_scale")
@@ -240,7 +243,7 @@ def _exponents(tensors: Tensors) -> torch.Tensor:
 
 
 def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read NF4 or FP4: blocks of a flattened matrix, whose scales may be quantised too."""
+    """Read NF4 or FP4: the matrix is flattened and cut into blocks, whose scales may be quantised, too."""
     kind = "nf4" if f"{_STATE}nf4" in tensors.parts else "fp4"
     state = json.loads(bytes(tensors.of(f"{_STATE}{kind}").tolist()))
     outputs, inputs = state["shape"]

@@ -1,13 +1,15 @@
 """Recipes of quantised checkpoints: the bits and the layout of each module, by `quantization_config`.
 
-Each tool chooses a module's settings by its name, by rules of its own:
+Each tool has its own rules to choose the settings of a module by the module's name:
 
-* compressed-tensors has groups of targets. The group of a module is that of its full name; else that
-  of a regular expression that matches the beginning of the name: of several the first in the alphabet,
-  whatever their order in the file; else that of its class.
-* GPTQModel's `dynamic` rules are tried in their order. The first that matches the beginning decides.
-* AutoRound's `extra_config` has full names, and regular expressions that may match anywhere in a name
-  and are tried in their order where no full name fits.
+* compressed-tensors has groups, which list targets. A target is a full name, a regular expression that
+  must match the beginning of a name, or a class. The first target that fits a module decides. Full names
+  are tried first, then expressions in alphabetical order, then classes; their order in the file does not
+  matter.
+* GPTQModel has `dynamic` rules, regular expressions that must match the beginning of a name. They are
+  tried in their order in the file.
+* AutoRound has `extra_config`, with full names and with regular expressions that may match anywhere in a
+  name. If no full name fits, the expressions are tried in their order in the file.
 
 Must not know tensors.
 """
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pearl.models.families import Config
 
-_CLASSES = ("Linear", "Module")  # of every quantised module, as compressed-tensors compares them
+_CLASSES = ("Linear", "Module")  # class targets that fit every quantised module
 
 
 class Unread(ValueError):
@@ -32,8 +34,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         layout: one of `packed.LAYOUTS`.
-        zero_shift: added to the file's zero points: 1 in the first version of GPTQ's format, which
-            stores them less one.
+        zero_shift: number that is added to the file's zero points. It is 1 for the first version of GPTQ's
+            format, which stores zero points minus 1.
     """
 
     layout: str
@@ -130,7 +132,7 @@ def _auto_round(scheme: Config) -> Choose:
 
 
 def _overriding(module: str, overrides: Config) -> str:
-    """Return the entry of `extra_config` for a module; "" where there is none."""
+    """Return the name of the entry of `extra_config` for a module; "" if there is none."""
     if module in overrides:
         return module
     for name in overrides:
@@ -167,7 +169,8 @@ _FORMATS = {
     "mxfp4-pack-quantized": ("mxfp4", "float", (4,)),
     "mxfp8-quantized": ("mxfp8", "float", (8,)),
 }
-_PLAIN_FORMATS = {"int": "int-quantized", "float": "float-quantized"}  # "naive-quantized", by type
+# Type of the weights -> the format that "naive-quantized" means.
+_PLAIN_FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 
 
 def _compressed(scheme: Config) -> Choose:
@@ -245,7 +248,7 @@ METHODS: Mapping[str, Callable[[Config], Choose]] = {
 
 
 def chooser(scheme: Config) -> Choose:
-    """Return the function that chooses a module's recipe by a `quantization_config`. Raises `Unread`."""
+    """Return the function that chooses the recipe of each module, by a `quantization_config`. Raises `Unread`."""
     method = str(scheme.get("quant_method"))
     if method not in METHODS:
         raise Unread(f"quant_method is {method!r}")
@@ -259,7 +262,7 @@ def _expect(settings: Config, name: str, *values: Any, absent: Any = None, where
 
 
 def _accept(settings: Config, where: str, names: tuple[str, ...]) -> None:
-    """Raise `Unread` for a setting that has a value and a name that is not among `names`."""
+    """Raise `Unread` if a setting whose name is not among `names` has a value."""
     for name, value in settings.items():
         if value is not None and name not in names:
             raise Unread(f"{where}{name} is {value!r}")

@@ -1,4 +1,4 @@
-"""Rotary position embedding (rope): from config.json to cosines and sines, bit for bit those of transformers."""
+"""Rotary position embedding (rope): computes cosines and sines by config.json, bit for bit as transformers does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from pearl.models.families import ROPES, Config
 
 
 class Frequencies(NamedTuple):
-    """Angles a position, [rotated / 2], and yarn's factor of cosines and sines."""
+    """The frequencies of a rope.
+
+    Attributes:
+        angles: [rotated / 2], the angle by which each pair of numbers turns from one position to the next.
+        scale: multiplier of cosines and sines; 1 but for scalings such as yarn.
+    """
 
     angles: torch.Tensor
     scale: float
@@ -23,8 +28,8 @@ class RotaryEmbedding(nn.Module):
     """Computes cosines and sines of positions.
 
     Args:
-        frequencies: by the kind of layer; "" if all layers have the same. They are no buffers, so
-            that they stay float32 on the CPU.
+        frequencies: by the kind of layer; "" if all layers have the same. They are not registered as
+            buffers, so that they stay float32 on the CPU.
     """
 
     def __init__(self, frequencies: Mapping[str, Frequencies]) -> None:
@@ -66,9 +71,10 @@ def rope_of(config: Config) -> RotaryEmbedding | None:
 
 
 def frequencies(rope: Mapping[str, Any], config: Config) -> Frequencies:
-    """Return the frequencies of one rope: theta ** (-2 i / dim) for i < dim / 2, before any scaling.
+    """Return the frequencies of one rope; without scaling, they are theta ** (-2 i / dim) for i < dim / 2.
 
-    Those of a longrope hold up to the length at which they change. Raises where `rope` lacks a setting.
+    The frequencies of a longrope hold for texts up to the length at which they change. Raises `KeyError`
+    or another error if `rope` lacks a setting.
     """
     kind = rope["rope_type"]
     if kind == "default":

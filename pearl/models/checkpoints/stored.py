@@ -1,4 +1,4 @@
-"""Models on this machine's disk, in the hub's cache and in ours: list and remove them. Must not import torch."""
+"""Lists and removes models on this machine's disk, in the hub's cache and in ours. Must not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stored(NamedTuple):
     Attributes:
         path: the directory of one revision.
         size: bytes of all revisions.
-        used: seconds since the epoch.
+        used: time of the last use, in seconds since the epoch.
         weights, forward: see `Kind`.
     """
 
@@ -36,9 +36,9 @@ class Stored(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The dtype or quantisation of a model's weights, and the forward of its family, "own" or "transformers".
+    """The dtype or quantisation of a model's weights, and the forward that computes it: "own" or "transformers".
 
-    Either is "" where it is unknown.
+    A value that is unknown is "".
     """
 
     weights: str
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 
 def stored() -> list[Stored]:
-    """Return the models in both caches, the last used one first."""
+    """Return the models in both caches, the most recently used one first."""
     models = []
     for repo in _repositories():
         newest = max(repo.revisions, key=lambda item: ("main" in item.refs, item.last_modified))
@@ -106,9 +106,10 @@ def kind_of(directory: Path) -> Kind:
 
 
 def removal(name: str) -> tuple[int, Callable[[], None]]:
-    """Return the bytes that removing a model frees, and what removes it: the hub's copy, or a revision, and ours.
+    """Return (bytes that the removal of a model frees, a function that removes it).
 
-    Raises `ModelError` where it is in neither cache.
+    The function removes the model from our cache, and from the hub's cache all its revisions or the one that `name`
+    names.  Raises `ModelError` if the model is in neither cache.
     """
     from huggingface_hub import scan_cache_dir
 

@@ -1,4 +1,4 @@
-"""Tokenizers by the name of their model: checkpoints and toy models. Must not load weights."""
+"""Loads the tokenizer of a named model, a checkpoint or a toy. Must not load weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 
 
 class ToyTokenizer(Tokenizer):
-    """One printable character per token, for toy models: 0-9, a-z, A-Z, then those from U+0100 on.
+    """One printable character per token, for toy models: 0-9, a-z, A-Z, then all from U+0100 on.
 
-    Other characters are encoded as their code point modulo vocab_size, so that every text can be a prompt;
-    decode(encode(s)) == s holds for texts of its own characters.
+    Characters outside of the vocabulary are encoded as their code point modulo vocab_size, so that every text can be a
+    prompt; decode(encode(s)) == s holds for texts of characters in the vocabulary.
     """
 
     chat_template = ""
@@ -70,8 +70,8 @@ def load_tokenizer(
     """Return the tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
 
     Args:
-        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
-        encodes: False if texts are only decoded, or vocabularies compared: merges are then read when needed.
+        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's runner reads its other options).
+        encodes: False if texts are only decoded, or vocabularies compared: merges are then read only when needed.
     """
     if is_toy(spec):
         options = toy_options(spec)
@@ -101,9 +101,13 @@ def translation_of(
     trust_remote_code: bool = False,
     known: tuple[Tokenizer, GenerationDefaults] | None = None,
 ) -> Translation | None:
-    """Return how a draft speaks its target's tokens; None: as its own, or the target's tokenizer is not on this host.
+    """Return the translation between the tokens of a draft and those of its target.
 
-    Raises `ModelError` where the two have too few tokens in common. `known`: the draft's tokenizer, if loaded.
+    Return None if both have the same vocabulary, or the target's tokenizer is not on this host.  Raises `ModelError` if
+    the two vocabularies have too few tokens in common.
+
+    Args:
+        known: the draft's tokenizer and generation defaults, if they are loaded already.
     """
     draft_tokenizer, draft_defaults = known or load_tokenizer(
         draft, trust_remote_code=trust_remote_code, encodes=False
@@ -113,7 +117,7 @@ def translation_of(
             target, trust_remote_code=trust_remote_code, encodes=False
         )
     except ModelError as error:
-        # The target refuses a draft of another vocabulary that does not translate.
+        # If the vocabularies do differ, the target will refuse the draft.
         log.info("taking the draft's tokens for the target's: %s", error)
         return None
     if have_same_vocabulary(tokenizer, draft_tokenizer):

@@ -1,1 +1,1 @@
-"""The CPU back end of our own forward: functions in C, and what calls them."""
+"""The CPU back end of our own forward: functions in C, and the Python code that calls them."""

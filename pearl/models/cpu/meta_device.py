@@ -1,9 +1,9 @@
-"""The Python kernels of torch's meta device, imported when they are needed.
+"""Postpones the import of the Python kernels of torch's meta device until they are needed.
 
 `import torch` spends a third of its time on these kernels, which compute shapes alone. transformers
-builds its models with them, and torch's compiler traces with them; our own forward never does. They
-have other effects, so they are postponed only in releases of torch that were checked: in 2.13
-`torch.Generator()` fails without them. Must not import torch.
+builds its models with them, and torch's compiler traces with them; our own forward never uses them.
+Other parts of torch may depend on them: in 2.13, `torch.Generator()` fails without them. So they are
+postponed only in releases of torch that were checked. Must not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = "torch._meta_registrations"
-# Releases of torch in which nothing that our forward needs depends on the kernels.
+# Releases of torch that were checked: without the kernels, all that our forward needs works.
 CHECKED = ("2.13",)
 NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 
@@ -25,8 +25,8 @@ NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 class _Postponed(Loader):
     """Executes a module when one of its names is first read, not when it is imported.
 
-    `importlib.util.LazyLoader` would also execute it when `inspect` looks among all modules for a file,
-    as torch does at once.
+    `importlib.util.LazyLoader` would also execute it when `inspect` searches all modules for a file,
+    and `import torch` calls for such a search.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -67,7 +67,7 @@ class _Finder(MetaPathFinder):
 
 
 def postpone_kernels() -> None:
-    """Have a later `import torch` leave the kernels out, in the releases that were checked."""
+    """Let a later `import torch` leave the kernels out, if this release of torch was checked."""
     if version("torch").rpartition(".")[0] in CHECKED:
         sys.meta_path.insert(0, _Finder())
 

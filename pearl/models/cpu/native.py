@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 
 _VERSION = 3  # see `native.h`
 _LANES = 16  # outputs of a panel
-_LEAST = 8  # inputs are a multiple of this
-_BLOCK = 32  # inputs of quantised weights are a multiple of this: see `products.c`
-# In place of bits: see `products.c`.
+_LEAST = 8  # the number of inputs is a multiple of this
+_BLOCK = 32  # the number of inputs of quantised weights is a multiple of this: see `products.c`
+# Values of `bits` that stand for other kinds of weights: see `products.c`.
 _SMALL_TABLE = 7
 _FLOAT8 = 9
 _TABLE = 10
 _WHOLE_TABLE = 11
-# See `native.h`: numbers of a row's queries; query heads of a key-value head.
+# Limits of `native.h`: numbers in the queries of a row; query heads that share a key-value head.
 _WIDEST = 16384
 _MOST_TOGETHER = 64
-_BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
+_BUILT = (  # libraries in this folder: name, flags of /proc/cpuinfo that it needs
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
     ("_native_vnni", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
     ("_native_avxvnni", {"avx2", "fma", "f16c", "avx_vnni"}),
     ("_native_v3", {"avx2", "fma", "f16c"}),
     ("_native", set[str]()),
 )
-_DTYPES = (torch.float32, torch.bfloat16)  # of rows
+_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of rows
 _KINDS = {
     torch.float16: 0,
     torch.bfloat16: 1,
@@ -45,7 +45,7 @@ _KINDS = {
     torch.float32: 4,
     torch.float8_e4m3fn: 5,
 }
-# The kinds of scales that `products.c` multiplies, by bits: with groups of whole blocks, and of others.
+# Bits -> the kinds of scales with which `products.c` multiplies: for groups of whole blocks, and for other groups.
 _WHOLE_BLOCKS = {
     4: (0, 1, 2),
     5: (0, 2),
@@ -73,7 +73,7 @@ _threads = 0  # 0: as many as torch has
 
 
 def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields of one type for a `ctypes.Structure`."""
+    """Return fields for a `ctypes.Structure` that all have the type `kind`. `names` are separated by spaces."""
     return tuple((name, kind) for name in names.split())
 
 
@@ -115,7 +115,7 @@ def library() -> ctypes.CDLL | None:
 
 def _opened(file: Path) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(file))
-    if opened.pearl_version() != _VERSION:  # AttributeError: built from sources that had none yet
+    if opened.pearl_version() != _VERSION:  # raises AttributeError in builds without a version
         raise OSError("it was built from other sources: run scripts/setup, or install PEARL again")
     types = {
         "p": ctypes.c_void_p,
@@ -131,8 +131,8 @@ def _opened(file: Path) -> ctypes.CDLL:
 def use_threads(count: int) -> list[int]:
     """Compute with `count` threads from now on, including this one; return the others' native ids.
 
-    The threads are our own and sleep while there is nothing to compute. torch gets none: its threads
-    spin for each other.
+    The threads are our own and sleep while there is nothing to compute. torch computes with one thread,
+    because several would spin while they wait for each other.
     """
     global _threads
     torch.set_num_threads(1)
@@ -148,13 +148,13 @@ def threads() -> int:
 
 
 def keeps_float32() -> bool:
-    """Whether rows of float32 keep 24 bits in products, and are not rounded to bfloat16."""
+    """Return whether products use float32 rows as they are, with 24 bits, and do not round them to bfloat16."""
     loaded = library()
     return loaded is not None and not loaded.pearl_rounds()
 
 
 def takes(weights: Weights) -> bool:
-    """Whether `Native` multiplies by these weights here."""
+    """Return whether `Native` can multiply by these weights on this machine."""
     if library() is None or weights.device.type != "cpu":
         return False
     if isinstance(weights, QuantisedMatrix):
@@ -165,7 +165,7 @@ def takes(weights: Weights) -> bool:
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int]:
-    """Return the bits, or what is in their place, and the kind of the scales."""
+    """Return (bits of the weights or the value that stands for their kind, kind of the scales)."""
     kind = _KINDS[weights.scales.dtype]
     if weights.table is not None:
         if not weights.fits_bytes or not keeps_float32():
@@ -179,12 +179,12 @@ def _case(weights: QuantisedMatrix) -> tuple[int, int]:
 
 
 class Native:
-    """Multiplies by a matrix with `products.c`. It keeps the weights, which `takes` must allow.
+    """Multiplies by a matrix with `products.c`. It keeps the weights, for which `takes` must hold.
 
-    Results that are added to y have the dtype of y; others float32 if `wide`, or the dtype of x.
+    Results are float32 if `wide`. Otherwise they have the dtype of y or, without y, the dtype of x.
 
     Attributes:
-        scratch: floats that a product needs for each row.
+        scratch: floats of working memory that a product needs for each row.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class Native:
         self._reference = ctypes.byref(self._given)
 
     def _keep_scales(self, weights: QuantisedMatrix) -> torch.Tensor:
-        """Keep everything but the steps, and return these."""
-        if weights.bits == 8 and weights.zeros is not None:  # those of fewer bits are bytes
+        """Keep all tensors but the steps, and return the steps."""
+        if weights.bits == 8 and weights.zeros is not None:  # zeros of fewer bits are bytes
             weights = weights.in_bytes(weights.group)
         fields = self._given
         fields.bits, fields.kind = _case(weights)
@@ -250,9 +250,9 @@ class Native:
 
     @property
     def address(self) -> int | None:
-        """Address of the `Weights` of `native.h`.
+        """Address of the matrix as a `Weights` of `native.h`.
 
-        None if the inputs have another order, or the results another dtype.
+        None if that does not suffice: if inputs must be reordered, or results are `wide`.
         """
         if self._order is None and not self._wide:
             return ctypes.addressof(self._given)
@@ -301,15 +301,15 @@ def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Return a tensor's address, and for None that of C's null pointer, None."""
+    """Return a tensor's address; for None return None, which is C's null pointer."""
     if tensor is None:
         return None
     return tensor.data_ptr()
 
 
 def give_back() -> None:
-    """Free memory that the C library would keep: laying weights out leaves gigabytes of it."""
-    with suppress(AttributeError, OSError):  # glibc's
+    """Return freed memory to the system: laying weights out leaves gigabytes that the C library would keep."""
+    with suppress(AttributeError, OSError):  # only glibc has this function
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -320,17 +320,17 @@ def _loaded() -> ctypes.CDLL:
 
 
 def computes(*tensors: torch.Tensor) -> bool:
-    """Whether `normalise`, `gated` and `attend` take tensors like these."""
+    """Return whether `normalise`, `gated` and `attend` take tensors of these devices and dtypes."""
     if library() is None:
         return False
     return all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
-    """Whether a model can be computed on `device`.
+    """Return whether a model of these sizes can be computed on `device`.
 
-    On a CPU our C must be built, and have room for the model's heads and sizes; on a GPU our kernels need
-    Triton.
+    On a CPU our C must be built, and its limits must hold for the model's heads and sizes. On a GPU our
+    kernels need Triton.
     """
     if device.type != "cpu":
         return find_spec("triton") is not None
@@ -403,5 +403,5 @@ def attend(arguments: Attention) -> None:
 
 
 def compute_layers(forward: object) -> None:
-    """Compute decoder layers: see `layers.c`, to whose `Forward` the argument is a reference."""
+    """Compute decoder layers. `forward` is a reference to a `Forward` of `layers.c`."""
     _loaded().pearl_layers(forward)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from pearl.models.forward.linear_layers import Matrix
     from pearl.models.forward.slot_attention import NativeAttention, Rope
 
-_SIDES = 3  # matrices of one product, side by side
-_Parts = Sequence[Native]  # of one product, side by side
+_SIDES = 3  # most matrices of one product, side by side
+_Parts = Sequence[Native]  # the matrices of one product, side by side
 
 
 class _Products(NamedTuple):
-    """The matrices of a layer, each as parts side by side, in the order of `layers.c`."""
+    """The matrices of a layer, in the order of `layers.c`. Each consists of parts, side by side."""
 
     qkv: _Parts
     out: _Parts
@@ -57,13 +57,13 @@ class NativeLayers:
 
     Args:
         products: the matrices of each layer.
-        ropes: tables of all positions, by kind.
+        ropes: tables of all positions, by name of the rope.
     """
 
     def __init__(
         self, layers: DecoderLayers, products: Sequence[_Products], ropes: Mapping[str, Rope]
     ) -> None:
-        self._ropes = ropes  # kept alive: the C reads their memory, and else that of `layers`
+        self._ropes = ropes  # kept alive: the C reads their memory. All else belongs to `layers`
         self._layers = (_Layer * len(products))()
         scratch = 0
         for number, matrices in enumerate(products):
@@ -88,9 +88,9 @@ class NativeLayers:
 
     @staticmethod
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
-        """Return None if `layers.c` cannot compute these layers.
+        """Return the layers for `layers.c`; None if it cannot compute them.
 
-        It has no experts, matrices in other layouts, norms of two dtypes, or gates of several sizes.
+        It computes no experts, matrices in other layouts, norms of two dtypes, or MLPs of several sizes.
         """
         if not native.computes(layers.embedding) or len(_norm_dtypes(layers)) != 1:
             return None
@@ -113,7 +113,7 @@ class NativeLayers:
     def __call__(
         self, attends: NativeAttention, hidden: torch.Tensor, start: int, end: int
     ) -> None:
-        """Change hidden states [n, width] before layer `start` to those before layer `end`."""
+        """Compute the layers from `start` to `end` - 1: the hidden states [n, width] change in place."""
         room = torch.empty(len(hidden) * self._room)
         attention = native.Attention.from_buffer_copy(attends.given)
         attention.is_float32 = self._is_float32
@@ -145,7 +145,7 @@ def _fill(
     products: _Products,
     ropes: Mapping[str, Rope],
 ) -> None:
-    """Write the addresses of layer `number` into its fields."""
+    """Write the addresses of the tensors of layer `number` into `fields`."""
     layer = layers.layers[number]
     for place, parts in enumerate(products):
         for side, part in enumerate(parts):
@@ -176,7 +176,7 @@ def _norm_dtypes(layers: DecoderLayers) -> set[torch.dtype]:
 
 
 def _parts(product: Matrix) -> _Parts:
-    """Return the matrices of a product, side by side; none if `layers.c` cannot multiply by them."""
+    """Return the matrices of a product, side by side; an empty tuple if `layers.c` cannot multiply by them."""
     matrices = product.parts if isinstance(product, SideBySide) else (product,)
     if len(matrices) > _SIDES:
         return ()

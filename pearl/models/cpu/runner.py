@@ -1,4 +1,4 @@
-"""Our own forward on a CPU: all feeds at once, in any size, by our C."""
+"""Our own forward on a CPU: our C computes all feeds at once, of any size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TREE_NODES = 256  # most nodes of a tree
 
 
 class CpuRunner(ForwardRunner):
-    """Runs a model by our C; for its options see `ForwardRunner`."""
+    """Runs a model with our C; for the options see `ForwardRunner`."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = 128  # positions
-_SERIAL = 16384  # elements: torch splits operations of twice as many between threads
+BLOCK = 128  # positions of a block
+_SERIAL = 16384  # elements; torch splits operations on twice as many between threads
 
 
 class Heads(NamedTuple):
@@ -22,7 +22,7 @@ class Scoring(NamedTuple):
     """How a model scores positions.
 
     Attributes:
-        windows: how many positions a token of each layer sees, its own included; 0: all earlier ones.
+        windows: how many positions a token of each layer sees, its own included; 0: all up to its own.
         scale: the multiplier of a query's product with a key.
         cap: see `cap_scores`.
         sinks: for each layer [heads], a score that takes part in the head's softmax but has no value; empty: none.
@@ -40,10 +40,10 @@ class Scoring(NamedTuple):
 
 
 def plan_no_shapes(device: torch.device) -> None:
-    """Turn cuDNN's attention off in this process, where `device` is a GPU.
+    """Turn cuDNN's attention off in this process, if `device` is a GPU.
 
-    torch 2.13 prefers it on Hopper, where it plans for every new length, in 42 to 440 ms: every
-    prompt, and every step of a forward that is not recorded, has another length.
+    torch 2.13 prefers it on Hopper GPUs, where it takes 42 to 440 ms to plan for every new length. Every
+    prompt, and every decoding step of a forward that is not recorded, has a new length.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""Weights and configuration of a model, as our own forward takes them. Must not know files."""
+"""Weights and configuration of a model, in the form that our own forward takes. Must not know files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Decoder(nn.Module):
-    """Modules that hold a model's weights under their names in transformers; it computes nothing."""
+    """Holds a model's weights in modules, under the names that transformers gives them. It computes nothing."""
 
     model: Any
     lm_head: Any

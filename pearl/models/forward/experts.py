@@ -1,7 +1,7 @@
-"""The MLP of a layer that has experts: a router sends each token through a few of many.
+"""The MLP of a layer with experts: a router sends each token through a few of many experts.
 
-A row's bits do not depend on its company: the products of an expert do not depend on the number of
-rows, and a row adds its experts' outputs in the order of their probabilities.
+A row's bits do not depend on the other rows: an expert's products do not depend on the number of rows,
+and the outputs of a row's experts are added in the order of their probabilities.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from pearl.models.forward.linear_layers import Matrix, gated
 from pearl.models.gpu.recordings import FED
 
-# Rows of an expert's products on a GPU, where other kernels serve other numbers of rows.
+# Rows of every product of an expert on a GPU, where the kernel depends on the number of rows.
 _PIECE = 64
-_SERIAL = 32768  # elements: torch splits operations of at least as many between threads
+_SERIAL = 32768  # torch splits operations on at least this many elements between threads
 
 
 class Experts:
-    """Takes the weights of `block`, a sparse MLP of transformers, away from it, and computes with them.
+    """Computes a sparse MLP. It takes the weights away from `block`, the module of transformers.
 
     Args:
         lay_out: see `linear_layers.matrix`.
-        kernels: whether forwards of `FED` rows are computed by our kernels.
+        kernels: whether our kernels compute forwards of `FED` rows.
 
     Attributes:
-        each: gate and up, and down, of each expert.
+        each: (gate_up, down) of each expert.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Experts:
         kernels: bool,
     ) -> None:
         self._top = int(config["num_experts_per_tok"])
-        # Those of Mixtral and gpt-oss always do.
+        # The weights of Mixtral's and gpt-oss's experts always sum to one.
         self._sums_to_one = bool(config.get("norm_topk_prob", True))
         router = getattr(block, "gate", None) or block.router
         self._limits: tuple[float, float] | None = None
         self._gate: Callable[[torch.Tensor], torch.Tensor] = gated
-        if config.get("swiglu_limit") is not None:  # gpt-oss's
+        if config.get("swiglu_limit") is not None:  # gpt-oss
             alpha = float(config.get("swiglu_alpha", 1.702))
             limit = float(config["swiglu_limit"])
             self._limits = (alpha, limit)
             self._gate = partial(_clamped, alpha, limit)
-        # Never rounded: it is small, and chooses.
+        # The router is never rounded: it is small, and it chooses the experts.
         router_linear = _linear(router.weight, getattr(router, "bias", None))
         self.router = lay_out(router_linear, rounding="")
         self.each: list[tuple[Matrix, Matrix]] = []
@@ -76,7 +76,7 @@ class Experts:
         [n, hidden] -> [n, hidden]
 
         Args:
-            is_fed: [n]; other rows are padding, and need no experts of their own.
+            is_fed: [n], false for padding rows. These take the experts of the first row.
         """
         probs = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self._top)  # [n, top]
@@ -118,12 +118,12 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the gate and up layers, perhaps as one, and the down layer of each expert.
+    """Yield ([gate, up] or [gate_up], down) for each expert: its linear layers.
 
     Args:
-        alternates: the matrices are transposed, and rows of gate and up alternate.
+        alternates: the matrices are stored transposed, and the rows of gate and up alternate.
     """
-    if not hasattr(experts, "gate_up_proj"):  # of files read directly
+    if not hasattr(experts, "gate_up_proj"):  # files that were read directly
         for expert in experts:
             yield [expert.gate_proj, expert.up_proj], expert.down_proj
         return
@@ -153,17 +153,17 @@ def _clamped(
 ) -> torch.Tensor:
     """Return gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument.
 
-    (clamp(up) + 1) * gate * sigmoid(alpha * gate), where gate is at most `limit`, and up within it.
+    It is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit).
 
-    It is computed in pieces that torch does not split between threads: elements next to a cut within a
-    row would use the scalar exponential, whose bits are not the vector one's.
+    Torch must not split a row between threads: it would compute the elements next to the cut with the
+    scalar exponential, whose bits differ from the vector one's. So the rows are computed in small pieces.
     """
     outputs = []
     for piece in gate_up.split(max(1, _SERIAL // gate_up.shape[1])):
         gate, up = piece.chunk(2, -1)
         gate.clamp_(max=limit)
         up.clamp_(-limit, limit)
-        # Strided as `gate`, so that each row ends a vector.
+        # With the strides of `gate`, so that no vector extends over the end of a row.
         shares = torch.empty_like(piece).chunk(2, -1)[0]
         torch.mul(gate, alpha, out=shares).sigmoid_()
         outputs.append((up + 1).mul_(gate * shares))

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scales:
-    """Holds a model's multipliers, and the caps of attention scores and of logits; a cap of 0 is none.
+    """Holds a model's multipliers, and its caps of attention scores and of logits; 0: no cap.
 
-    `residual` multiplies what a block adds to the hidden state.
+    `residual` multiplies the output of attention and MLP before it is added to the hidden state.
     """
 
     embedding: float
@@ -94,7 +94,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Says how a model's layers are computed, by its family and its configuration.
+    """How a model's layers are computed; its family and its configuration decide.
 
     Attributes:
         rotated: how many of a head's numbers are rotated.
@@ -143,10 +143,10 @@ class LayerSpec:
 
 
 class Layer:
-    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks.
+    """Holds a decoder layer's matrices and the weights of its norms. A norm that the layer lacks is None.
 
     Args:
-        module: a layer of transformers, or one that looks like it.
+        module: a layer of transformers, or a module with the same attributes.
         rope: see `layer_kinds`.
         lay_out: see `linear_layers.matrix`.
         dtype: the dtype of rows.
@@ -193,7 +193,7 @@ class Layer:
 
 
 def tapped(layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
+    """Return the layers whose inputs an EAGLE-3 head reads by default, in a model with `layers` layers."""
     numbers = (2, layers // 2, layers - 3)
     return tuple(min(max(number, 0), layers - 1) for number in numbers)
 
@@ -203,7 +203,10 @@ def norm_weights(
     forward: Forward,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
+    """Return a norm's weights, promoted to a dtype that holds their own numbers and those of `dtype`.
+
+    If the family has a `norm_shift`, it is added, and the weights are float32.
+    """
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
     if forward.norm_shift is None:
@@ -212,7 +215,7 @@ def norm_weights(
 
 
 class DecoderLayers:
-    """Takes the weights of `model` away from it, and computes with them.
+    """Computes the decoder layers of a model and its logits. It takes the weights away from `model`.
 
     Attributes:
         weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
@@ -228,9 +231,9 @@ class DecoderLayers:
 
     Args:
         context: most positions of a text; attention windows of at least this length are left out.
-        is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
-            and so queries, are rotated in the dtype of rows.
-        family: the forward and the configuration, of a model that `described` does not know.
+        is_native: whether our C computes the layers. Otherwise matrices are laid out for our kernels, and
+            queries and keys are rotated in the dtype of rows.
+        family: (forward, configuration) of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """
 
@@ -296,8 +299,8 @@ class DecoderLayers:
                 bits |= bits_of(layer)
         if not bits:
             return str(model.dtype).removeprefix("torch."), self.dtype
-        # Rounded matrices round each result once more: sums over the layers in float32 make up for half
-        # of that.
+        # Quantised matrices add a rounding error to each result. States in float32 between the layers make
+        # up for half of it.
         return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
 
     def _sinks(
@@ -339,7 +342,7 @@ class DecoderLayers:
                 continue
             arguments = [name] if name else []
             tables = torch.cat(rotary(like, positions[None], *arguments))
-            # gpt-oss's tables have each angle once, others' twice.
+            # Tables of gpt-oss have each angle once, those of other models twice.
             cos, sin = tables[:, :, None, :half].to(self._cache_dtype)
             cos = pad(cos, (0, unrotated), value=1.0)
             sin = pad(sin, (0, unrotated))
@@ -402,8 +405,8 @@ class DecoderLayers:
         """Return the states [n, hidden] after one layer.
 
         Args:
-            hidden: the states before the layer, to which it adds.
-            x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
+            hidden: the states before the layer, to which the layer adds its outputs.
+            x: the input of the layer's qkv matrix; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
         attention_output = self._attend(layer, number, x, ropes, attends)
@@ -429,7 +432,7 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
+        """Return the RMS norm of x; without a norm, x. Either has the dtype of rows."""
         if norm is None:
             return x.to(self.dtype)
         return normalise(x, norm, self.eps, self.dtype)
@@ -510,7 +513,7 @@ def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]
 
 
 def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
-    """Replace fused matrices by their parts, which stay views of them; a second call does nothing.
+    """Replace each fused matrix by its parts, which are views of it. A second call does nothing.
 
     Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`.
     """
@@ -537,14 +540,14 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
 
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Return the weights with their rows cut, or in another order."""
+    """Return the weights after `change`, which cuts or reorders rows, is applied to each of their tensors."""
     if isinstance(weight, QuantisedMatrix):
         return weight.changed(change)
     return change(weight.detach())
 
 
 def set_weight(module: torch.nn.Module, weight: Weights) -> None:
-    """Give a module its weight, which a torch module takes only as a parameter."""
+    """Set a module's weight: a tensor as a parameter, a quantised matrix as an attribute."""
     if isinstance(weight, QuantisedMatrix):
         module._parameters.pop("weight", None)
         module.__dict__["weight"] = weight

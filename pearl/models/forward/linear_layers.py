@@ -1,8 +1,8 @@
 """Products of a forward pass whose bits do not depend on how many rows are computed together.
 
-A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`
-(`Native`), on a GPU by our kernels (`KernelMatrix`). Most libraries choose their order of summation by
-the number of rows.
+Most libraries choose their order of summation by the number of rows. So we multiply with `products.c` on
+a CPU (`Native`), and with our kernels on a GPU (`KernelMatrix`). A `Matrix` holds weights in the layout
+that is fastest there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pearl.models.forward.quantised import (
 )
 
 Rounding = Literal["", "int8", "int4"]
-# Weights in layers: a model whose forward of one token takes as long as reading them.
+# Least weights in the layers of a large model, whose forward of one token takes as long as reading them.
 _LARGE = 100_000_000
 
 
@@ -39,7 +39,7 @@ class Matrix(Protocol):
         x: torch.Tensor,
         y: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x times the matrix, plus y if any."""
+        """Return x times the matrix; with y, plus y."""
         ...
 
 
@@ -47,17 +47,20 @@ class Matrix(Protocol):
 class KernelMatrix:
     """Holds weights for our kernels on a GPU, which multiply them in the rows' dtype.
 
-    Whole weights are [out, in]. Steps of 8 bits are [out, in], of int8 or float8_e4m3fn. Steps of 4 bits
-    are bytes [out, in / 2]: with `packed_together` of 32, byte 0 of a row holds input 0 in its lower half
-    and input 16 in its upper half, and byte 15 holds inputs 15 and 31.
+    Weights that are not quantised are [out, in]. Steps of 8 bits are [out, in], int8 or float8_e4m3fn.
+    Steps of 4 bits are bytes [out, in / 2]: if `packed_together` is 32, byte 0 of a row holds input 0 in
+    its lower half and input 16 in its upper half, and byte 15 holds inputs 15 and 31.
 
     Attributes:
         bias: [out].
-        scales: [groups, out, 1 or 2], a scale and perhaps a second number of each group; None: the
-            weights are whole. A weight is (step - offset) * scale if `extra` is 0, (step - offset) *
-            scale + second if it is 1, and (step - offset - second) * scale if it is 2.
-        bits: of a step, 16 for whole weights.
+        scales: [groups, out, 1 or 2]: each group's scale and, unless `extra` is 0, a second number; None:
+            the weights are not quantised.
+        bits: bits of a step; 16 for weights that are not quantised.
         group: inputs that share a scale.
+        extra: how a weight is computed:
+            0: (step - offset) * scale;
+            1: (step - offset) * scale + second;
+            2: (step - offset - second) * scale.
     """
 
     weight: torch.Tensor
@@ -74,7 +77,7 @@ class KernelMatrix:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> KernelMatrix:
-        """Lay quantised weights out: as whole weights of `dtype` if the kernels have no layout for them."""
+        """Lay quantised weights out. If the kernels have no layout for them, dequantise them to `dtype`."""
         outputs, inputs = weights.shape
         if weights.table is not None and weights.fits_bytes:
             weights = weights.in_bytes(weights.group)
@@ -115,7 +118,7 @@ class KernelMatrix:
         return outputs, width
 
     def options(self) -> dict[str, Any]:
-        """Return the constants of the kernels that say what the weights are."""
+        """Return the constants of kernels that describe how weights are stored."""
         group = self.group or self.shape[1]
         return {
             "BITS": self.bits,
@@ -125,14 +128,14 @@ class KernelMatrix:
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants of a product's kernel that depend on the matrix; N depends on the kernel."""
+        """Return all constants of a product's kernel that the matrix decides; N also depends on the kernel."""
         return self.options() | {
             "K": self.shape[1],
             "BIAS": self.bias is not None,
         }
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return weights, scales and bias; the weights stand for those that there are not."""
+        """Return (weights, scales, bias). In place of missing scales or a missing bias, return the weights."""
         weight = self.weight
         scales = weight if self.scales is None else self.scales
         bias = weight if self.bias is None else self.bias
@@ -149,7 +152,7 @@ class KernelMatrix:
         return y + product
 
     def dequantised(self) -> torch.Tensor:
-        """Return the weights [out, in], in the dtype of the scales if they are steps."""
+        """Return the weights [out, in]; if they are quantised, in the dtype of their scales."""
         if self.scales is None:
             return self.weight
         packed = packed_together(self.shape[1], self.group)
@@ -208,7 +211,7 @@ def matrix(
     rounding: Rounding = "",
     wide: bool = False,
 ) -> Matrix:
-    """Return several linear layers with one input as one matrix, their outputs side by side.
+    """Return several linear layers that read the same input as one matrix, with their outputs side by side.
 
     It takes the weights away from the layers, so that a large model is never in memory twice.
 
@@ -216,7 +219,7 @@ def matrix(
         dtype: the dtype of the model, and so of most rows.
         is_native: lay the weights out for our C; else for our kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
-        wide: keep float32 results in float32.
+        wide: with our C, return float32 results whatever the dtype of the rows.
     """
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
@@ -269,7 +272,11 @@ def _for_kernels(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> KernelMatrix:
-    """Lay out weights side by side: those of several kinds as bytes, or else dequantised."""
+    """Lay out weights side by side.
+
+    Quantised weights of several kinds are converted to steps of 8 bits. If one of them does not fit into
+    these, or one is not quantised, all are dequantised.
+    """
     quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
     are_bytes = all(weight.fits_bytes and weight.order is None for weight in quantised)
     is_mixed = not all(are_alike(weights[0], weight) for weight in weights)
@@ -291,7 +298,7 @@ def _native(
     bias: torch.Tensor | None,
     wide: bool,
 ) -> native.Native:
-    """Lay weights out for our C: dequantised if it does not multiply by these."""
+    """Lay weights out for our C. Quantised weights that our C cannot multiply by are dequantised."""
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
         if multiplies_bf16():
@@ -301,7 +308,7 @@ def _native(
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Multiplies by matrices in several layouts, and puts their outputs side by side."""
+    """Multiplies by several matrices of different layouts, and puts their outputs side by side."""
 
     parts: Sequence[native.Native]
 
@@ -317,7 +324,7 @@ class SideBySide:
 
 
 def dtype_of_rows(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of rows in a model of `dtype`: our C has no float16 rows, and computes in float32."""
+    """Return the dtype of our C's rows in a model of `dtype`: float32 for float16, which our C lacks."""
     if dtype == torch.float16:
         return torch.float32
     return dtype
@@ -331,7 +338,7 @@ def rounding_for(model: Any) -> Rounding:
     layers = model.model.layers
     attention = layers[0].self_attn
     mlp = layers[0].mlp
-    if native.library() is None or not hasattr(mlp, "gate_proj"):  # experts
+    if native.library() is None or not hasattr(mlp, "gate_proj"):  # has experts
         return ""
     size = 0
     matrices = [
@@ -355,7 +362,7 @@ def rounding_for(model: Any) -> Rounding:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has bfloat16 instructions; without them products take several times as long."""
+    """Return whether this CPU has bfloat16 instructions; without them products take several times as long."""
     has_mkldnn = torch.backends.mkldnn.is_available()
     return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -399,8 +406,8 @@ def normalise(
 ) -> torch.Tensor:
     """Return the RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 
-    As in transformers, x is normalised in float32 and rounded before the weights are applied; if the
-    weights have another dtype than `x`, after that.
+    As in transformers, x is normalised in float32, rounded, and then multiplied by the weights. If the
+    weights have another dtype than `x`, only the product is rounded.
 
     Args:
         dtype: the dtype of the result; None: that of `weight`.

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 from pearl.errors import ModelError
 
-GROUP = 32  # weights of "int4" that share a scale, and the least inputs of any kind
-_OF_ALL_ROWS = ("order", "table")
-_TOGETHER = 4096  # rows rounded at once: as float32 a large matrix would take a GPU's last memory
+# Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
+GROUP = 32
+_OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
+_TOGETHER = 4096  # rows rounded at once: a large matrix in float32 would take a GPU's last memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +24,17 @@ class QuantisedMatrix:
     A weight is (step - offset - zero) * scale + least, or table[step] * scale.
 
     Attributes:
-        steps: [out, in]: uint8; int8 if of 8 bits; or float8_e4m3fn.
+        steps: [out, in], uint8; steps of 8 bits may also be int8 or float8_e4m3fn.
         bits: 4, 5, 6 or 8.
-        scales: [out, groups]: float16, bfloat16 or float32; or integers of 8 bits, times `of_scales`
-            [out, in / 256]; or float8_e4m3fn, divided by `divisors` [out, 1], float32.
-        least: as the scales, times `of_least` in place of `of_scales`; or None.
-        zeros: [out, groups] uint8, int16 for steps of 8 bits; or None.
-        order: inputs [in] in the order of the columns; None: 0, 1, 2 ...
-        table: the numbers [16] that steps of 4 bits stand for, float32; None: the steps are numbers.
+        scales: [out, groups], in one of these forms:
+            float16, bfloat16 or float32;
+            integers of 8 bits, to be multiplied by `of_scales` [out, in / 256];
+            float8_e4m3fn, to be divided by `divisors` [out, 1], float32.
+        least: [out, groups], in the first or the second form of `scales`, with `of_least` in place of
+            `of_scales`; None: 0.
+        zeros: [out, groups], uint8, or int16 for steps of 8 bits; None: 0.
+        order: [in], the input of each column of `steps`; None: 0, 1, 2 ...
+        table: [16], float32, the number for which each step of 4 bits stands; None: steps are numbers.
     """
 
     steps: torch.Tensor
@@ -74,7 +78,7 @@ class QuantisedMatrix:
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
-        """Return the matrix with every tensor of rows changed: moved, or cut."""
+        """Return the matrix after `change`, which cuts or reorders rows, is applied to all tensors of `of_rows`."""
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.of_rows().items()}
         return replace(self, **tensors)
 
@@ -95,7 +99,7 @@ class QuantisedMatrix:
         return scales / self.divisors
 
     def whole_least(self) -> torch.Tensor | None:
-        """Return what is added to each weight of a group [out, groups], float32, or None.
+        """Return the number [out, groups] that is added to the weights of each group, float32; None for 0.
 
         It includes `zeros`, but not `offset`.
         """
@@ -107,7 +111,7 @@ class QuantisedMatrix:
 
     @property
     def fits_bytes(self) -> bool:
-        """Whether its steps, or the numbers of its table, are whole numbers of 8 bits."""
+        """Whether the steps or, with a table, the numbers of the table are integers of 8 bits."""
         if self.steps.dtype == torch.float8_e4m3fn:
             return False
         if self.table is None:
@@ -115,9 +119,10 @@ class QuantisedMatrix:
         return torch.equal(self.table, self.table.to(torch.int8).float())
 
     def in_bytes(self, group: int) -> QuantisedMatrix:
-        """Return the same numbers as steps of 8 bits.
+        """Return the same weights with steps of 8 bits, and float32 scales and least weights.
 
-        Scales and least weights are float32, for each `group` of inputs, which divides the group here.
+        Args:
+            group: inputs that share a scale in the result; a divisor of the group of this matrix.
         """
         repeats = self.group // group
         scales = self.whole_scales()
@@ -163,11 +168,11 @@ def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
 
 
 def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
-    """Return matrices of one kind, and with the same order of inputs, as one.
+    """Return matrices that `are_alike` as one, their rows one after the other.
 
     Args:
-        rows: the rows of all of them, if `parts` makes one after the other, so that only one is in
-            memory together with the result.
+        rows: the number of rows of all parts. It lets `parts` be an iterator, so that only one part at a time
+            is in memory together with the result.
     """
     if rows is None:
         parts = list(parts)
@@ -188,7 +193,7 @@ def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> Quanti
 
 
 def are_alike(left: Weights, right: Weights) -> bool:
-    """Whether two matrices of the same inputs can be `stacked`, or concatenated."""
+    """Return whether two matrices of the same inputs can be `stacked` or, if they are tensors, concatenated."""
     if not isinstance(left, QuantisedMatrix) or not isinstance(right, QuantisedMatrix):
         return type(left) is type(right)
     if left.kind != right.kind:
@@ -199,10 +204,11 @@ def are_alike(left: Weights, right: Weights) -> bool:
 
 
 def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:
-    """Round weights: "int8" has 255 steps a row, "int4" 16 for each 32 weights of a row.
+    """Round weights to "int8" or "int4".
 
-    The steps of "int4" reach from a group's least weight to its largest. Scales have the dtype of
-    `weight`, bfloat16 if that is float32.
+    "int8" has a scale for each row, and steps from -127 to 127.
+    "int4" has a scale for each 32 weights of a row, and 16 steps from their least to their largest weight.
+    Scales are float16 if `weight` is, otherwise bfloat16.
 
     Raises:
         ModelError: the number of inputs is no multiple of 32.
@@ -233,7 +239,7 @@ def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> Quantis
 
 
 def panels(rows: torch.Tensor, lanes: int) -> torch.Tensor:
-    """Return panels of rows, padded with zeros: [out, n] -> [panels, lanes, n]."""
+    """Cut rows into panels of `lanes` rows, the last one padded with zeros: [out, n] -> [panels, lanes, n]."""
     if rows.dtype == torch.float8_e4m3fn:
         rows = rows.view(torch.uint8)
     missing = -len(rows) % lanes

@@ -1,11 +1,11 @@
 """Our own forward pass for the families of `families.OWN_FORWARD`, chains and trees, as a `ModelRunner`.
 
-It computes what transformers computes for these families, which is its reference in the tests.
+It computes what transformers computes for these families: the tests compare the two.
 
-**Rows do not depend on their company**: the logits of a position have the same bits however its
+**Rows do not depend on the other rows**: the logits of a position have the same bits however its
 sequence was cut into forwards. On a CPU our C ensures that (`CpuRunner`), on a GPU our kernels
-(`KernelRunner`). There a prompt is computed in pieces of one size, and another text reuses its cache in
-whole pieces only.
+(`KernelRunner`). On a GPU a prompt is computed in pieces of one size, and another text reuses the cache
+of a prompt in whole pieces only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ForwardRunner(ModelRunner):
     It takes the weights away from the model.
 
     Args:
-        room: positions of a slot.
+        room: positions that a slot has room for, padding included.
         is_native: see `DecoderLayers`.
         slots: how many sequences the cache holds.
         rounding: how matrices are rounded: see `quantised.rounded`.
@@ -58,7 +58,7 @@ class ForwardRunner(ModelRunner):
         rotary = model.model.rotary_emb
         with torch.inference_mode():
             layers = DecoderLayers(model, context, rounding, is_native, taps, progress=progress)
-            # A longrope chooses its angles by the greatest position.
+            # A longrope chooses its angles by the greatest position: it must be within the context.
             positions = torch.arange(room, device=self.device).clamp_max(context - 1)
             self._ropes = layers.angles(rotary, positions)
             heads = layers.heads
@@ -94,7 +94,7 @@ class ForwardRunner(ModelRunner):
         return [rows.to(torch.float32, copy=True) for rows in logits]
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Return the logits of each feed [rows, vocab], perhaps in buffers; keep features and trees."""
+        """Return the logits [rows, vocab] of each feed, perhaps in buffers. Keep the features and the trees."""
         raise NotImplementedError
 
     def rollback(

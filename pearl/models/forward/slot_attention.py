@@ -15,7 +15,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of positions [posi
 
 
 class SlotAttention(Protocol):
-    """Attention of rows to the slots that they belong to, whose keys and values it writes."""
+    """Computes the attention of rows to their slots, and writes the rows' keys and values there."""
 
     def attend(
         self,
@@ -29,12 +29,12 @@ class SlotAttention(Protocol):
 
 
 class NativeAttention:
-    """Attends for the rows of a `Layout` by `attention.c`, which normalises and rotates them, too.
+    """Computes the attention of a `Layout` with `attention.c`, which also normalises and rotates queries and keys.
 
     Attributes:
-        states: (keys, values) of every layer, if there are trees.
-        given: the arguments that all layers share; its keys and values are the first layer's.
-        strides: numbers between layers, of cached keys and of new keys.
+        states: (keys, values) of every layer, if there are trees; else None.
+        given: the arguments that all layers share; `keys` and `values` are those of the first layer.
+        strides: distances from one layer to the next, in numbers: in the cached keys, and in the new keys.
 
     Args:
         table: see `Layout`.
@@ -97,7 +97,12 @@ class NativeAttention:
         norms: Sequence[torch.Tensor | None],
         rope: Rope | None,
     ) -> torch.Tensor:
-        """Return the attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
+        """Return the attention output [n, heads * head_dim] of rows.
+
+        Args:
+            states: queries, keys and values [n, heads + 2 * kv_heads, head_dim].
+            norms: weights of the norms of queries and of keys; None: there is none.
+        """
         arguments = native.Attention.from_buffer_copy(self.given)
         out = torch.empty(len(states), arguments.heads * arguments.dim, dtype=states.dtype)
         arguments.window = self._scoring.windows[layer]
@@ -126,7 +131,7 @@ class NativeAttention:
 
 
 class TorchAttention:
-    """Attends by torch's operations: the reference of our kernels, and a head's attention on a GPU.
+    """Computes attention with torch's operations: the reference for our kernels, and a head's attention on a GPU.
 
     Args:
         slot: the slot of all rows.

@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence and its length: a rollback sets the length. A tree's states wait until `keep`
-chooses the path that continues the sequence.
+A slot holds one sequence. The states of a tree wait in the slot, or apart from it, until `keep` chooses
+the path that continues the sequence.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Tree:
 
     Attributes:
         parents: see `Feed`.
-        rows: the rows of the nodes in `states`; None: the slot itself holds their states, in their order.
-        states: for each layer (keys, values), [rows, kv_heads, head_dim].
+        rows: the row of each node in `states`; None: the states are in the slot, in the order of the nodes.
+        states: (keys, values) of each layer, both [rows, kv_heads, head_dim]; None: they are in the slot.
     """
 
     parents: tuple[int, ...]
@@ -34,8 +34,8 @@ class Tree:
 class Slots:
     """Holds keys and values [slots, layers, kv_heads, positions, head_dim], all zeros at first.
 
-    Forwards read positions beyond a sequence, with weight 0 by the mask. As 0 times NaN is NaN, a
-    rollback zeroes the positions that it removes.
+    Forwards also read positions after the end of a sequence, to which the mask gives weight 0. As 0 times
+    NaN is NaN, a rollback zeroes the positions that it removes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Slots:
         slot: int,
         end: int,
     ) -> None:
-        """Record that positions up to `end` were written to."""
+        """Record that positions before `end` were written to."""
         self._written[slot] = max(self._written[slot], end)
 
     def extend(
@@ -63,7 +63,7 @@ class Slots:
         slot: int,
         count: int,
     ) -> None:
-        """Continue the sequence by a chain of `count` tokens that was fed."""
+        """Continue the sequence by the chain of `count` tokens that was fed."""
         self._trees[slot] = None
         self.lengths[slot] += count
 
@@ -72,7 +72,7 @@ class Slots:
         slot: int,
         tree: Tree,
     ) -> None:
-        """Hold a tree that was fed until `keep`."""
+        """Remember the tree that was fed, until `keep` chooses its path."""
         self._trees[slot] = tree
 
     def rollback(
@@ -120,7 +120,10 @@ class Slots:
         length: int,
         shared: int = 0,
     ) -> None:
-        """Copy the first `length` tokens of `slot` to `into`, which holds the first `shared` already."""
+        """Replace the sequence of slot `into` by the first `length` tokens of `slot`.
+
+        `into` holds the first `shared` of these tokens already.
+        """
         assert slot != into
         assert shared <= length <= self.lengths[slot]
         self.rollback(shared, into)

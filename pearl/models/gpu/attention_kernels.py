@@ -1,7 +1,8 @@
-"""Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
+"""Triton kernels of attention in a decoding forward.
 
-A row's bits depend on its own tokens only. Positions are cut into parts, and parts into blocks, by the
-row's own position (see `row_table`). A part or block that a row does not see adds exactly zero.
+`attend` attends to each part of the positions (see `row_table`), and `add_parts` adds the outputs of the
+parts. A row's bits depend on its own tokens only: the row's position decides how positions are cut into
+parts and blocks, and a part or block that the row does not see adds exactly zero.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pearl.models.gpu.product_kernels import root_scale, weighted
 MOST_PARTS = constexpr(row_table.MOST_PARTS)
 TILE_ROWS = constexpr(row_table.TILE_ROWS)  # rows of a tile
 NUMBERS = constexpr(row_table.TILE_NUMBERS)
-PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, before the tiles
+PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, stored before the tiles
 PATH_BYTES = constexpr(row_table.PATH_BYTES)
-_BLOCK = constexpr(64)  # positions at once
+_BLOCK = constexpr(64)  # positions that are attended to at once
 _LOW = constexpr(-1.0e30)
 
 
@@ -29,13 +30,15 @@ class AttentionShape(NamedTuple):
     """The constants of `attend`.
 
     Attributes:
-        ROWS: of the table. R: rows and query heads of a tile, a power of two.
-        HQ, HK: query heads, key-value heads.
-        D: dimensions of a head. WIDE: the power of two that holds D; numbers beyond D are 0.
-        NORMS: of queries and keys: 0: none. 1: each head is normalised by itself. 2: all together.
-        TURNS: queries and keys are rotated.
-        WINDOW: how many positions a row sees, its own included; 0: all earlier ones.
-        CAP: the cap of scores, by tanh; 0: none.
+        ROWS: rows of the table.
+        R: pairs of a tile's row and a query head of one key-value head, rounded up to a power of two.
+        HQ, HK: number of query heads, number of key-value heads.
+        D: dimensions of a head.
+        WIDE: D rounded up to a power of two; numbers beyond D are 0.
+        NORMS: how queries and keys are normalised. 0: not at all; 1: each head by itself; 2: all heads together.
+        TURNS: whether queries and keys are rotated.
+        WINDOW: how many positions a row sees, its own included; 0: all positions up to its own.
+        CAP: cap of the scores, see `attention.cap_scores`; 0: none.
     """
 
     ROWS: constexpr
@@ -52,13 +55,14 @@ class AttentionShape(NamedTuple):
 
 @triton.jit
 def _turned(source, positions, inside, norm, scale, cos, sin, eps, shape):
-    """Load queries or keys [rows, WIDE] from `source` [rows], normalised, rotated to their positions.
+    """Load queries or keys [rows, WIDE], normalise them, and rotate them to their positions.
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
 
     Args:
-        norm: [rows], pointers to the first of each row's norm weights.
-        scale: [rows], that of all heads, for NORMS 2.
+        source: [rows], pointers to the first number of each row.
+        norm: [rows], pointers to the first norm weight of each row.
+        scale: [rows], the result of `root_scale` over all heads; read for NORMS 2 only.
     """
     D: constexpr = shape.D
     d = tl.arange(0, shape.WIDE)
@@ -102,7 +106,7 @@ def _write_new(
     eps,
     shape,
 ):
-    """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
+    """Write keys and values of a feed, for the rows whose position in the text is from `low` to `high` - 1."""
     D: constexpr = shape.D
     HQ: constexpr = shape.HQ
     HK: constexpr = shape.HK
@@ -132,10 +136,11 @@ def _write_new(
 
 @triton.jit
 def _attend_part(query, positions, keys, values, start, path, begin, high, scale, shape):
-    """Attend to the positions from `begin` to `high`.
+    """Attend to the positions from `begin` to `high` - 1.
 
-    Returns (mixed values [R, WIDE], greatest score [R], sum of shares [R]). In the cache the nodes of `path`
-    follow position `start`; all other positions are in their order.
+    Return (weighted sum of values [R, WIDE], greatest score [R], sum of weights [R]), where the weight of a
+    position is exp(score - greatest score). Position p is in the cache at p if p < `start`, and otherwise at
+    start + path[p - start].
     """
     D: constexpr = shape.D
     R: constexpr = shape.R
@@ -171,7 +176,7 @@ def _attend_part(query, positions, keys, values, start, path, begin, high, scale
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """Read the numbers of a `row_table.TableTile`, with the count of parts from `begin` on for `parts`."""
+    """Return the fields of tile number `t`, a `row_table.TableTile`. In place of `parts`, return how many it has."""
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     begin = tl.load(at + 7).to(tl.int32)
     return (
@@ -215,11 +220,12 @@ def attend(
     CAP: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Write the rows' keys and values to their slots, and attend to each part of what the rows see.
+    """Write the rows' keys and values to their slots, and attend to each part of the positions that they see.
 
-    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share
-    it, for the tile's rows or for a single row if they are computed apart. It writes the keys and values of
-    its feed whose positions are in its part. `add_parts` adds the outputs of the parts. Any grid will do.
+    The work is cut into units. A unit has one key-value head, with all query heads that share it, and one
+    part of a tile's positions. It has all rows of the tile or, if they are computed apart, a single row. A
+    unit also writes the feed's keys and values at the positions of its part. The programs of any grid share
+    the units.
 
     squares: sums of squares of the columns of qkv, for NORMS 2. Constants: see `AttentionShape`.
     """
@@ -230,7 +236,7 @@ def attend(
     r = tl.arange(0, R)
     d = tl.arange(0, WIDE)
     programs = tl.num_programs(0)
-    earlier_units = 0  # of the tiles before
+    earlier_units = 0  # units of the earlier tiles
     paths = (table + 1 + (PER_ROW + 2 * NUMBERS) * ROWS).to(tl.pointer_type(tl.uint8))
     if OVERLAPS:
         gdc_wait()
@@ -309,9 +315,10 @@ def add_parts(
     SINKS: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Add the outputs of the parts of `attend`, in the order of the parts, into out [ROWS, HQ * D].
+    """Compute out [ROWS, HQ * D] from the outputs of `attend`, added in the order of the parts.
 
-    SINKS: `sinks` [HQ] are scores without a position or a value. Grid: (query heads, ROWS / TILE_ROWS).
+    SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
+    Grid: (query heads, ROWS / TILE_ROWS).
     """
     WIDE: constexpr = triton.next_power_of_2(D)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -324,7 +331,7 @@ def add_parts(
     if SINKS:
         top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
     at = rows * (MOST_PARTS * HQ) + head
-    for part in tl.static_range(MOST_PARTS):  # unrolled: so loads do not wait for one another
+    for part in tl.static_range(MOST_PARTS):  # unrolled, so that loads do not wait for one another
         top = tl.maximum(top, tl.load(stats + (at + part * HQ) * 2, mask=part < parts, other=_LOW))
     mixed = tl.zeros((TILE_ROWS, WIDE), tl.float32)
     weight = tl.zeros((TILE_ROWS,), tl.float32)

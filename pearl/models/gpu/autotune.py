@@ -1,4 +1,4 @@
-"""Autotuner: tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
+"""Autotuner: chooses tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Cut:
     """Tile sizes of one product.
 
     Attributes:
-        columns: outputs of a tile; gate-up has as many of each.
+        columns: outputs of a tile; in gate-up, as many of gate and as many of up.
         inputs: inputs that a warp multiplies at once.
-        warps: warps of a program, which share its inputs: a power of two.
-        stages: see Triton.
+        warps: warps of a program, a power of two; they share its inputs.
+        stages: pipeline stages, Triton's `num_stages`.
     """
 
     columns: int
@@ -61,7 +61,7 @@ class Cut:
         }
 
 
-# By bits of the weights: each cut is the fastest for some product of Llama 1B and 7B on an H100.
+# Bits of the weights -> cuts. Each cut is the fastest for some product of Llama 1B or 7B on an H100.
 _CANDIDATES = {
     16: [
         Cut(32, 64, 4, 4),
@@ -82,17 +82,20 @@ _CANDIDATES = {
         Cut(16, 128, 4, 1),
     ],
 }
-FAILURES = (OutOfResources, PTXASError)  # of a kernel that this GPU cannot run
+FAILURES = (OutOfResources, PTXASError)  # what a kernel raises that this GPU cannot run
 ADDING = ("out", "down")  # products that are added to the hidden state
-_LEAST = 16  # inputs at once
+_LEAST = 16  # least columns and inputs of a cut
 _REPLAYS = 10
-_COMPILERS = 16  # most at once: each takes a few hundred megabytes
+_COMPILERS = 16  # most compilers at once: each takes a few hundred megabytes
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold this machine's lock for timing kernels: target and draft start together, often on one GPU."""
+    """Hold this machine's lock for timing kernels: target and draft start together, often on one GPU.
+
+    Go on without the lock if another process holds it for `_PATIENCE` seconds.
+    """
     directory = cache_directory()
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -106,11 +109,11 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
-    """Return the cuts that fit a product; none if its sizes are too odd for any.
+    """Return the cuts that fit the sizes of a product; an empty list if no cut fits.
 
     Args:
-        fewer: the cut that was chosen for smaller tables. If there is one, only cuts that add sums in
-            the same order are returned.
+        fewer: the cut that was chosen for smaller tables, if any: then only cuts that add sums in the same
+            order are returned.
     """
     outputs, inputs = product.shape
     kind = dict(product.kind)
@@ -142,7 +145,7 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the kernels that `warmup` asks for in parallel. Those that fail raise when launched."""
+    """Compile kernels in parallel as `warmup` asks for them. A kernel that does not compile raises at its launch."""
     with (
         ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
@@ -151,7 +154,7 @@ def compiling() -> Iterator[None]:
 
 
 class Cuts:
-    """The cuts of products on a device, timed now or when a model of their shapes was loaded earlier."""
+    """Chooses the cuts of products on a device: timed now, or read from the file of cuts chosen earlier."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -173,7 +176,7 @@ class Cuts:
         product: Product,
         fewer: Cut | None,
     ) -> list[Cut]:
-        """Return the cuts to choose from; a single one if it was chosen earlier.
+        """Return the cuts to choose from. If a cut was chosen earlier, return only that one.
 
         Raises:
             ValueError: no cut fits.
@@ -221,9 +224,9 @@ class Cuts:
 
 
 def recorded_milliseconds(launch: Callable[[], object]) -> float:
-    """Record launches and time a replay; infinite if a kernel does not fit or does not compile."""
+    """Record launches, and return the time of a replay; infinity if a kernel does not fit or does not compile."""
     try:
-        launch()  # libraries and kernels are loaded here, not while this is recorded
+        launch()  # loads libraries and kernels, which must not happen while recording
     except FAILURES:
         return math.inf
     torch.cuda.synchronize()
@@ -234,7 +237,7 @@ def recorded_milliseconds(launch: Callable[[], object]) -> float:
 
 
 def milliseconds(replay: Callable[[], object]) -> float:
-    """Return the median time of a replay."""
+    """Return the median time of a replay, in milliseconds."""
     replay()
     times = []
     for _ in range(_REPLAYS):

@@ -1,4 +1,4 @@
-"""The check of our kernels when a model is loaded: their rows beside those of torch's operations."""
+"""Helpers to check our kernels when a model is loaded: their rows must be near those of torch's operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.slot_attention import TorchAttention
 from pearl.models.forward.slots import Slots
 
-# Relative error of a row from which on our kernels are refused; rounding makes a few hundredths.
+# Our kernels are refused if their rows have this relative error or more. Rounding makes a few hundredths.
 MOST_OFF = 0.25
 
 
@@ -20,7 +20,7 @@ class KernelsUnfit(ModelError):
 
 
 def sample_ids(count: int, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of a text by which kernels are checked."""
+    """Return the ids of a text with which kernels are checked."""
     return tuple((7 + 11 * position) % vocab_size for position in range(count))
 
 
@@ -30,16 +30,16 @@ def torch_states(
     ropes: Mapping[str, Rope],
     ids: Sequence[int],
 ) -> torch.Tensor:
-    """Return the last layer's states [n, hidden] of a text by torch's operations, and write it to slot 0.
+    """Compute a text in slot 0 with torch's operations; return the last layer's states [n, hidden].
 
     Args:
-        ropes: tables of all positions, by the layers' ropes; see `DecoderLayers.angles`.
+        ropes: tables of all positions, by name of the rope; see `DecoderLayers.angles`.
     """
     attends = TorchAttention(slots, 0, 0, layers.scoring)
     return layers.hidden_states(torch.tensor(ids, device=layers.embedding.device), ropes, attends)
 
 
 def relative_errors(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each row's difference from the reference, relative to the reference's."""
+    """Return norm(row - reference) / norm(reference) for each row."""
     reference = reference.float()
     return (rows.float() - reference).norm(dim=1) / reference.norm(dim=1)

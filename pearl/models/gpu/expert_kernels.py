@@ -1,11 +1,11 @@
 """Triton kernels of the experts of a forward of 16 rows, and the stacked weights that they read.
 
-The device reads which experts a row chose, so that a recording serves every choice. A program has one
-expert and one tile of outputs, for all rows: an expert's weights are read once, and a row's bits do not
-depend on the other rows.
+The device reads which experts a row chose, so that a recording serves every choice. A program computes
+one tile of an expert's outputs for all rows. So each expert's weights are read once, and a row's bits do
+not depend on the other rows.
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
-otherwise than a GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32. With bfloat16 the interpreter gives other
+results than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pearl.models.gpu.tile_kernels import TileShape, multiply_tile
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
-_WARPS = 4  # see `multiply_tile`
-_TENSORS = ("weight", "scales", "bias")  # of a `KernelMatrix`
+_WARPS = 4  # S of a `TileShape`
+_TENSORS = ("weight", "scales", "bias")  # the tensors of a `KernelMatrix`
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def expert_down(
     OFFSET: constexpr,
     BIAS: constexpr,
 ):
-    """Compute out [16, TOP, N], the output of each row's choices, from the `act` of `expert_gate_up`.
+    """Compute out [16, TOP, N], the outputs of each row's experts, from the `act` of `expert_gate_up`.
 
     Grid: (pairs of row and choice, tiles).
     """
@@ -151,7 +151,7 @@ class ExpertProducts:
         limits: see `experts.Experts`.
 
     Attributes:
-        each: the same matrices as views of the stacked ones.
+        each: the same matrices, as views of the stacks.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ExpertProducts:
 
 
 def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
-    """Return the matrices of all experts as one, with a further dimension in front of all tensors."""
+    """Return the matrices of all experts as one, with the expert as the first dimension of each tensor."""
     tensors: dict[str, Any] = {}
     for name in _TENSORS:
         if getattr(matrices[0], name) is not None:
@@ -212,7 +212,7 @@ def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
 
 
 def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
-    """Return the matrix of each expert as a view of the stacked ones."""
+    """Return the matrix of each expert, as a view of the stack."""
     parts = []
     for number in range(len(stack.weight)):
         tensors: dict[str, Any] = {}

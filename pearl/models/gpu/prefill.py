@@ -1,7 +1,7 @@
-"""Prompts on a GPU: pieces of `PREFILL` rows by one recording, whatever the slot and the start.
+"""Prompts on a GPU: one recording computes pieces of `PREFILL` rows, for any slot and any start.
 
-Products, norms and gates are torch's operations. Our kernels in `prefill_kernels` do what would need
-many launches, or a length that the host would have to know.
+Products, norms and gates are torch's operations. Our kernels in `prefill_kernels` do the rest, which with
+torch would need many launches, or lengths that the host knows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Prompts:
 
     Args:
         ropes: tables of all positions, by the layers' ropes; see `DecoderLayers.angles`.
-        record: records the piece, to be replayed. Layers with experts are not recorded: the host
-            reads which experts are chosen.
+        record: records the forward of a piece, and returns its replay. Layers with experts are not recorded:
+            the host reads which experts are chosen.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Prompts:
         slot: int,
         start: int,
     ) -> Rows:
-        """Return the hidden states of a piece's tokens and of the padding, and their features.
+        """Return the hidden states and features of all rows of a piece, padding included.
 
         They are in buffers that the next piece overwrites.
         """
@@ -99,8 +99,8 @@ class Prompts:
     ) -> Rows:
         """Return the logits that a piece asks for, and the features of all rows.
 
-        The head multiplies `FED` rows at a time, chosen by their place in the piece, so that one
-        kernel computes each row of logits.
+        The output head multiplies `FED` rows at a time, from a multiple of `FED` on, so that a row's logits
+        always come from the same kernel.
         """
         hidden, features = self._hidden_states(piece.tokens, piece.slot, start)
         if not piece.rows:
@@ -113,9 +113,9 @@ class Prompts:
         return torch.cat(parts)[first - begin : count - begin], features
 
     def problem(self) -> str:
-        """Compare the first and the last slot bit for bit, and with torch's rows; return what is wrong, or "".
+        """Compute a text in the first and the last slot. Return what is wrong with the rows; "" if nothing is.
 
-        Both slots are cleared.
+        Both slots must give the same bits, near those of torch's operations. Both are cleared.
         """
         slots = self._slots
         last_slot = len(slots.lengths) - 1

@@ -1,12 +1,12 @@
-"""Triton kernels of a prompt's piece: rotating, writing to the cache, and attention to it.
+"""Triton kernels for a piece of a prompt: they rotate queries and keys, write to the cache, and attend to it.
 
-The device reads the slot, the start and the number of tokens, so one recording serves all (see
+The device reads the slot, the start and the number of tokens, so one recording serves all pieces (see
 `prefill`).
 
-A row's bits depend on its position and its sequence only: it adds blocks of keys one by one, counted
-from position 0, and a block or a position that it does not see adds exactly zero. Where no row of a tile
-needs a mask, none is applied: a mask changes scores before any arithmetic on them, so the scores that it
-leaves alone give the same bits.
+A row's bits depend only on its position and its sequence. Blocks of keys are counted from position 0 and
+added one after the other; a block or a position that a row does not see adds exactly zero. Blocks that all
+rows of a tile see are computed without a mask. This changes no bits: a mask replaces scores before any
+arithmetic on them, and leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pearl.models.forward.attention import Scoring
 from pearl.models.forward.slot_attention import Rope
 from pearl.models.forward.slots import Slots
 
-_LOW = constexpr(-1.0e30)  # finite: minus infinity less itself is NaN
+_LOW = constexpr(-1.0e30)  # finite, because -inf - -inf is NaN
 _LOG2_E = constexpr(1.4426950408889634)
-LEAST_DIM = 16  # of a head: what tensor cores multiply at once
+LEAST_DIM = 16  # least dimensions of a head: tensor cores multiply 16 at once
 
 
 class Tile(NamedTuple):
-    """Rows of a program of `attend`, positions that it adds at once, and its warps and pipeline stages."""
+    """The size of a program of `attend`: rows, positions that are added at once, warps, and pipeline stages."""
 
     rows: int
     positions: int
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 def tile_of(dim: int) -> Tile:
     """Return the tile for heads of this size.
 
-    Queries and the stages' keys and values fit into a Hopper's shared memory. Positions divide
-    `attention.BLOCK`, and so the room of a slot.
+    The queries, and the keys and values of all stages, fit into the shared memory of a Hopper GPU.
+    `positions` divides `attention.BLOCK`, and so the room of a slot.
     """
     if dim <= 64:
         return Tile(128, 64, 4, 3)
@@ -63,9 +63,10 @@ class BlockShape(NamedTuple):
 
 @triton.jit
 def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
-    """Load queries or keys [rows, D] from `source` [rows], and with TURNS rotate them to positions `at` [rows].
+    """Load queries or keys [rows, D] from the pointers `source` [rows].
 
-    The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
+    With TURNS they are rotated to the positions `at` [rows]. The first half of `sin` is negated; see
+    `layers.DecoderLayers.angles`.
     """
     d = tl.arange(0, D)
     states = tl.load(source[:, None] + d[None, :])
@@ -109,10 +110,11 @@ def write(
 
 @triton.jit
 def _add_blocks(state, low, high, query, keys, values, at, inner, outer, MASKS: constexpr, shape):
-    """Add the positions from `low` to `high` to a `state` of attention, and return it.
+    """Add the positions from `low` to `high` - 1 to a state of attention, and return the new state.
 
     Args:
-        state: mixed values [BM, D], greatest score [BM], and sum of shares [BM].
+        state: (weighted sum of values [BM, D], greatest score [BM], sum of weights [BM]), where the weight of
+            a position is 2 ** (score - greatest score).
     """
     D: constexpr = shape.D
     mixed, top, weight = state
@@ -166,20 +168,21 @@ def attend(
     SINKS: constexpr,
     TURNS: constexpr,
 ):
-    """Compute out [rows, HQ * D], the attention of rows to the slot's positions up to their own.
+    """Compute out [rows, HQ * D]: each row attends to the slot's positions up to its own.
 
-    It reads whole blocks of BN positions. Scores are in powers of two. Grid: (query heads, rows / BM).
+    Blocks of BN positions are read whole. Grid: (query heads, rows / BM).
 
     Args:
         inputs: slot, start, count. Tiles that begin at row `count` or later are zeros.
-        facing: queries, then keys, of each row, not rotated yet; rows are `facing_stride` apart.
-        inner: the multiplier of a query's product with a key. outer: see `PromptAttention`.
+        facing: the queries and then the keys of each row, not rotated yet; rows are `facing_stride` apart.
+        inner: scale * log2(e), so that the weights are powers of two; with CAPS, 2 * scale * log2(e) / cap.
+        outer: cap * log2(e), with scale and cap as in `attention.Scoring`.
         WINDOW: see `attention.Scoring`; 0: none.
-        SINKS: `sinks` [HQ] are scores without a value.
+        SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
     """
     shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those that see most begin first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # tiles with most positions begin first
     rows = tile * BM + tl.arange(0, BM)
     d = tl.arange(0, D)
     to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
@@ -198,7 +201,8 @@ def attend(
         top = tl.zeros((BM,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
         weight += 1.0
     state = (tl.zeros((BM, D), tl.float32), top, weight)
-    seen_by_all = (start + 1) // BN * BN  # all rows see all positions before
+    # Without a window, all rows of the tile see the positions before this one.
+    seen_by_all = (start + 1) // BN * BN
     inside = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0) // BN * BN
@@ -215,7 +219,7 @@ def attend(
 
 
 class PromptAttention:
-    """Attends for the rows of a prompt's piece by our kernels, which rotate them, too.
+    """Computes the attention of a prompt's piece with our kernels, which also rotate queries and keys.
 
     Args:
         inputs: slot, position of the first row, and number of tokens, on the device.

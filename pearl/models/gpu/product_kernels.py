@@ -1,17 +1,21 @@
 """Triton kernels of a decoding forward of a fixed number of rows: embeddings, products, norms.
 
-A forward of few rows spends its time on reading the weights, so a layer is few kernels: norm and qkv;
-attention in two (see `attention_kernels`); output and residual; norm, gate and up; down and residual. A
-product that is added to the hidden state also stores the sums of squares, for the next norm.
+A forward of few rows spends its time on reading the weights, so a layer has few kernels:
+* norm and qkv;
+* attention, two kernels (see `attention_kernels`);
+* output and residual;
+* norm, gate and up;
+* down and residual.
+A kernel that adds a product to the hidden state also stores the sums of squares for the next norm.
 
-A row's bits depend on its own tokens only. Weights are the left side of a product and rows the right
-one, so that another number of rows is more columns of the same instructions.
+A row's bits depend on its own tokens only. In a product the weights are the left side and the rows the
+right side, so that more rows are more columns of the same instructions.
 
-ROWS: rows of the table (see `row_table`). OVERLAPS: a kernel is launched while the previous one ends,
-and waits for it ("programmatic dependent launch").
+ROWS: rows of the table (see `row_table`). OVERLAPS: a kernel is launched before the previous kernel has
+ended, and waits for its end ("programmatic dependent launch").
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
-otherwise than a GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32. With bfloat16 the interpreter gives other
+results than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pearl.models.gpu.tile_kernels import TileShape, multiply_tile, sum_in_pairs, weighted
 
-SQUARED = constexpr(16)  # columns whose sum of squares is kept
+SQUARED = constexpr(16)  # columns of a sum of squares
 
 
 @triton.jit
 def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
-    """Return reciprocal root mean squares of `rows` over WIDTH columns, from sums of squares of every 16.
+    """Return 1 / sqrt(mean(x^2) + eps) of `rows`, where the mean is over WIDTH columns.
 
-    squares: [columns / 16, ROWS]. first: the first of those columns, in units of 16.
+    squares: [columns / 16, ROWS], the sum of squares of every 16 columns.
+    first: the first of the WIDTH columns, divided by 16.
     """
     TILES: constexpr = WIDTH // SQUARED
     R: constexpr = rows.shape[0]
@@ -46,7 +51,7 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
-    """Store the sums of squares of x [BN, ROWS], the columns of a tile."""
+    """Store the sums of squares of x [BN, ROWS], the columns of tile number `tile`: a sum for every 16."""
     MANY: constexpr = BN // SQUARED
     sums = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows = tl.arange(0, ROWS)
@@ -66,7 +71,7 @@ def embed(
     ROWS: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Compute x [ROWS, H], the embeddings of a table's tokens times `scale`. Grid: tiles of BN columns."""
+    """Compute x [ROWS, H]: the embeddings of a table's tokens, times `scale`. Grid: tiles of BN columns."""
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     if OVERLAPS:
@@ -94,9 +99,9 @@ def add(
     NORMS: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and store x's sums of squares.
+    """Compute x += multiplier * part [ROWS, H], and store the sums of squares of x.
 
-    Grid: tiles of BN columns.
+    NORMS: `part` is normalised first, with its sums of squares `part_squares`. Grid: tiles of BN columns.
     """
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -145,12 +150,14 @@ def multiply(
     OFFSET: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Compute out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: tiles of BN columns.
+    """Compute out [ROWS, N], the product of x [ROWS, K] with each row of w [N, K]. Grid: tiles of BN columns.
 
-    NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times
-    `multiplier`, is added to `out`. SQUARES: the sums of squares of `out` are stored in `squares`. BIAS:
-    `bias` [N] is added. BITS: bits of a weight; if fewer than 16, see `linear_layers.Quantised` for w and
-    scales. BK, S: see `multiply_tile`.
+    NORMS: x is normalised first, with its sums of squares `x_squares`.
+    BIAS: `bias` [N] is added to the product.
+    ADDS: the product, times `multiplier`, is added to `out`.
+    SQUARES: the sums of squares of `out` are stored in `squares`.
+    BITS: bits of a weight; below 16 see `linear_layers.KernelMatrix` for w and scales.
+    BK, S: see `TileShape`.
     """
     tile = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -161,7 +168,8 @@ def multiply(
     product, _ = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
-    if NORMS:  # after the product, so that its first weights do not wait for this
+    # Only after the product, so that its first weights need not wait for the sums of squares.
+    if NORMS:
         product *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
     inside = (columns < N)[:, None]
     at = out + rows[None, :] * N + columns[:, None]
@@ -179,7 +187,7 @@ def multiply(
 
 @triton.jit
 def _activated(gate, GELU: constexpr):
-    """Return the activation of the gate: Gemma's tanh GELU, or else SiLU."""
+    """Return the activation of the gate: with GELU Gemma's tanh GELU, otherwise SiLU."""
     if GELU:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1 - 1 / (tl.exp(2 * inner) + 1))
@@ -212,8 +220,9 @@ def gate_up(
     OFFSET: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Compute out [ROWS, N] = activation(gate) * up, the products of x [ROWS, K] with the halves of w [2 * N, K].
+    """Compute out [ROWS, N] = activation(gate) * up.
 
+    gate is the product of x [ROWS, K] with the first half of w [2 * N, K], up the product with the second.
     Grid: tiles of BN columns. For the other arguments see `multiply`.
     """
     kind: constexpr = out.dtype.element_ty

@@ -1,8 +1,8 @@
 """Recordings: the launches of a forward of a fixed size as one CUDA graph, which saves their launch times.
 
 A forward has `FED` rows or more when decoding (see `row_table`) and `PREFILL` rows in a piece of a
-prompt, however many tokens are fed: the rows after the tokens are padding, discarded. Each replay
-fills a buffer with what differs between forwards: the tokens, their slots and positions.
+prompt, however many tokens are fed: the rows after the tokens are padding, discarded. Before each replay
+the host fills a buffer with what differs between forwards: the tokens, their slots and positions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-FED = 16  # rows of a recorded forward; 16 cost as much as 1 where reading the weights takes longest
-# Rows of a piece of a prompt; the coordinator cuts prompts at multiples of it too.
+# Rows of a recorded forward. As long as reading the weights takes the most time, 16 rows cost as much as 1.
+FED = 16
+# Rows of a piece of a prompt; the coordinator cuts prompts at multiples of this number, too.
 PREFILL = 512
 
 # Logits [rows, vocab], and the features of every token fed, if any.
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-# work -> its replay, in the same buffers.
+# Records a function's launches, and returns a function that replays them in the same buffers.
 Record = Callable[[Callable[[], Rows]], Callable[[], Rows]]
 
 
 def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> Rows:
-    """Concatenate the rows of a forward's pieces, copying all but a single piece's logits."""
+    """Concatenate the rows of a forward's pieces. The result is a copy, except for the logits of a single piece."""
     rows = logits[0]
     if len(logits) > 1:
         rows = torch.cat(list(logits))
@@ -32,16 +33,16 @@ def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> 
 
 
 def not_recorded(work: Callable[[], Rows]) -> Callable[[], Rows]:
-    """Return the work itself, whose kernels are launched anew each time."""
+    """Return `work` itself: its kernels are launched anew each time."""
     return work
 
 
 def record_on_gpu(device: torch.device) -> Record:
-    """Return a recorder of CUDA graphs, which share their memory: one is replayed at a time.
+    """Return a recorder of CUDA graphs. The graphs share their memory, because one is replayed at a time.
 
-    Graphs are captured on a stream of this runner's own: a graph that is freed clears cuBLAS's
-    workspaces for its stream, and on torch's default, one stream for all, other runners' recordings
-    would use them.
+    Graphs are captured on a stream of this runner's own. When a graph is freed, cuBLAS's workspaces for
+    its stream are cleared; on torch's default stream for captures, which all runners share, recordings of
+    other runners would still use them.
     """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)

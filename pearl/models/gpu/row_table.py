@@ -1,10 +1,11 @@
-"""Row tables: the rows of one forward of a fixed size, whatever slots, chains and trees they belong to.
+"""Row tables: the rows of one forward, a fixed number, for feeds of any slots, chains and trees.
 
-A table has a fixed number of rows, each with its token and its position in its text. A tile is up to
-16 rows of one feed with equally many KV splits ("parts"), and attention computes it at once. Tree
-rows share the splits before the tree; inside it each attends to its own path, in the order of the
-text. A row's bits depend on its text and its position, which decides the length of the parts, and on
-nothing else in the table.
+Each row has a token and its position in the text. For attention, the positions that a row sees are cut
+into KV splits ("parts"); the row's position decides the length of a part. A tile is up to 16 rows of one
+feed whose parts have the same length, and attention computes a tile at once. Tree rows share the parts
+that end before the tree. Within the tree each row attends to its own path, in the order of the text.
+
+The bits of a row depend only on its text and its position, not on the other rows of the table.
 """
 
 from __future__ import annotations
@@ -19,26 +20,30 @@ from pearl.models.feeds import Feed, paths
 from pearl.models.gpu.recordings import FED
 
 SIZES = (FED, 64)  # rows of a table
-MOST_PARTS = 16  # of the positions that a row sees
+MOST_PARTS = 16  # most parts of the positions that a row sees
 TILE_ROWS = 16  # most rows of a tile
-_LEAST_SPAN = 64  # positions of a part
-_LEAST_VISIBLE = 512  # positions
-ROW_NUMBERS = 3  # of a row in a table: id, position, parts
-TILE_NUMBERS = 10
-PATH_BYTES = SIZES[-1]  # of a row: the nodes of its path
+_LEAST_SPAN = 64  # least positions of a part
+_LEAST_VISIBLE = 512  # least result of `visible`
+ROW_NUMBERS = 3  # numbers of a row in a table: id, position, parts
+TILE_NUMBERS = 10  # numbers of a tile in a table: the fields of `TableTile`
+PATH_BYTES = SIZES[-1]  # bytes of a row's path: one for each node
 
 
 class TableTile(NamedTuple):
     """Rows of one feed in a table.
 
     Attributes:
-        first, rows: its first row, and how many there are.
-        feed, fed: the first row of its feed in this table, and the number of those rows.
-        slot: the slot whose keys and values the rows see. start: its length before this table.
-        span: positions of a part. begin, parts: the tile is the parts from `begin` up to, not with,
-            `parts`; each row's last may be shorter.
-        apart: 1: each row is computed by itself, and of its feed it sees a path. 0: the rows are
-            computed together, and of their feed they see a chain, or nothing.
+        first: the tile's first row in the table.
+        rows: number of the tile's rows.
+        feed: the first row of the feed in this table.
+        fed: number of the feed's rows in this table.
+        slot: the slot whose keys and values the rows see.
+        start: the slot's length before the feed's first row in this table.
+        span: positions of a part.
+        begin: the tile's first part.
+        parts: the end of the tile's parts: its last one is part `parts` - 1, which may be shorter.
+        apart: 1 if each row is computed by itself, because it sees a path of its feed. 0 if the rows are
+            computed together, because they see a chain of their feed, or nothing of it.
     """
 
     first: int
@@ -54,9 +59,9 @@ class TableTile(NamedTuple):
 
 
 class TablePiece(NamedTuple):
-    """Tokens `begin` to `end` of a feed, in a table's rows from `row` on.
+    """Tokens `begin` to `end` - 1 of a feed, in a table's rows from `row` on.
 
-    `start` is the slot's length before them.
+    `feed` is the feed's number. `start` is the slot's length before the first of these tokens.
     """
 
     feed: int
@@ -67,14 +72,14 @@ class TablePiece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last one."""
+        """The row after the last row of the piece."""
         return self.row + self.end - self.begin
 
 
 def visible(position: int) -> int:
-    """Return how many positions the parts of the row of `position` reach to.
+    """Return the number of positions over which the parts of a row at `position` are spread.
 
-    That is the next power of two, and at least `_LEAST_VISIBLE`: 1024 at position 600.
+    It is the least power of two above `position`, and at least `_LEAST_VISIBLE`: 1024 at position 600.
     """
     return max(_LEAST_VISIBLE, 1 << position.bit_length())
 
@@ -127,11 +132,16 @@ def numbers(
 ) -> list[int]:
     """Encode a table of `size` rows as the kernels read it.
 
-    It has, in this order: the number of tiles; of each row the id, then of each the position, then of
-    each the number of parts, 0 for padding; the tiles, at most two a row; if there are trees, the
-    nodes of each row's path, a byte each. It ends after the last number that is read.
+    A table has, in this order:
+    * the number of tiles;
+    * the ids of all rows;
+    * the positions of all rows;
+    * the number of parts of each row, 0 for padding;
+    * the tiles, with room for two a row;
+    * if there are trees, the path of each row: its nodes, a byte each.
 
-    Ids that are on the device are 0 here: see `Feed.tokens`.
+    The list ends after the last number that the kernels read. An id that is on the device is 0 here:
+    see `Feed.tokens`.
     """
     ids = [0] * size
     positions = [0] * size
@@ -153,7 +163,7 @@ def numbers(
         tiles += _tiles(piece, feed.slot, positions[rows], feed.parents is None)
     flat: list[int] = []
     for tile in tiles:
-        # A row's last tile has its last parts.
+        # If a row is in two tiles, the later one has its last parts.
         parts[tile.first : tile.first + tile.rows] = [tile.parts] * tile.rows
         flat += tile
     if path_bytes:

@@ -1,4 +1,4 @@
-"""Our own forward on a GPU: all feeds but prompts are rows of tables, by our kernels."""
+"""Our own forward on a GPU. Our kernels compute prompts in pieces, and all other feeds as rows of tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from pearl.models.gpu.prefill import Prompts
     from pearl.models.gpu.token_forward import Decode
 
-_LEAST_DIM = 16  # of a head: what tensor cores multiply at once
+# Least dimensions of a head for the kernels of prompts: tensor cores multiply 16 at once.
+_LEAST_DIM = 16
 
 
 class KernelRunner(ForwardRunner):
-    """Runs a model by our kernels; for other options see `ForwardRunner`.
+    """Runs a model with our kernels; for the other options see `ForwardRunner`.
 
     Raises:
         KernelsUnfit: our kernels do not fit the model, do not run here, or give wrong rows.
@@ -47,7 +48,7 @@ class KernelRunner(ForwardRunner):
         **options: Any,
     ) -> None:
         _check_dtype(model)
-        # Pieces of a prompt write padding after the text.
+        # A piece of a prompt writes its padding rows after the text.
         room = whole_blocks(context) + PREFILL
         super().__init__(model, context, room, is_native=False, **options)
         if record is None:
@@ -62,7 +63,7 @@ class KernelRunner(ForwardRunner):
 
     @torch.inference_mode()
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
-        """Make and check the kernels of tables, and those of prompts where they fit the heads."""
+        """Make and check the kernels for tables and, if they fit the model's heads, the kernels for prompts."""
         dim = self._layers.heads.dim
         prompts: Prompts | None = None
         try:
@@ -76,7 +77,7 @@ class KernelRunner(ForwardRunner):
             if dim >= _LEAST_DIM and dim & (dim - 1) == 0:
                 prompts = Prompts(self._layers, self._slots, self._ropes, record)
                 problem = problem or prompts.problem()
-        except Exception as error:  # of Triton: its compilers' errors have no common base
+        except Exception as error:  # the errors of Triton's compilers have no common base
             if is_of_memory(error):
                 raise
             raise KernelsUnfit(f"our kernels do not run here: {error}") from error
@@ -85,9 +86,9 @@ class KernelRunner(ForwardRunner):
         return decode, prompts
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Compute prompts one after the other, and before them all other feeds together.
+        """Compute all feeds that are no prompts together, then the prompts one after the other.
 
-        Where our kernels of prompts do not fit the heads, prompts are rows of tables too.
+        If our kernels for prompts do not fit the model's heads, prompts are rows of tables, too.
         """
         tabled: list[Feed] = []
         rows: dict[int, Rows] = {}  # by slot
@@ -110,7 +111,7 @@ class KernelRunner(ForwardRunner):
 
 
 def _check_dtype(model: Any) -> None:
-    """Raise `KernelsUnfit` for weights that our kernels do not multiply on a GPU."""
+    """Raise `KernelsUnfit` if the weights have a dtype that our kernels do not multiply on a GPU."""
     # Triton's interpreter multiplies float32.
     if model.device.type == "cuda" and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")

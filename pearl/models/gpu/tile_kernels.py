@@ -1,7 +1,8 @@
-"""Tiles of products in Triton, for `product_kernels` and `expert_kernels`, by kind of weights.
+"""Tiles of products in Triton, for `product_kernels` and `expert_kernels`.
 
-Weights of 8 and 16 bits come through shared memory, several blocks ahead. Weights of 4 bits stay in the
-registers of the lane that loaded them: in shared memory lanes would wait for each other's unpacking.
+Weights of 8 and 16 bits are loaded through shared memory, several blocks ahead. Weights of 4 bits stay in
+the registers of the lane that loaded them: in shared memory, lanes would wait until others have unpacked
+theirs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from triton.language.extra.cuda import gdc_wait
 
 _COMPILES = constexpr(
     os.environ.get("TRITON_INTERPRET") != "1"
-)  # else there are no instructions to name
+)  # the interpreter has no PTX instructions
 _HALF = "{ .reg .b32 t; shr.u32 t, $2, %d; and.b32 t, t, 0x0f0f0f0f; "
 _HALF += "prmt.b32 $0, t, 0x43434343, 0x5140; prmt.b32 $1, t, 0x43434343, 0x7362; }"
-# Halves of four bytes to two pairs of bfloat16, plus 128.
+# These convert the lower or the upper halves of four bytes to two pairs of bfloat16: 128 + half.
 _LOWER = constexpr(_HALF % 0)
 _UPPER = constexpr(_HALF % 4)
 
@@ -30,11 +31,13 @@ class TileShape(NamedTuple):
     Attributes:
         K, N: inputs and outputs of the matrix; K is a multiple of BK.
         BN: columns of the tile, which are outputs.
-        BK, S: each of S warps multiplies one of S successive runs of BK inputs, and their sums are added
-            in the end.
-        ROWS: rows of x. NORMS: whether they are weighted by a norm.
+        BK: inputs that a warp multiplies at once.
+        S: number of warps. They multiply S successive runs of BK inputs side by side; their sums are added at
+            the end.
+        ROWS: rows of x.
+        NORMS: whether x is multiplied by the weights of a norm.
         BITS, GROUP, EXTRA, OFFSET: see `linear_layers.KernelMatrix`.
-        APART: multiply by the columns so much further on too; 0: by no others.
+        APART: distance to BN further columns that are multiplied, too: those of up, for gate; 0: there are none.
         OVERLAPS: see `product_kernels`.
     """
 
@@ -55,7 +58,7 @@ class TileShape(NamedTuple):
 
 @triton.jit
 def _await(weights, BN: constexpr):
-    """Wait for the previous kernel, while the first weights, at `weights` [BN], come to the cache (L2)."""
+    """Prefetch the first weights, at the pointers `weights` [BN], into L2, and wait for the previous kernel."""
     lines = tl.reshape(weights, (BN, 1)) + (tl.arange(0, 4) * 64)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -70,9 +73,9 @@ def _await(weights, BN: constexpr):
 
 @triton.jit
 def sum_in_pairs(x):
-    """Reduce [M, 2 ** n, R] to [M, R]: add the second half to the first, again and again.
+    """Reduce [M, 2 ** n, R] to [M, R] by adding the second half to the first, again and again.
 
-    tl.sum adds in an order that depends on the layout, and so on the number of rows.
+    The order of tl.sum would depend on the layout, and so on the number of rows.
     """
     M: constexpr = x.shape[0]
     HALF: constexpr = x.shape[1] // 2
@@ -87,13 +90,13 @@ def sum_in_pairs(x):
 
 @triton.jit
 def weighted(x, weights):
-    """Return x times the weights of a norm, rounded."""
+    """Return x times the weights of a norm, rounded to the dtype of x."""
     return (x.to(tl.float32) * weights.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
-    """Load the scales of groups of inputs and of columns; with EXTRA they are pairs, see `_first`."""
+    """Load the scale of each `group` of inputs in `columns`. With EXTRA it is a pair of numbers: see `_first`."""
     if EXTRA:
         word: constexpr = tl.int64 if scales.dtype.element_ty.primitive_bitwidth == 32 else tl.int32
         scales = scales.to(tl.pointer_type(word), bitcast=True)
@@ -102,7 +105,7 @@ def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
 
 @triton.jit
 def _load_scales(scales, starts, columns, shape):
-    """Load the scales of BK inputs from each of `starts` on: [S, BN, groups]."""
+    """Load the scales [S, BN, groups] for BK inputs from each of `starts` [S] on."""
     BK: constexpr = shape.BK
     GROUP: constexpr = shape.GROUP
     COUNT: constexpr = BK // GROUP if GROUP < BK else 1
@@ -113,7 +116,10 @@ def _load_scales(scales, starts, columns, shape):
 
 @triton.jit
 def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
-    """Return the first or the second of two numbers that were loaded as one word; without EXTRA the only one."""
+    """Return the first number of pairs that were loaded as one word each, or with `second` the second.
+
+    Without EXTRA there are no pairs: return the numbers themselves.
+    """
     if EXTRA:
         BITS: constexpr = kind.primitive_bitwidth
         half: constexpr = tl.int32 if BITS == 32 else tl.int16
@@ -127,7 +133,7 @@ def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
 def _bytes(bytes_, kind: constexpr):
     """Convert int8 or float8 to the dtype of the rows."""
     if _COMPILES and kind == tl.bfloat16 and bytes_.dtype == tl.float8e4nv:
-        # A bfloat16 has the same bits four places lower, and 2 ** 120 times the value.
+        # The bits of a float8, four places lower, are a bfloat16 of 2 ** -120 times its value.
         numbers = tl.inline_asm_elementwise(
             "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
             " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
@@ -146,7 +152,10 @@ def _bytes(bytes_, kind: constexpr):
 
 @triton.jit
 def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
-    """Return weights [S, BN, BK] of 8 or 16 bits, see `KernelMatrix`; without SCALES the bare steps."""
+    """Return the weights [S, BN, BK] of loaded numbers of 8 or 16 bits, see `KernelMatrix`.
+
+    Without SCALES they are returned unscaled.
+    """
     S: constexpr = loaded.shape[0]
     BN: constexpr = loaded.shape[1]
     BK: constexpr = loaded.shape[2]
@@ -166,7 +175,7 @@ def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
 
 @triton.jit
 def _load_both(scales, starts, columns, shape):
-    """Load the scales of the columns, and of the columns APART further on."""
+    """Load the scales of the columns, and of the columns APART further on, if any."""
     near = _load_scales(scales, starts, columns, shape)
     far = near
     if shape.APART:
@@ -185,10 +194,12 @@ def _add_warps(sums):
 
 @triton.jit
 def multiply_tile(fed, x, norm, w, scales, column, shape):
-    """Multiply BN columns of w [N, K] from `column` on by x [ROWS, K]: [BN, ROWS].
+    """Multiply BN columns, rows `column` and following of w [N, K], by x [ROWS, K].
+
+    Return two products [BN, ROWS]: of these columns, and of the columns APART further on; 0 if there are none.
 
     Args:
-        fed: [ROWS], 0 for rows that nobody needs; None: all rows are needed.
+        fed: [ROWS], 0 for padding rows, whose product is not needed; None: there are none.
         shape: a `TileShape`.
     """
     if shape.BITS == 4:
@@ -200,7 +211,7 @@ def multiply_tile(fed, x, norm, w, scales, column, shape):
 
 @triton.jit
 def _multiply_plain(x, norm, w, scales, column, shape):
-    """Do `multiply_tile` with weights of 8 or 16 bits; return a sum of each warp: [S, BN, ROWS]."""
+    """Compute the products of `multiply_tile` for weights of 8 or 16 bits, a sum for each warp: [S, BN, ROWS]."""
     K: constexpr = shape.K
     BN: constexpr = shape.BN
     BK: constexpr = shape.BK
@@ -208,7 +219,7 @@ def _multiply_plain(x, norm, w, scales, column, shape):
     EXTRA: constexpr = shape.EXTRA
     APART: constexpr = shape.APART
     kind: constexpr = x.dtype.element_ty
-    # Else there is one scale for all inputs.
+    # Quantised weights without SCALES have one scale for all inputs of a column.
     SCALES: constexpr = shape.BITS < 16 and (shape.GROUP < K or EXTRA > 0)
     WHOLE: constexpr = K % (S * BK) == 0
     columns = tl.minimum(column + tl.arange(0, BN), shape.N - 1)
@@ -222,7 +233,7 @@ def _multiply_plain(x, norm, w, scales, column, shape):
     far = tl.zeros((S, BN, shape.ROWS), tl.float32)
     scale = 0
     scale_apart = 0
-    if SCALES:  # a block ahead, so that nothing waits for them
+    if SCALES:  # loaded a block ahead, so that no product waits for them
         starts = tl.minimum(warps, K - BK)
         scale, scale_apart = _load_both(scales, starts, columns, shape)
     for i in range(0, K, S * BK):
@@ -258,7 +269,7 @@ def _multiply_plain(x, norm, w, scales, column, shape):
 
 @triton.jit
 def _times_plus(x, factor, summand, WORDS: constexpr):
-    """Return x * factor + summand, rounded once; with WORDS each word is two bfloat16."""
+    """Return x * factor + summand, rounded once. With WORDS each word is a pair of bfloat16."""
     if WORDS:
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -273,7 +284,7 @@ def _times_plus(x, factor, summand, WORDS: constexpr):
 
 @triton.jit
 def _of_column(numbers, WORDS: constexpr):
-    """Return numbers [M] as a factor of [M, inputs]."""
+    """Return numbers [M] as [M, 1], to combine with [M, inputs]. With WORDS each is twice in a word."""
     if WORDS:
         bits = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         numbers = bits | (bits << 16)
@@ -282,7 +293,7 @@ def _of_column(numbers, WORDS: constexpr):
 
 @triton.jit
 def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr):
-    """Return the weights of steps [M, inputs], which are OFFSET too large, by their groups' scales [M]."""
+    """Return the weights of steps [M, inputs] with the scales [M] of their groups. Steps are OFFSET too large."""
     ONE: constexpr = 0x3F803F80 if WORDS else 1.0
     less = tl.full((1,), -OFFSET, kind)
     if EXTRA == 2:
@@ -314,10 +325,10 @@ def _half_of(
     OFFSET: constexpr,
     J: constexpr,
 ):
-    """Return weights [M, J] of the lower or upper halves of loaded bytes.
+    """Return the weights [M, J] whose steps are the lower halves of loaded bytes, or with `upper` the upper ones.
 
-    WORDS: compute with the bits of four bytes at once; conversions would take several times as long as
-    loading.
+    WORDS: compute with the bits of four bytes at once. Converting each step would take several times as long
+    as loading it.
     """
     if WORDS:
         a, b = tl.inline_asm_elementwise(
@@ -359,7 +370,10 @@ def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
 
 @triton.jit
 def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape):
-    """Load the lanes' weights and scales of inputs from `starts` on, and those of columns APART further on."""
+    """Load each lane's weights and scales, for inputs from `starts` on.
+
+    Return (weights, scale) of the lane's column, then those of the column APART further on, if any.
+    """
     APART: constexpr = shape.APART
     TOTAL: constexpr = shape.N + APART
     at = weights + (starts // PER)[:, None]
@@ -376,9 +390,9 @@ def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape)
 
 @triton.jit
 def _places(H: constexpr, shape):
-    """Return, for lanes in the order of a right side, their row, the start of their warp's inputs, and theirs.
+    """Return (row, start of the warp's inputs, inputs of the lane) for lanes in the order of a right side.
 
-    Lanes' inputs are counted from their warp's start.
+    The inputs of a lane are counted from the start of its warp's inputs.
     """
     S: constexpr = shape.S
     BK: constexpr = shape.BK
@@ -390,7 +404,7 @@ def _places(H: constexpr, shape):
 
 @triton.jit
 def _needed(fed, row, is_input):
-    """Return `is_input`, and false for rows that nobody needs, where fed [rows] is 0; None: all are needed."""
+    """Return `is_input`, but false for padding rows, where fed [rows] is 0. `fed` is None if there are none."""
     if fed is not None:
         is_input = is_input & (tl.load(fed + row) != 0)
     return is_input
@@ -408,7 +422,7 @@ def _add_half(
     KEPT: constexpr,
     shape,
 ):
-    """Return `sums` plus the product of rows by a half of the weights that lanes have loaded."""
+    """Return `sums` plus the product of the rows by the lower or upper halves of the loaded weights."""
     J: constexpr = shape.BK // 8
     half = _half_of(loaded, upper, scale, kind, WORDS, shape.EXTRA, shape.OFFSET, J)
     return tl.dot(_left(half, shape.S, KEPT), right, sums, input_precision="ieee")
@@ -416,11 +430,12 @@ def _add_half(
 
 @triton.jit
 def _multiply_packed(fed, x, norm, w, scales, column, shape):
-    """Do `multiply_tile` with weights of 4 bits; return a sum of each warp: [S, BN, ROWS].
+    """Compute the products of `multiply_tile` for weights of 4 bits, a sum for each warp: [S, BN, ROWS].
 
-    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them in place: tensors are
-    [lanes, inputs of a lane], in the order of lanes that the tensor cores need on their left side. So
-    nothing passes through shared memory, and no warp waits for another. Rows are loaded in the same order.
+    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them in place. Tensors are
+    [lanes, inputs of a lane], with the lanes in the order that tensor cores need on the left side of a
+    product. So nothing passes through shared memory, and no warp waits for another. Rows are loaded in the
+    order that tensor cores need on the right side.
     """
     K: constexpr = shape.K
     BN: constexpr = shape.BN
@@ -428,7 +443,7 @@ def _multiply_packed(fed, x, norm, w, scales, column, shape):
     S: constexpr = shape.S
     kind: constexpr = x.dtype.element_ty
     WORDS: constexpr = _COMPILES and kind == tl.bfloat16
-    PER: constexpr = 8 if WORDS else 2  # inputs of an element
+    PER: constexpr = 8 if WORDS else 2  # inputs of a loaded element
     CHUNK: constexpr = BK // 4
     J: constexpr = CHUNK // 2
     H: constexpr = J // 8
@@ -486,7 +501,7 @@ def dequantise(
     OFFSET: constexpr,
     BN: constexpr,
 ):
-    """Compute out [N, K], the weights of a `linear_layers.KernelMatrix` matrix of 4 bits.
+    """Compute out [N, K], the weights of a `linear_layers.KernelMatrix` of 4 bits.
 
     Grid: (tiles of BN columns, K / BK).
     """

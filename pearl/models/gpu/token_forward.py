@@ -38,14 +38,14 @@ from pearl.models.gpu.row_table import (
 
 log = logging.getLogger(__name__)
 
-_SQUARED = 16  # see `product_kernels.SQUARED`; also columns of a tile of the embedding
-_OVERLAPS_FROM = (9, 0)  # compute capability
-# Tokens before the rows that are checked at load: three parts, whose sum has an order.
+_SQUARED = 16  # see `product_kernels.SQUARED`; also the columns of a tile in `embed` and `add`
+_OVERLAPS_FROM = (9, 0)  # least compute capability for OVERLAPS of `product_kernels`
+# Tokens before the rows that are checked at load. They make three parts, which must be added in order.
 _CHECKED = 150
 
 
 class _Recording(NamedTuple):
-    """A recorded forward; `cost` is how many milliseconds a replay takes on a GPU, and 1 elsewhere."""
+    """A recorded forward. `cost` is the milliseconds of a replay on a GPU, and 1 elsewhere."""
 
     forward: _TableForward
     replay: Callable[[], Rows]
@@ -57,14 +57,14 @@ class _Recording(NamedTuple):
 
 
 class Decode:
-    """Runs `layers` over the rows of a table, for all slots.
+    """Runs `layers` over the rows of tables, for all slots.
 
     Raises:
-        ValueError: the sizes of the model are too odd for the kernels.
+        ValueError: the kernels do not fit the sizes of the model.
 
     Args:
         angles: cosines and sines [positions, 1, head_dim] of each rope; see `DecoderLayers.angles`.
-        record: records the launches, to be replayed.
+        record: records the launches, and returns their replay.
         sizes: rows of the tables, ascending. Layers with experts use the first size only.
 
     Attributes:
@@ -102,7 +102,7 @@ class Decode:
         record: Record,
         size: int,
     ) -> None:
-        """Record the forward of tables of `size` rows, which adds sums in the order of smaller tables."""
+        """Record the forward of tables of `size` rows. It adds sums in the order of the smallest tables' forward."""
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
         replay = record(forward.launch)
@@ -116,11 +116,11 @@ class Decode:
         return self._recordings[-1].size
 
     def problem(self) -> str:
-        """Check the rows after a text of three parts; return what is wrong with them, or "".
+        """Check rows that follow a text of three parts. Return what is wrong with them; "" if nothing is.
 
-        The rows must be near torch's, and have the same bits however they are cut into forwards and
-        whichever rows of a table they are in. Larger tables whose rows have other bits are dropped.
-        Slot 0 is overwritten.
+        Their logits must be near those of torch's operations. The bits must not depend on how the rows are
+        cut into forwards, nor on their place in a table. Larger tables whose rows have other bits are
+        dropped. Slot 0 is overwritten.
         """
         slots = self._slots
         count = self._recordings[0].size
@@ -135,7 +135,7 @@ class Decode:
         pieces = []
         for begin, end in ((0, 1), (1, 4), (4, count)):
             pieces.append(self._logits_at(start + begin, tokens[begin:end]).clone())
-        # A path of every second node, between siblings.
+        # A tree in which the even nodes are the text, and each of them but the first has a sibling.
         parents = tuple(max(-1, node - 2 + node % 2) for node in range(count))
         nodes = [tokens[node // 2] for node in range(count)]
         tree = self._logits_at(start, nodes, parents)
@@ -145,7 +145,7 @@ class Decode:
         if not is_invariant or not torch.equal(tree[::2], together[: count // 2]):
             return "rows of our kernels depend on their company here"
         errors = relative_errors(together, reference)
-        # A few rows may have chosen other experts, whose probabilities nearly tie.
+        # With experts, a few rows may choose others, because the probabilities nearly tie.
         error = errors.median() if self._layers.has_experts else errors.max()
         if error < MOST_OFF:
             return ""
@@ -157,7 +157,7 @@ class Decode:
         tokens: Sequence[int],
         parents: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """Compute the logits of tokens that slot 0 is fed at position `start`."""
+        """Feed tokens to slot 0 from position `start` on, and return their logits."""
         self._slots.lengths[0] = start
         logits, _ = self.forward([Feed(tokens, len(tokens), 0, parents)])[0]
         return logits
@@ -168,7 +168,7 @@ class Decode:
         tokens: Sequence[int],
         expected: torch.Tensor,
     ) -> None:
-        """Drop the larger tables in whose last rows the tokens have other logits than `expected`."""
+        """Feed the tokens in the last rows of the larger tables. Drop tables that give other logits than `expected`."""
         count = len(tokens)
         feed = Feed(tokens, count)
         while len(self._recordings) > 1:
@@ -186,7 +186,7 @@ class Decode:
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
         """Return the float32 logits that each feed asks for, and the features of its tokens.
 
-        They may be in buffers that the next forward overwrites. Keys and values are written, but the
+        The logits may be in buffers that the next forward overwrites. Keys and values are written, but the
         slots' lengths do not change.
         """
         logits: list[list[torch.Tensor]] = [[] for _ in feeds]
@@ -208,10 +208,9 @@ class Decode:
         return list(map(joined, logits, features))
 
     def _cheapest(self, feeds: Sequence[Feed]) -> list[tuple[int, list[TablePiece]]]:
-        """Distribute the feeds over tables that take the least time.
+        """Distribute the feeds over tables so that these take the least time.
 
-        Returns:
-            the number of the recording that computes each table, and the table's pieces.
+        Return, for each table, the number of the recording that computes it, and the table's pieces.
         """
         largest_tree = 0
         for feed in feeds:
@@ -237,7 +236,7 @@ class Decode:
         return cheapest
 
     def _smallest(self, rows: int) -> int:
-        """Return the number of the smallest recording that has this many rows."""
+        """Return the number of the smallest recording that has at least `rows` rows."""
         return [recording.size >= rows for recording in self._recordings].index(True)
 
     def _run(
@@ -246,7 +245,7 @@ class Decode:
         feeds: Sequence[Feed],
         pieces: Sequence[TablePiece],
     ) -> Rows:
-        """Compute one table by the recording of this number."""
+        """Compute one table with recording number `which`."""
         recording = self._recordings[which]
         table = recording.forward.table
         entries = torch.tensor(numbers(feeds, pieces, recording.size), pin_memory=self._is_gpu)
@@ -262,7 +261,8 @@ class _TableForward:
     """Kernel launches and buffers for batches padded to `size` rows.
 
     Args:
-        smaller: the forward of smaller tables, whose cuts add sums in the order that is needed here.
+        smaller: the forward of smaller tables, if any. Only cuts that add sums in the same order as its cuts
+            are chosen.
 
     Attributes:
         table: the numbers to fill in before a launch; see `row_table.numbers`.
@@ -302,7 +302,7 @@ class _TableForward:
         self._logits = zeros(size, layers.vocab_size, dtype=torch.float32)
         self._features = zeros(size, len(layers.taps) * self._hidden)
         widest = max(width, self._hidden)
-        # Sums of squares: before qkv, before gate-up, and of qkv or of what is added after its norm.
+        # Sums of squares of three tensors: x before qkv, x before gate-up, and qkv or `_part`.
         squares = zeros(3, -(-widest // _SQUARED) + 256 // _SQUARED, size, dtype=torch.float32)
         self._qkv_squares, self._mlp_squares, self._part_squares = squares
         parts = size * MOST_PARTS * heads.query
@@ -315,14 +315,14 @@ class _TableForward:
             self._constants |= {"OVERLAPS": True, "launch_pdl": True}
         self.cuts: dict[Product, Cut] = {}
         self._steps: list[Callable[[], object]] = []
-        self._products: dict[Product, list[Callable[[Cut], None]]] = {}  # their launches
-        self._is_compiling = False  # kernels are compiled, not launched
+        self._products: dict[Product, list[Callable[[Cut], None]]] = {}  # launches of each product
+        self._is_compiling = False  # whether kernels are compiled instead of launched
         self._plan()
         self._choose(smaller)
 
     @property
     def _is_fed(self) -> torch.Tensor:
-        """[rows] of the table: 0 for padding."""
+        """[rows]: 0 for padding rows of the table."""
         return self.table[1 + 2 * self.size : 1 + 3 * self.size]
 
     def launch(self) -> Rows:
@@ -332,7 +332,7 @@ class _TableForward:
         return self._logits, self._features if self._layers.taps else None
 
     def _choose(self, smaller: _TableForward | None) -> None:
-        """Have the kernels compiled, and choose the cuts."""
+        """Compile the kernels, and choose the cuts."""
         cuts = Cuts(self._device)
         candidates: dict[Product, list[Cut]] = {}
         for product in self._products:
@@ -359,7 +359,7 @@ class _TableForward:
         product: Product,
         cut: Cut,
     ) -> None:
-        """Launch a product of every layer that has it, for timing."""
+        """Launch a product for every layer that has one of this shape, to time it."""
         for launch in self._products[product]:
             launch(cut)
 
@@ -370,7 +370,7 @@ class _TableForward:
         arguments: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        """Launch a kernel, or have it compiled."""
+        """Launch a kernel or, with `_is_compiling`, only compile it."""
         constants = constants | self._constants
         if self._is_compiling:
             kernel.warmup(*arguments, grid=grid, **constants)
@@ -412,7 +412,7 @@ class _TableForward:
         self._steps.append(partial(self._start, kernel, grid, arguments, constants))
 
     def _add_features(self, number: int) -> None:
-        """Copy the states before layer `number` for a head, if it reads them."""
+        """Add the copy of the states before layer `number` to the features, if a head reads these states."""
         for place, tap in enumerate(self._layers.taps):
             if tap == number:
                 columns = self._features[:, place * self._hidden : (place + 1) * self._hidden]
@@ -451,7 +451,10 @@ class _TableForward:
         norm: torch.Tensor | None,
         squares: torch.Tensor,
     ) -> None:
-        """Add a product to the hidden state: at once, or after its norm from `_part`.
+        """Add the steps that add a product to the hidden state.
+
+        Without a norm the product's kernel does it. With a norm the product is stored in `_part`, and a
+        second kernel normalises and adds it.
 
         Args:
             squares: receives the sums of squares of the hidden state.
@@ -473,10 +476,10 @@ class _TableForward:
         squares: torch.Tensor | None,
         adds: bool = False,
     ) -> None:
-        """Add out = x times a matrix, where x is normalised if there is a norm.
+        """Add the step out = x times a matrix. With a norm, x is normalised first.
 
         Args:
-            squares: receives the sums of squares of the outputs, if there is one.
+            squares: receives the sums of squares of `out`; None: they are not stored.
             adds: add the product, times the residual multiplier, to `out`.
         """
         weights = _for_kernels(matrix)
@@ -496,7 +499,7 @@ class _TableForward:
         self._add_cut(name, product_kernels.multiply, weights, outputs, arguments, constants)
 
     def _add_gate_up(self, layer: Layer) -> None:
-        """Add both products and the activation of the gate."""
+        """Add the step act = activation(gate) * up."""
         weights = _for_kernels(layer.gate_up)
         arguments = (
             self.table,
@@ -520,7 +523,7 @@ class _TableForward:
         arguments: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        """Add the launch of a product, by the cut that is chosen for its shape."""
+        """Add the launch of a product, with the cut that is chosen for its shape."""
         product = Product(name, weights.shape, tuple(weights.options().items()), self.size)
 
         def launch(cut: Cut) -> None:
@@ -532,7 +535,7 @@ class _TableForward:
         self._steps.append(lambda: launch(self.cuts[product]))
 
     def _or_unread(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor, or for None any other: kernels take one that they do not read."""
+        """Return the tensor; for None any tensor, because a kernel takes one even where it does not read it."""
         if tensor is None:
             return self._x
         return tensor
@@ -554,7 +557,7 @@ class _TableForward:
         multiplier: float,
         squares: torch.Tensor,
     ) -> None:
-        """Launch the sum of the hidden state and `part`, after its norm if any.
+        """Launch x += multiplier * part, where x is the hidden state. With a norm, `part` is normalised first.
 
         Args:
             squares: receives the sums of squares of the hidden state.
@@ -572,7 +575,7 @@ class _TableForward:
         self._start(product_kernels.add, (self._hidden // _SQUARED,), arguments, constants)
 
     def _norms(self, layer: Layer) -> int:
-        """Return NORMS of `attention_kernels.attend`."""
+        """Return NORMS of an `attention_kernels.AttentionShape`."""
         if layer.q_norm is None:
             return 0
         if len(layer.q_norm) == self._layers.heads.dim:
@@ -584,7 +587,7 @@ class _TableForward:
         number: int,
         layer: Layer,
     ) -> None:
-        """Add attention to each part of the positions, and the sum of the parts."""
+        """Add the steps of attention: `attend` for the parts of the positions, then `add_parts`."""
         heads = self._layers.heads
         scoring = self._layers.scoring
         sinks = scoring.sinks_of(number)

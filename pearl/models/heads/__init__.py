@@ -1,1 +1,1 @@
-"""Heads: drafters that read the hidden states of their target. One file for each kind, which `kinds` lists."""
+"""Heads: drafters that read the hidden states of their target. Each kind has a file; `kinds` lists the kinds."""

@@ -1,16 +1,16 @@
 """An EAGLE-3 head: decoder layers that guess what the target writes next from its hidden states.
 
-For each token but the first the head reads the token and the target's states of the token before
-it; its last output guesses the token that follows.  From there on it continues by itself, with its
-own output in place of those states.  Guesses are only verified, so nothing here must be exact.
+For each token but the first, the head reads the token and the target's states of the token before
+it.  Its output for the last token guesses the next token.  To draft further tokens, it reads its own
+outputs in place of the target's states.  The target verifies every guess, so nothing here must be
+exact.
 
-Its layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first one
+The layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first layer
 differs: with e the token's embedding and h the states, it computes queries, keys and values from
 [norm(e), norm(h)], and adds the output of attention to h or norm(h).
 
-Three trainers write such heads.  The authors and SpecForge call the one layer "midlayer"; vLLM's
-speculators calls the layers "layers.0", "layers.1" ... and describes them in
-`transformer_layer_config`.
+There are three trainers.  Heads of the authors and of SpecForge have one layer, called "midlayer".
+Heads of vLLM's speculators have "layers.0", "layers.1" ..., described in `transformer_layer_config`.
 
 Source: "EAGLE-3", Li et al. 2025; published checkpoints; speculators 0.9.0; specforge 0.2.0.
 """
@@ -46,7 +46,7 @@ from pearl.models.forward.slots import Slots
 from pearl.models.heads.head import HeadTarget, Tensors
 
 _PIECE = 512  # tokens of a prompt that are computed together
-_DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
+_DEFAULT_LAYERS = 3  # layers of the target that a head reads if its config.json names none
 _FIRST = "layers.0."
 _MIDLAYER = "midlayer."
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -57,10 +57,9 @@ _TOGETHER = (
     ("mlp.down_proj",),
 )
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
+# Tensors that no guess depends on: the inverse of d2t, and copies of the target's tensors.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-# Settings of config.json that may be true: those that are computed, and those that change no
-# number.
+# Settings of config.json that may be true: _COMPUTED are computed, _NEUTRAL change no result.
 _COMPUTED = {
     "norm_before_residual",
     "norm_before_fc",
@@ -71,7 +70,7 @@ _COMPUTED = {
     "qkv_bias",
     "mlp_bias",
     "use_sliding_window",
-    "use_input_layernorm_in_first_layer",  # the tensors of these two are asked for
+    "use_input_layernorm_in_first_layer",  # its tensor must be there, as that of the next setting
     "use_last_layernorm",
 }
 _NEUTRAL = {
@@ -91,7 +90,7 @@ _NEUTRAL = {
     "gradient_checkpointing",
     "early_stopping",
 }
-_OTHERS = {  # what a tensor's name has -> what the checkpoint is
+_OTHERS = {  # part of a tensor's name -> kind of the checkpoint
     "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
     "medusa": "Medusa heads",
     "lm_head.0": "Medusa heads",
@@ -103,9 +102,9 @@ _OTHERS = {  # what a tensor's name has -> what the checkpoint is
 def target_layers(config: Config) -> tuple[int, ...] | None:
     """See `HeadKind`.
 
-    speculators and vLLM count states: number i is what layer i reads, and the number of layers is
-    what the last norm reads.  SGLang and SpecForge count layers, in `eagle_config`: number i is what
-    layer i outputs, which layer i + 1 reads.
+    In configurations of speculators and vLLM, number i names the input of layer i, and the number of
+    layers names the input of the last norm.  In `eagle_config`, as SGLang and SpecForge write it,
+    number i names the output of layer i, which is the input of layer i + 1.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = config.get("eagle_config") or {}
@@ -128,10 +127,12 @@ class HeadSettings:
     """The settings of a head in its config.json.
 
     Attributes:
-        forward, layer: the family of its decoder layers, and their configuration.
-        input_norms: norms of the target's states before `fc`, one after the other: the weights of
-            all states together, or of each by itself.
-        norms_residual: whether the first layer adds to the normalised states.
+        forward: how the family of the head's decoder layers is computed.
+        layer: the configuration of these layers, as a model's.
+        input_norms: the norms that the target's states pass before `fc`, in this order.  A norm is
+            given by the names of its weights: one name if it normalises all states together, or a
+            name for each layer's states if it normalises them one by one.
+        norms_residual: whether the first layer adds its outputs to norm(h), not to h.
         feeds_normed: whether the next step reads the output of the last norm.
         norms_logits: whether `lm_head` reads the output of the last norm.
     """
@@ -148,7 +149,7 @@ class HeadSettings:
         """Read config.json. Raises `ValueError` for what is not computed.
 
         Args:
-            names: of the head's tensors, as speculators has them.
+            names: names of the head's tensors in speculators.
         """
         inner = config.get("transformer_layer_config") or config
         for settings in (config, inner, config.get("eagle_config") or {}):
@@ -157,8 +158,8 @@ class HeadSettings:
                     raise ValueError(f"its config.json sets {name}, which is not computed")
         is_of_speculators = "speculators_model_type" in config
         forward, layer = _layers_of(inner, set(names), is_of_speculators)
-        # In speculators norm_output says what the next step reads, in SpecForge whether there is a
-        # norm before lm_head.
+        # In speculators norm_output says whether the next step reads normalised outputs; in
+        # SpecForge, whether there is a norm before lm_head.
         norms_output = config.get("norm_output")
         return HeadSettings(
             forward=forward,
@@ -173,13 +174,13 @@ class HeadSettings:
         """Return the shape of each tensor that the head needs.
 
         Args:
-            features: numbers of the target's states.
-            vocab_size: of the head's own vocabulary.
+            features: width of the target's hidden states that the head reads.
+            vocab_size: size of the head's own vocabulary.
         """
         hidden = int(self.layer["hidden_size"])
         model_shapes = weight_shapes(self.forward, self.layer)
         shapes = {name.removeprefix("model."): shape for name, shape in model_shapes.items()}
-        del shapes["embed_tokens.weight"]  # without one it reads the target's
+        del shapes["embed_tokens.weight"]  # optional: a head may read the target's
         for name in _PROJECTIONS:
             outputs, inputs = shapes[f"{_FIRST}{name}.weight"]
             shapes[f"{_FIRST}{name}.weight"] = (outputs, 2 * inputs)
@@ -206,7 +207,7 @@ def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
 def _layers_of(
     config: Config, names: set[str], is_of_speculators: bool
 ) -> tuple[Forward, dict[str, Any]]:
-    """Return the family of a head's decoder layers, and their configuration as a model's.
+    """Return how a head's decoder layers are computed, and their configuration in the form of a model's.
 
     Raises `ValueError` for layers that are not computed.
     """
@@ -235,7 +236,7 @@ def _layers_of(
 
 
 def _as_a_model(config: Config, count: int) -> dict[str, Any]:
-    """Return the configuration of `count` layers as a model's, with defaults for absent settings."""
+    """Return the configuration of a model with `count` such layers, with defaults for absent settings."""
     heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
     layer = {
@@ -259,8 +260,8 @@ def _rope_parameters(config: Config) -> dict[str, Any]:
     rope = parameters_of_rope({"rope_theta": 1e4, **config})
     if rope is None:
         raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
-    rope = rope.get("sliding_attention", rope)  # speculators uses this one of several in all layers
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # which trainers ignore and engines apply
+    rope = rope.get("sliding_attention", rope)  # if there are several, speculators uses this one
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # trainers ignore it, and engines apply it
         raise ValueError(f"its rope is not computed: {rope}")
     return {"rope_type": "default", "rope_theta": 1e4, **rope}
 
@@ -293,14 +294,14 @@ def make(
 
 
 def _common(name: str) -> str:
-    """Return a tensor's name in speculators."""
+    """Return the name that speculators gives a tensor."""
     if name.startswith(_MIDLAYER):
         return _FIRST + name.removeprefix(_MIDLAYER)
     return name
 
 
 def _check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` unless the head's tokens are the target's, or a part of them."""
+    """Raise `ValueError` unless the head's vocabulary is the target's, or a known part of it."""
     count = len(tensors["lm_head.weight"])
     if "d2t" not in tensors and count != target.vocab_size:
         raise ValueError(
@@ -343,7 +344,7 @@ def _check_tensors(
 
 
 def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
-    """Raise `ValueError` where `fc` reads other states than those that the target keeps."""
+    """Raise `ValueError` if the inputs of `fc` have another width than the states that the target keeps."""
     inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else features
     if inputs == 2 * hidden != features:
         raise ValueError("it is an EAGLE head of the first or second version, not of the third")
@@ -354,7 +355,7 @@ def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
 
 
 def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
-    """Return a tensor's name as this checkpoint would have it."""
+    """Return the name that a tensor would have in this checkpoint."""
     has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
     if has_midlayer and name.startswith(_FIRST):
         return _MIDLAYER + name.removeprefix(_FIRST)
@@ -362,7 +363,10 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
 
 
 def _optional_shapes(needed: Shapes, tensors: Tensors, layers: int) -> Shapes:
-    """Return the shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
+    """Return the shapes of optional tensors: biases, a vocabulary (d2t), an embedding.
+
+    Raises `ValueError` where matrices that are computed together do not all have a bias.
+    """
     hidden = needed["fc.weight"][0]
     shapes: Shapes = {}
     for name, shape in needed.items():
@@ -387,8 +391,8 @@ class Eagle3Head:
     """The weights of a head, and a cache for each slot; see `DraftHead`.
 
     Args:
-        tensors: by their names in speculators; without an embedding, that of the target is used.
-        rounding: of the products' weights; see `linear_layers.matrix`.
+        tensors: by their names in speculators.  If the embedding is missing, the target's is used.
+        rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 
     def __init__(
@@ -467,7 +471,7 @@ class Eagle3Head:
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """Return the last layer's states [n, hidden], normalised where the next step reads them so."""
+        """Return the last layer's states [n, hidden], with `feeds_normed` after the last norm."""
         layers = self._layers
         settings = self._settings
         attends = self._attention(tokens, slot, guessed)
@@ -498,17 +502,17 @@ class Eagle3Head:
 
 
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
-    """Widen windows so that guesses do not move where they begin.
+    """Widen each window by the number of guesses, so that guesses do not move its start.
 
-    Heads are trained so: in each step of speculators' trainer a token sees the states that it saw in
-    the first step, and all guesses since.
+    Heads are trained like this: in each step of speculators' trainer a token sees the states that it
+    saw in the first step, and all guesses since.
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)
 
 
 def _decoder(settings: HeadSettings, tensors: Tensors, embedding: torch.Tensor) -> Decoder:
-    """Return the head's layers, last norm and output matrix as a model's, for `DecoderLayers`."""
+    """Return the head's layers, last norm and output matrix in the form of a model, for `DecoderLayers`."""
     decoder = Decoder(SimpleNamespace(**settings.layer))
     decoder.place("model.embed_tokens", Weight(embedding))
     for name, tensor in tensors.items():

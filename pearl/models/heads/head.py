@@ -1,4 +1,4 @@
-"""The interface of heads of any kind, and what a head needs from its target."""
+"""The interface that heads of all kinds have, and the parts of the target that a head needs."""
 
 from __future__ import annotations
 

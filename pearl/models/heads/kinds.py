@@ -1,4 +1,6 @@
-"""The kinds of heads: which are read, and which are refused by name. Must not import torch: the front asks, too.
+"""The kinds of heads: those that are read, and those that are refused by name.
+
+Must not import torch, because the front uses this module, too.
 
 To add a kind, write its file beside `eagle3` with the functions of `HeadKind`, and name the file in `KINDS`.
 """
@@ -16,19 +18,23 @@ if TYPE_CHECKING:
 
 
 class HeadKind(Protocol):
-    """The functions that a kind's file has.
+    """The functions that the file of a kind has.
 
-    Both raise `ValueError` for what such a head may compute and PEARL does not.
+    Both raise `ValueError` for a head of this kind that PEARL cannot compute.
     """
 
     def target_layers(self, config: Config) -> tuple[int, ...] | None:
-        """Return the target's layers whose inputs the head of a config.json reads; None: those of `tapped`."""
+        """Return the target's layers whose inputs a head reads; None: the layers that `layers.tapped` returns.
+
+        Args:
+            config: the head's config.json.
+        """
         ...
 
     def make(
         self, config: Config, tensors: Tensors, target: HeadTarget, rounding: Rounding
     ) -> DraftHead:
-        """Return the head of a checkpoint, whose tensors have their names there."""
+        """Return the head of a checkpoint. `tensors` are by their names in the checkpoint."""
         ...
 
 
@@ -36,9 +42,9 @@ class Kind(NamedTuple):
     """A kind of head.
 
     Attributes:
-        title: its name in messages.
-        module: the file that reads it; "": it is not read yet.
-        architecture: its class in SpecForge; "": SpecForge has none, or does not name it.
+        title: the kind's name in messages.
+        module: the module that reads such heads; "": they are not read yet.
+        architecture: the class of such heads in SpecForge; "": it has none, or its files do not name it.
     """
 
     title: str
@@ -61,12 +67,12 @@ _NEXT = "such heads are not read yet; name an EAGLE-3 head"
 
 
 def describes_head(config: Config) -> bool:
-    """Return whether a config.json is that of a head, and not of a model."""
+    """Return whether a config.json describes a head, and not a model."""
     return "draft_vocab_size" in config or bool(_name_of(config))
 
 
 def kind_of(config: Config) -> HeadKind:
-    """Return the kind of head that a config.json describes. Raises `ValueError` for others."""
+    """Return the kind of head that a config.json describes. Raises `ValueError` if it is unknown, or not read yet."""
     name = _name_of(config) or "eagle3"
     stated = f", {_TYPE} {name!r}" if _TYPE in config else ""
     if name not in KINDS:
@@ -78,7 +84,7 @@ def kind_of(config: Config) -> HeadKind:
 
 
 def _name_of(config: Config) -> str:
-    """Return the name of a kind, by SpecForge's class where a config.json states none; "" where neither does."""
+    """Return the kind that a config.json names, as speculators does or by SpecForge's class; "" if it names none."""
     if _TYPE in config:
         return str(config[_TYPE])
     architectures = config.get("architectures") or ()

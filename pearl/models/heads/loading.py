@@ -1,4 +1,4 @@
-"""Heads from their checkpoints, and which hidden states of the target they read."""
+"""Loads heads from their checkpoints, and finds which hidden states of the target they read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pearl.models.runner import ModelRunner
 
 
 def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
-    """Load the head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
+    """Load the head named `spec`, a directory or a hub id, for the target that `runner` runs.
 
-    Raises `ModelError` for a checkpoint of another layout, or of another model.
+    Raises `ModelError` if the runner keeps no features, or the checkpoint has another layout or is for another model.
     """
     target: Any = runner
     features = runner.capabilities.features
@@ -45,9 +45,9 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
 def states_for(heads: Sequence[str], target: str, progress: Progress) -> Features:
     """Return the hidden states of the target that the heads read.
 
-    These are the last ones if a head is the target's layer for multi-token prediction, which has the target's name.
+    A head with the name of the target is the target's layer for multi-token prediction: it reads the "last" states.
 
-    Raises `ModelError` for a head that is not read, and for two that read other states.
+    Raises `ModelError` for a head that PEARL does not read, and for two heads that read different states.
     """
     states: dict[Features, str] = {}
     for head in heads:
@@ -77,9 +77,9 @@ def load_draft_head(
     progress: Progress,
     rounding: Rounding = "",
 ) -> HeadRunner:
-    """Load the head `spec` as a draft for the model `target`; of the target's checkpoint only the embedding is read.
+    """Load the head `spec` as a draft for the model `target`, from whose checkpoint only the embedding is read.
 
-    Raises as `load_head`.
+    Raises `ModelError`, as `load_head` does.
     """
     if is_toy(target):
         raise _needs_own_forward(spec)
@@ -119,7 +119,7 @@ def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding 
 
 @contextmanager
 def _explained(spec: str) -> Iterator[None]:
-    """Raise a `ModelError` that names the head for what its files are not."""
+    """Turn errors about a head's files into a `ModelError` that names the head."""
     try:
         yield
     except KeyError as error:
@@ -136,9 +136,11 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Return tensors by name, of model.safetensors, the files of its index, or the directory's only file.
+    """Return a head's tensors by name.
 
-    Raises `ValueError` where several files could be meant: a trainer's other files may have tensors of the same names.
+    They are in model.safetensors, the files of its index, the only other .safetensors file, or pytorch_model.bin.
+    Raises `ValueError` if there are several such files and no index: tensors of a trainer's other files may have the
+    same names.
     """
     tensors = {}
     files = files_of(directory)

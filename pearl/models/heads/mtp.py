@@ -1,7 +1,7 @@
 """A target's layer for multi-token prediction as a head; transformers computes it.
 
-It takes each token with the target's last hidden state at the token before it, and goes on with its own outputs.  Only
-the first such layer is used, for tokens further on too.
+The layer reads each token with the target's last hidden state of the token before it.  To draft further tokens, it
+reads its own outputs.  If a target has several such layers, the first one drafts all tokens.
 
 Source: "DeepSeek-V3 Technical Report", 2024, section 2.2.
 """
@@ -23,7 +23,7 @@ class MtpHead:
 
     Args:
         model: transformers' `MtpModel`, which shares embedding and output head with the target.
-        cache: its `MtpCache`.
+        cache: transformers' `MtpCache` for this model.
     """
 
     def __init__(self, model: Any, cache: Any, vocab_size: int, context: int) -> None:
@@ -63,7 +63,7 @@ class MtpHead:
 
 
 def load_mtp(spec: str, runner: Any) -> MtpHead:
-    """Load the target's layer for multi-token prediction from its checkpoint. Raises `ModelError`."""
+    """Load the target's layer for multi-token prediction from the target's checkpoint. Raises `ModelError`."""
     from transformers import cache_utils, modeling_layers
 
     model = runner.model
@@ -73,7 +73,8 @@ def load_mtp(spec: str, runner: Any) -> MtpHead:
         raise ModelError(
             f"Head {spec!r}: layers for multi-token prediction need transformers 5.24 or newer."
         )
-    # Their names are known for the published sizes alone; Qwen's configurations do not count them.
+    # transformers knows the names of such layers for the published sizes alone, and Qwen's configurations
+    # do not say how many there are.
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{config.num_hidden_layers}\..*",
         r"^mtp\..*",
@@ -87,7 +88,7 @@ def load_mtp(spec: str, runner: Any) -> MtpHead:
         layers = kind.from_pretrained(model, device_map={"": runner.device}).eval()
         cache = cache_utils.MtpCache(config=layers.config)
         return MtpHead(layers, cache, runner.vocab_size, runner.context)
-    except Exception as error:  # of files, layouts and versions: transformers raises anything
+    except Exception as error:  # files, layouts and versions: transformers raises anything
         raise ModelError(
             f"Head {spec!r}: the target has no layer for multi-token prediction that could be loaded: "
             f"{cause_of(error)}. Leave --head away, or name an EAGLE-3 head."

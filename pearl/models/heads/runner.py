@@ -12,17 +12,18 @@ from pearl.models.feeds import Feed
 from pearl.models.heads.head import DraftHead
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
-_IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will come
+_IN_TURN = 16  # a feed of more tokens is part of a prompt, whose states the target will send
 
 
 @dataclass
 class _Text:
-    """The text of a slot: its number of tokens, and how far these are read.
+    """How far the text of a slot has states, and has been read.
 
     Attributes:
-        target_end: positions with states of the target.
-        state_end: positions with states of the target or of the head.
-        read: tokens that were read with the states that are there now.
+        length: number of tokens.
+        target_end: the first `target_end` positions have states of the target.
+        state_end: the first `state_end` positions have states of the target or of the head.
+        read: the head has read the first `read` tokens with the states that they have now.
     """
 
     length: int = 0
@@ -31,7 +32,7 @@ class _Text:
     read: int = 0
 
     def cut(self, length: int) -> _Text:
-        """Return the text's first `length` tokens."""
+        """Return this record for the text's first `length` tokens."""
         return _Text(
             length,
             min(length, self.target_end),
@@ -41,14 +42,14 @@ class _Text:
 
 
 class HeadRunner(ModelRunner):
-    """Drafts with the target's states where they have arrived, and with the head's own outputs after them.
+    """Drafts with the target's states as far as they have arrived, and from there on with the head's own outputs.
 
-    Token p is read with the state of token p - 1.  When further states arrive, all tokens from the first one read
-    without its state are read again in one forward.  So logits depend on when states arrive: use it only under rules
-    whose texts no draft can change.
+    Token p is read with the state of token p - 1.  When further states arrive, the tokens that were read without them
+    are read again, in one forward.  So the logits depend on when states arrive: use this runner only with decoding
+    rules under which no draft can change the text.
 
     Args:
-        head: with room for `slots` texts.
+        head: a head whose cache has room for `slots` texts.
         vocab_size: the target's.
     """
 
@@ -75,7 +76,10 @@ class HeadRunner(ModelRunner):
         return native.use_threads(count)
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
-        """Store the target's states [n, features] of tokens from position `start` on, which may be past the text."""
+        """Store the target's states [n, features] for positions from `start` on.
+
+        The positions may lie after the end of the text.
+        """
         features = features[: max(0, self.context - start)]
         end = start + len(features)
         text = self._texts[slot]
@@ -109,10 +113,10 @@ class HeadRunner(ModelRunner):
         return logits
 
     def _pieces(self, feed: Feed, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) of tokens to read together: as far as there are states, then one by one."""
+        """Yield (start, end) of tokens to read together: first the tokens that have states, then one by one."""
         text = self._texts[feed.slot]
         if feed.prompt or end - start > _IN_TURN:
-            self._states[feed.slot, text.state_end : end] = 0  # unknown
+            self._states[feed.slot, text.state_end : end] = 0  # in place of unknown states
             text.state_end = max(end, text.state_end)
         stop = max(start + 1, min(text.state_end + 1, end))
         yield start, stop
@@ -123,7 +127,7 @@ class HeadRunner(ModelRunner):
         """Read the slot's tokens from `start` to `end`; return their outputs [end - start, hidden]."""
         head = self._head
         text = self._texts[slot]
-        first = max(start, 1)  # nothing stands before token 0
+        first = max(start, 1)  # the head reads no token 0, which has no token before it
         guessed = max(0, first - text.target_end)
         if not start and not text.target_end:
             self._states[slot, 0] = 0

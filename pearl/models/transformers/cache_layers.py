@@ -1,11 +1,11 @@
-"""Cache layers that can be rolled back, in place of those of transformers, chosen by the state that a layer keeps.
+"""Cache layers that can be rolled back, in place of transformers' layers. They depend on the state that a layer keeps:
 
-* Keys and values, of all positions or of a window or chunk, perhaps with keys of an indexer, which chooses the
-  positions to attend to: `FixedLayer` keeps all positions. transformers sizes each mask by what the cache layer holds,
-  so the model's own mask hides what its window does not reach.
+* Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. If there is an
+  indexer, which chooses the positions to attend to, it also keeps the indexer's keys. transformers sizes a mask by the
+  positions that the cache layer holds, so the model's own mask hides those outside of its window.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
-* All other layers stay transformers' own: to go back, `Snapshots` empties them, and the text is fed again.
+* Other state: transformers' own layer. For a rollback `Snapshots` empties it, and the text is fed again.
 
 Must not know models, nor texts.
 """
@@ -30,7 +30,8 @@ from transformers.cache_utils import (
 
 from pearl.models.transformers import SNAPSHOTS
 
-# A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
+# Layers without a cache of their own: they attend to another layer's keys (Gemma 3n, Gemma 4) or to none. Not all
+# versions of transformers have this class.
 _NONE: tuple[Any, ...] = ()
 if hasattr(cache_utils, "DummyLayer"):
     _NONE = (cache_utils.DummyLayer,)
@@ -43,10 +44,10 @@ _HYBRID = (
 class FixedLayer(DynamicLayer):
     """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
 
-    Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
+    An update copies only the new rows, while `DynamicLayer` copies all. A rollback copies nothing.
 
     Attributes:
-        keys, values: views of the valid positions, which some models read by themselves (Dory).
+        keys, values: views of the valid positions. Some models read these attributes directly (Dory).
         indexer_position_ids: positions of the indexed keys [.., filled], which a model appends to (Qwen4-Exp).
     """
 
@@ -125,20 +126,23 @@ _FIXED = frozenset(vars(FixedLayer(0)))
 
 
 class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,override]
-    """A recurrent state beside keys and values."""
+    """A layer with both a recurrent state, and keys and values."""
 
     def __init__(self, capacity: int, number_of_states: int) -> None:
         FixedLayer.__init__(self, capacity)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
-        """transformers names the states of a recurrence, and not keys and values."""
+        """Initialise keys and values if states are given by position, or the recurrent state if they are named."""
         layer_type = FixedLayer if states else LinearAttentionLayer
         layer_type.lazy_initialization(self, *states, **named)
 
 
 def layer_for(theirs: object, context: int) -> Any:
-    """Return the layer that replaces one of transformers' for `context` tokens: itself if it is of an unknown type."""
+    """Return the layer for `context` tokens that replaces `theirs`, a layer of transformers.
+
+    A layer that is purely recurrent, has no cache, or is of an unknown type is returned as it is.
+    """
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
     if isinstance(theirs, _HYBRID):
@@ -164,14 +168,15 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Copies of the recurrent layers' state at a few earlier lengths, to go back to.
+    """Copies of the recurrent layers' state at a few earlier lengths, for rollbacks.
 
-    A copy is made before each forward: a few milliseconds at most, where feeding two tokens instead of one can take
-    twice the time. At most `SNAPSHOTS` are kept, the denser the later: to go back by n tokens, under n are fed again.
+    A copy is made before each forward. It takes a few milliseconds at most, while a forward of two tokens instead of
+    one can take twice the time. At most `SNAPSHOTS` copies are kept, more of them at later lengths: after a rollback by
+    n tokens, fewer than n are fed again.
 
     Attributes:
         length: tokens that the state has seen.
-        unknown: layers of unknown types: no copies are made then, and going back is to begin anew.
+        unknown: layers of unknown types. If there are any, no copies are made, and a rollback begins at length 0.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
@@ -192,7 +197,7 @@ class Snapshots:
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
-        """Note that the tokens up to `end` will be fed next, and copy the state if it has changed."""
+        """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
         newest = self._kept[-1].length if self._kept else 0
         if self and not self.unknown and newest < self.length:
             states = []
@@ -204,7 +209,7 @@ class Snapshots:
         self.length = end
 
     def rollback(self, length: int) -> int:
-        """Return the length to which the state went back: `length`, or less, from where tokens must be fed again."""
+        """Roll the state back to `length` or less. Return its length: tokens from there on must be fed again."""
         if length >= self.length:
             return self.length
         if not self:
@@ -213,7 +218,7 @@ class Snapshots:
         while self._kept and self._kept[-1].length > length:
             self._kept.pop()
         if self._kept:
-            # The copy becomes the state: the next forward makes another.
+            # The copy becomes the state, and the next forward makes a new copy.
             snapshot = self._kept.pop()
         else:
             snapshot = _Snapshot(0, deepcopy(self._empty))
@@ -223,7 +228,7 @@ class Snapshots:
         return self.length
 
     def kinds(self) -> list[str]:
-        """Return the names under which recurrent layers hold state by now: of convolutions, of recurrences."""
+        """Return the names of the attributes in which recurrent layers hold state so far."""
         names: set[str] = set()
         for layer in self._layers:
             if layer in self.unknown:
@@ -235,13 +240,13 @@ class Snapshots:
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
-        """Change all state of one of the `kinds`: for a trial."""
+        """Change all state of one of the `kinds`. A trial so finds out whether forwards depend on it."""
         for layer in self._layers:
             for state in _tensors(vars(layer).get(kind)):
                 state += 1
 
     def _thin(self) -> None:
-        """Drop the copy that is missed least: by (gap it leaves) / (its age), in tokens."""
+        """Drop the copy with the least (gap that it leaves) / (its age), both in tokens."""
         losses = []
         gap_start = 0
         for snapshot, following in pairwise(self._kept):
@@ -253,7 +258,7 @@ class Snapshots:
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a layer, of a recurrent one without its keys and values."""
+    """Return all attributes of a layer; of a `HybridLayer`, those of its recurrent part."""
     state = dict(vars(layer))
     if isinstance(layer, LinearAttentionLayer):
         for name in _FIXED:
@@ -262,7 +267,7 @@ def _state(layer: object) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Copy a value with its tensors."""
+    """Return a copy of a layer's attribute, with copies of its tensors."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if not isinstance(value, dict):
@@ -274,7 +279,7 @@ def _copy(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of numbers in a layer's attribute."""
+    """Return the floating-point tensors in a layer's attribute."""
     items = [value]
     if isinstance(value, dict):
         items = list(value.values())
@@ -302,10 +307,10 @@ def cache_sizes(model: PreTrainedModel, item: int) -> CacheSizes:
 
 
 def sizes_of(layers: Sequence[object], item: int = 0) -> CacheSizes:
-    """Return the sizes of layers that were fed something.
+    """Return the sizes of cache layers, which must have been fed some tokens.
 
     Args:
-        item: least bytes of a number.
+        item: count at least this many bytes for each number.
     """
     position = 0
     states = 0
@@ -331,7 +336,7 @@ def _nbytes(states: torch.Tensor, item: int) -> int:
 
 
 def cache_name(model: torch.nn.Module) -> str:
-    """Return the forward's parameter for the cache, which has another name since transformers 5.24."""
+    """Return the name of the forward's parameter for the cache. It was renamed in transformers 5.24."""
     if "cache" in inspect.signature(model.forward).parameters:
         return "cache"
     return "past_key_values"

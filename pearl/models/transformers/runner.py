@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 _TRIED = 8  # tokens of the trial at construction
 # Least cosine of logits that are equal up to rounding.
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
-_PIECE = 512  # the most tokens of a forward where states are copied: a rollback goes back to the start of one
-_ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
+# Most tokens of a forward of a model with recurrent state. The state is copied before each forward.
+_PIECE = 512
+# The same for the median row in half precision: in some rows rounding may choose other experts.
+_ALIKE_IN_HALF = 0.97
 
 
 class HFRunner(ModelRunner):
@@ -44,11 +46,11 @@ class HFRunner(ModelRunner):
     forwards.
 
     Args:
-        is_tried: an earlier runner has tried this model; one with recurrent layers is tried all the same.
+        is_tried: whether an earlier runner has tried this model. A model with recurrent layers is tried again anyway.
         keeps_states: keep the last hidden states of the tokens fed, for a layer for multi-token prediction.
     """
 
-    capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
+    capabilities = Capabilities()  # one chain; not row invariant, as kernels depend on its length
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class HFRunner(ModelRunner):
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self.weights = str(model.dtype).removeprefix("torch.")
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
-        # Token ids fed; those after the last copy of a state are fed again.
+        # [1, context], ids of the tokens fed: after a rollback some of them are fed again.
         self._fed = torch.zeros_like(self._positions)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model)
@@ -114,7 +116,7 @@ class HFRunner(ModelRunner):
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self._states.length
         self._hidden.clear()
-        # A forward feeds some tokens again where a state was copied before them.
+        # Only tokens of this feed count. A forward may also feed earlier ones again, from the copy of a state on.
         self._num_fed = len(feed.tokens)
         pieces = []
         try:
@@ -126,7 +128,8 @@ class HFRunner(ModelRunner):
             self.rollback(self._length)
             is_of_model = isinstance(error, (IndexError, RuntimeError)) and not is_of_memory(error)
             if is_of_model and self.device.type == "cpu":
-                # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
+                # Its cause may be a limit that the configuration does not name. After such an error a GPU
+                # computes nothing more.
                 raise ForwardError(
                     f"{type(self.model).__name__}'s forward failed: {cause_of(error)}."
                 ) from error
@@ -139,11 +142,11 @@ class HFRunner(ModelRunner):
         return [logits.to(self.device, torch.float32, copy=True)]
 
     def features(self, slot: int = 0) -> torch.Tensor:
-        """Return the last hidden states of the tokens that were fed last [n, capabilities.features]."""
+        """Return the model's final hidden states [n, capabilities.features] of the tokens of the last feed."""
         return torch.cat(self._hidden)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
-        """Return the lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        """Return where the forwards end that together feed the tokens from `start` to `end`."""
         if not self._states:
             return [end]
         step = _PIECE
@@ -158,7 +161,7 @@ class HFRunner(ModelRunner):
 
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
-        """Feed the tokens from the cache's end up to `end`; return the last ones' logits [at most `rows`, vocab]."""
+        """Feed the tokens from the cache's end up to `end`; return logits [at most `rows`, vocab] of the last ones."""
         start = self._states.length
         self._states.advance(end)
         rows = min(rows, end - start)
@@ -233,9 +236,9 @@ class HFRunner(ModelRunner):
             )
 
     def _continues(self, tokens: list[int]) -> bool:
-        """Return whether a two-token forward continues from every kind of recurrent state (Mamba's does not)."""
+        """Return whether a forward of two tokens reads every kind of recurrent state (Mamba's does not)."""
         rows: list[torch.Tensor] = []
-        kinds = [""]  # of state to disturb, in each trial one
+        kinds = [""]  # the kind of state that each trial disturbs; "": none
         while len(rows) < len(kinds):
             self.rollback(0)
             feed_chain(self, tokens[:-2], 0)
@@ -265,9 +268,10 @@ class HFRunner(ModelRunner):
 
 
 def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
+    """Return [n], the cosine of each row of `rows` with its row of `expected`, both [n, vocab], minus their means.
 
-    Logits that are infinite, or the same in all rows, do not count: a mask's -1e9 would outweigh all others.
+    The cosine of rows that are nearly equal is 1.  Logits that are infinite, or the same in all rows, do not count: a
+    mask's -1e9 would outweigh all others.
     """
     pair = torch.stack((rows, expected)).double()
     fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
@@ -280,7 +284,7 @@ def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _layers(model: PreTrainedModel, context: int) -> list[Any]:
-    """Return the model's cache layers for `context` tokens. Raises `ModelError` for models without a usable cache."""
+    """Return the model's cache layers for `context` tokens. Raises `ModelError` for a model that cannot be used."""
     name = type(model).__name__
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -288,7 +292,7 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
         getattr(config, "is_decoder", None) is False
         or not getattr(config, "is_causal", True)
         or not getattr(text, "is_causal", True)
-        # Gemmas that embed texts. In others only the tokens of a picture see later ones.
+        # Gemmas that embed texts. In other Gemmas only tokens of a picture attend to later ones.
         or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
     )
     if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
