@@ -25,7 +25,6 @@ from pearl.models.forward.slots import Slots
 
 _LOW = constexpr(-1.0e30)  # finite, because -inf - -inf is NaN
 _LOG2_E = constexpr(1.4426950408889634)
-LEAST_DIM = 16  # least dimensions of a head: tensor cores multiply 16 at once
 
 
 class Tile(NamedTuple):
