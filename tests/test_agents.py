@@ -98,7 +98,7 @@ LEFT_OUT_ITEMS = {"custom_tool_call", "custom_tool_call_output", "web_search_cal
 
 
 def codex(**fields: Any) -> dict[str, Any]:
-    """A request with the fields that Codex 0.147 sends."""
+    """A request with the fields that Codex 0.171 sends."""
     return {
         "model": MODEL,
         "instructions": "You are Codex.",
@@ -138,6 +138,22 @@ def test_functions_are_kept_and_other_tools_left_out(warnings: pytest.LogCapture
     assert [entry["role"] for entry in chat] == roles
     (call,) = chat[4]["tool_calls"]
     assert (chat[4]["content"], call["function"]["name"]) == ("Reading.", "mcp__files__read")
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ([{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}], "a\nb"),
+        ([{"type": "input_image", "image_url": "data:"}], "(input_image)"),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_any_output_can_be_sent(output: Any, text: str) -> None:
+    """Of Codex' view_image it is a picture: the rest of the conversation would be refused."""
+    result = {"type": "function_call_output", "call_id": "call_1", "output": output}
+    request, _ = Responses(SETUP).read(codex(input=[*HISTORY[:5], result]))
+    assert request.prompts[0].messages[-1]["content"] == text
 
 
 def test_tools_that_come_as_an_item() -> None:

@@ -147,8 +147,8 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                content = _content(item.get("output"))
-                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                output = _output(item.get("output"))
+                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
                 messages.append(result)
             case "additional_tools":
                 pass  # `ResponseTools` has these
@@ -176,6 +176,21 @@ def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
 def _reasoning(item: dict[str, Any]) -> str:
     parts = _objects(item.get("content")) + _objects(item.get("summary"))
     return "\n".join(str(part.get("text")) for part in parts)
+
+
+def _output(output: Any) -> Any:
+    """Return a function's output as text; pictures among its parts, which the model cannot see, are named alone."""
+    if not isinstance(output, list):
+        return output or ""
+    texts = []
+    for part in _objects(output):
+        kind = str(part.get("type"))[:50]
+        if isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            warn_once(f"outputs of functions have parts of type {kind!r}: left out")
+            texts.append(f"({kind})")
+    return "\n".join(texts)
 
 
 def _content(content: Any) -> Any:

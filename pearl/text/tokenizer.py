@@ -195,6 +195,7 @@ class FileTokenizer(Tokenizer):
         if not template:
             return None
         render_messages = partial(render, template, tools, self._special, variables=variables)
+        # In what users and tools write, a control token is no token: `encode` reads its name as text.
         vocabulary = self._vocabulary
         tokens = _control_tokens(vocabulary.added, vocabulary.special, template)
         return chat_prompt(render_messages, messages, partial(tokens.sub, _with_break))
@@ -223,6 +224,7 @@ def _control_tokens(
 
 
 def _with_break(name: re.Match[str]) -> str:
+    """Return a name that no longer is a token."""
     return f"{name[0][0]}{BREAK}{name[0][1:]}"
 
 
