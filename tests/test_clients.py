@@ -252,7 +252,8 @@ def test_claude_code_through_litellm(
     """LiteLLM translates Anthropic's API: for one provider to /v1/responses, for the other to chats."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the internet
     litellm: Any = pytest.importorskip("litellm")
-    pytest.importorskip("fastapi")  # which litellm's proxy takes, and this translation of its too
+    for part in ("fastapi", "soundfile"):  # of its proxy, which this translation imports
+        pytest.importorskip(part)
     asked = CLAUDE_CODE | {
         "model": f"{provider}/{MODEL}",
         "api_base": f"{tooled.url}/v1",
