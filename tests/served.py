@@ -56,7 +56,7 @@ class Served:
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
         tools = format_of(engine.tokenizer, door.tool_parser)
-        setup = Setup(MODEL, RequestOptions(method=method), tools)
+        setup = Setup(MODEL, RequestOptions(method=method), tools, engine.config)
         self.app = App(self.service, setup, door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
@@ -133,13 +133,14 @@ class Served:
 
     @contextmanager
     def writing(self, regex: str) -> Iterator[None]:
-        """Texts of chats and completions match it meanwhile: as of `pearl serve --regex`."""
+        """Texts match it meanwhile: as of `pearl serve --regex`."""
         before = self.app.setup
-        self.app.setup = replace(before, options=before.options.changed(regex=regex))
+        changed = replace(before, options=before.options.changed(regex=regex))
+        self.app.setup = self.app.responses.setup = changed
         try:
             yield
         finally:
-            self.app.setup = before
+            self.app.setup = self.app.responses.setup = before
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:

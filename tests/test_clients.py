@@ -190,6 +190,93 @@ def test_litellm(served: Served, wanted: str) -> None:
         litellm.completion(**asked | {"max_tokens": 10**7})
 
 
+CLAUDE_CODE: dict[
+    str, Any
+] = {  # as Claude Code sends it to Anthropic's Messages API, in its second turn
+    "max_tokens": 300,
+    "system": [
+        {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Working directory: /tmp"},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
+                {"type": "text", "text": "Read a.", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                {"type": "text", "text": "Reading."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "a"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "red"}],
+                    "is_error": False,
+                }
+            ],
+        },
+    ],
+    "tools": [
+        {
+            "name": "Read",
+            "description": "Reads a file.",
+            "input_schema": {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "type": "object",
+                "properties": {"path": {"type": "string"}},
+                "required": ["path"],
+                "additionalProperties": False,
+            },
+        }
+    ],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "medium"},
+    "metadata": {"user_id": "user_1"},
+}
+
+
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+def test_claude_code_through_litellm(
+    tooled: Served, provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LiteLLM translates Anthropic's API: for one provider to /v1/responses, for the other to chats."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the internet
+    litellm: Any = pytest.importorskip("litellm")
+    for part in ("fastapi", "soundfile"):  # of its proxy, which this translation imports
+        pytest.importorskip(part)
+    asked = CLAUDE_CODE | {
+        "model": f"{provider}/{MODEL}",
+        "api_base": f"{tooled.url}/v1",
+        "api_key": "none",
+    }
+
+    async def run() -> tuple[Any, bytes]:
+        whole = await litellm.anthropic.messages.acreate(**asked)
+        streamed = await litellm.anthropic.messages.acreate(**asked, stream=True)
+        events = [event async for event in streamed]
+        return whole, b"".join(events)
+
+    with tooled.writing('I do[.]<tool_call>\\{"name": "Read", "arguments": \\{\\}\\}</tool_call>'):
+        whole, events = asyncio.run(run())
+    text, call = whole["content"]
+    assert (text["text"], call["type"], call["name"]) == ("I do.", "tool_use", "Read")
+    assert whole["stop_reason"] == "tool_use"
+    assert b"message_stop" in events
+    assert b'"name": "Read"' in events
+    refused = tooled.send(json.dumps(CLAUDE_CODE).encode(), "messages")
+    assert refused.status_code == 404, "Anthropic's API itself is not served"
+
+
 def program(name: str) -> str:
     """The path of a program, if it is installed; else the test is skipped."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

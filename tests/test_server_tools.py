@@ -401,12 +401,22 @@ def test_responses_that_are_kept_are_bounded(
     ("fields", "param"),
     [
         ({"input": 3}, "input"),
-        ({"input": [{"type": "image"}]}, "input[0]"),
+        ({"input": [{"type": "image"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.content[0]",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [{"type": "custom", "name": "patch"}],
+                "tool_choice": {"type": "custom", "name": "patch"},
+            },
+            "tool_choice",
+        ),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),

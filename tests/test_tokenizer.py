@@ -176,7 +176,9 @@ class TestFileTokenizer:
             assert made.decode([*made.encode(text), 10**6]) == ours.decode(
                 [*made.encode(text), 10**6]
             )
-            chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+            # A user's control tokens are text to us, not to transformers.
+            plain = text.replace("<s>", "(s)").replace("</s>", "(/s)")
+            chat = [{"role": "user", "content": plain}, {"role": "assistant", "content": text}]
             assert made.apply_chat(chat) == ours.apply_chat(chat)
             assert made.chat_text(chat) == ours.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):

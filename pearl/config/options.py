@@ -353,6 +353,22 @@ class RequestOptions(Record, frozen=True):
             return self.changed(method=name, branches=branches)
         return self.changed(method=name, branches=branches, draft_stop=FIXED, stop_parameters=())
 
+    def switched(self, name: str) -> Self:
+        """Return a copy for one text by another method: what was set for the method does not hold for another.
+
+        The rule stays. Under `coupled`, the default of method auto, so does the text of a seed.
+        """
+        if name == self.method:
+            return self
+        defaults = dict.fromkeys((*AS_PUBLISHED, "gamma"))
+        return self.changed(
+            **defaults,
+            method=name,
+            rule=self.rule_in_use,
+            draft_stop=FIXED,
+            stop_parameters=(),
+        )
+
     def with_seed(self) -> Self:
         """Return a copy that has a seed: a random one, which a JavaScript number can hold, if none is set yet."""
         if self.seed is not None:

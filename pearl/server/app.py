@@ -62,7 +62,7 @@ class App:
         self._engine = service.engine
         self.setup = setup
         self._spell = partial(token_bytes, self._engine.tokenizer)
-        self._responses = Responses(setup)
+        self.responses = Responses(setup)
         self._timeline = Timeline(self._engine.client.recording)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
@@ -75,7 +75,7 @@ class App:
         """Return all endpoints. To add one, write a module with its schema and its answer, and add a row here."""
         chat = self._posted(partial(self._read, ChatCompletionRequest, ChatWriter))
         completions = self._posted(partial(self._read, CompletionRequest, CompletionWriter))
-        responses = self._posted(self._responses.read)
+        responses = self._posted(self.responses.read)
         texts = "The texts, at once or as server-sent events."
         return [
             HttpEndpoint("/v1/timeline", self._live),
@@ -319,12 +319,12 @@ class _Reply:
             params = self.request.numbered(sample, self.service.engine.context - len(tokens))
             async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
                 async for piece in stream:
-                    delta = text.feed(piece.text)
+                    delta = text.feed(piece)
                     if events is not None:
                         await events.send(self.writer.piece(text, piece, delta))
             text.result = stream.result
             text.wait_seconds = stream.watch.begun - stream.watch.submitted
-            delta = text.feed("", True)
+            delta = text.finish()
             if events is not None:
                 await events.send(self.writer.last(text, delta))
 

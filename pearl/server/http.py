@@ -65,6 +65,7 @@ class ReplyText:
         message: the message so far.
         result: the engine's result; complete once the text has ended.
         wait_seconds: how long the text waited until it was submitted.
+        reasoning_tokens: number of tokens up to the end of the reasoning; its closing tag may be among the answer's.
 
     Args:
         thoughts: splits off the reasoning; None if the model does not think.
@@ -81,39 +82,69 @@ class ReplyText:
         self._thoughts = thoughts
         self._calls = calls
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.reasoning_tokens = 0
+        self._is_thinking = False
+        self._held_tokens = 0  # whose text may still become reasoning or answer
 
-    def feed(self, text: str, is_last: bool = False) -> dict[str, Any]:
+    def feed(self, piece: Piece) -> dict[str, Any]:
         """Take the next piece of the text, and return the fields of a delta that are complete with it.
 
-        Text that may be the beginning of a tag is held back until the next piece.
+        Text that may be the beginning of a tag is held back until the next piece. The text is split token by token,
+        so that the counts do not depend on how many of them come at once.
         """
         delta: dict[str, Any] = {}
+        for text in piece.texts:
+            self._held_tokens += 1
+            self._take(text, delta)
+        if not piece.texts:
+            self._take(piece.text, delta)
+        return delta
+
+    def finish(self) -> dict[str, Any]:
+        """Return the fields of the last delta: what was held back."""
+        delta: dict[str, Any] = {}
+        self._take("", delta, is_last=True)
+        if self._is_thinking:
+            self.reasoning_tokens += self._held_tokens
+        return delta
+
+    def _take(self, text: str, delta: dict[str, Any], is_last: bool = False) -> None:
+        """Split the next text, and add what becomes final to the message and the delta."""
+        reasoning = ""
         content = text
+        calls: list[Call] = []
         if self._thoughts is not None:
             reasoning, content = self._thoughts.feed(text, is_last)
-            self._append(delta, "reasoning_content", reasoning)
-        calls: list[Call] = []
         if self._calls is not None:
             content, calls = self._calls.feed(content, is_last)
+        self._append(delta, "reasoning_content", reasoning)
         self._append(delta, "content", content)
         for call in calls:
-            self._add_call(call)
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
+            self._add_call(delta, call)
+        if reasoning:
+            self.reasoning_tokens += self._held_tokens
+        if reasoning or content or calls:
+            self._held_tokens = 0
+            self._is_thinking = not (content or calls)
 
     def _append(self, delta: dict[str, Any], field: str, text: str) -> None:
         if text:
-            delta[field] = text
+            delta[field] = delta.get(field, "") + text
             self.message[field] = self.message.get(field, "") + text
 
-    def _add_call(self, call: Call) -> None:
+    def _add_call(self, delta: dict[str, Any], call: Call) -> None:
+        parts = delta.setdefault("tool_calls", [])
         if "id" in call:
             entry = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
             self.message.setdefault("tool_calls", []).append(entry)
+            parts.append(call)
+            return
+        arguments = call["function"]["arguments"]
+        self.message["tool_calls"][-1]["function"]["arguments"] += arguments
+        if parts:
+            parts[-1]["function"]["arguments"] += arguments
         else:
-            function = self.message["tool_calls"][-1]["function"]
-            function["arguments"] += call["function"]["arguments"]
+            parts.append(call)
 
     @property
     def finish_reason(self) -> str:
@@ -248,10 +279,10 @@ class ChatWriter(CompletionWriter):
         content = message["content"]
         if not content and "tool_calls" in message:
             content = None
-        return {"message": {"refusal": None, **message, "content": content}}
+        return {"message": {"refusal": None, **_with_both_names(message), "content": content}}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"delta": delta}
+        return {"delta": _with_both_names(delta)}
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Any:
         if not logprobs:
@@ -272,6 +303,13 @@ class ChatWriter(CompletionWriter):
         }
 
 
+def _with_both_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message or delta whose reasoning has both names that clients know."""
+    if "reasoning_content" not in message:
+        return message
+    return message | {"reasoning": message["reasoning_content"]}
+
+
 def finish_reason(result: Result) -> str:
     """Return OpenAI's finish reason, "length" or "stop"; an end-of-sequence token is a stop."""
     return "length" if result.finish_reason == "length" else "stop"
@@ -287,6 +325,7 @@ def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
     prompt_tokens = sum(len(result.prompt_tokens) for result in results[::n])
     cached_tokens = sum(result.statistics.num_cached_tokens for result in results[::n])
     completion_tokens = sum(len(result.tokens) for result in results)
+    reasoning_tokens = sum(text.reasoning_tokens for text in texts)
     queue_seconds = []
     for text in texts:
         queue_seconds.append(text.wait_seconds + text.result.statistics.queue_seconds)
@@ -295,6 +334,7 @@ def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "pearl": _statistics(results) | {"queue_seconds": queue_seconds},
     }
 

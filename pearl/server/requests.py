@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from pearl.config import RequestOptions
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.request import Chat, Prompt, as_prompts
 from pearl.errors import ConfigError, RequestError
 from pearl.server.errors import ApiError, invalid, no_model
 from pearl.server.http import ReplyText
 from pearl.server.schemas import (
     MOST_TEXTS,
+    OFF,
     ChatCompletionRequest,
     CompletionRequest,
     Function,
+    is_function,
     validate,
 )
 from pearl.text.grammar import grammar_of
@@ -37,11 +39,13 @@ class Setup:
         model: the name under which clients request the model.
         options: the defaults of requests.
         tools: the format in which the model writes calls.
+        engine: what the engine has.
     """
 
     model: str
     options: RequestOptions
     tools: Format = FORMATS["hermes"]
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,8 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
         prefix = messages.pop()["content"]
     tools: list[dict[str, Any]] = []
     if request.tools and request.tool_choice != "none":
-        tools = [_tool(tool["function"]) for tool in body["tools"]]
+        functions = [tool["function"] for tool in body["tools"] if is_function(tool)]
+        tools = [_tool(function) for function in functions]
     if request.forced_functions:
         prefix += setup.tools.prefix
     return Chat(messages, tools, prefix, request.variables)
@@ -139,7 +144,7 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _params(request: TextBody, setup: Setup) -> RequestOptions:
-    defaults = setup.options
+    defaults = _decoding(request, setup)
     values = request.options
     if isinstance(request, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
@@ -149,14 +154,27 @@ def _params(request: TextBody, setup: Setup) -> RequestOptions:
         raise ApiError(400, str(error), param=re.split(r"\W", str(error))[0]) from None
 
 
+def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
+    """Return the server's options, by the method that the request names."""
+    if request.speculation is None:
+        return setup.options
+    method = "ar" if request.speculation == OFF else request.speculation
+    try:
+        options = setup.options.switched(method)
+        setup.engine.check_options(options)
+    except ConfigError as error:
+        raise invalid("speculation", str(error)) from None
+    return options
+
+
 def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
     """Return the options that keep the text to a grammar: of `response_format`, or of a call that must be made."""
-    field = "response_format"
+    cause = "response_format"
     schema = None
     if request.response_format is not None:
         schema = request.response_format.schema_to_keep
     if request.forced_functions:
-        field = "tools"
+        cause = "tools"
         functions = [function.model_dump() for function in request.forced_functions]
         try:
             schema = forced_schema(functions, setup.tools.key)
@@ -165,12 +183,12 @@ def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
     if schema is None:
         return {}
     if request.ignore_eos:
-        text = f"{field} ends a text where it is whole, which ignore_eos forbids"
+        text = f"{cause} ends a text where it is whole, which ignore_eos forbids"
         raise ApiError(400, text, param="ignore_eos")
     try:
         grammar_of(RequestOptions(json_schema=schema).json_schema, None)
     except (ConfigError, RequestError) as error:
-        raise invalid(field, str(error)) from None
+        raise invalid(cause, str(error)) from None
     return {"json_schema": schema, "regex": None}
 
 

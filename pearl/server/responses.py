@@ -18,6 +18,7 @@ from pearl.engine import Piece
 from pearl.server.errors import ApiError, invalid
 from pearl.server.http import ReplyText, ReplyWriter
 from pearl.server.requests import Setup, TextRequest, read_request
+from pearl.server.response_tools import ResponseTools, chat_name
 from pearl.server.schemas import (
     FOREIGN_FIELDS,
     MOST_MESSAGES,
@@ -27,6 +28,7 @@ from pearl.server.schemas import (
     Text,
     check_text,
     validate,
+    warn_once,
 )
 from pearl.text.tools import Call
 
@@ -58,7 +60,9 @@ class ResponsesRequest(SharedRequest):
     reasoning: dict[str, Any] = Field(default={}, description="effort, for the chat template.")
     text: dict[str, Any] = Field(default={}, description="format: text, json_object, json_schema.")
     tools: list[dict[str, Any]] = Field(
-        default=[], max_length=MOST_TOOLS, description="Of type function."
+        default=[],
+        max_length=MOST_TOOLS,
+        description="Of type function, or namespace, a group of these; others are left out.",
     )
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
@@ -67,7 +71,16 @@ class ResponsesRequest(SharedRequest):
         "input", "metadata", "reasoning", "text", "tools", "tool_choice", mode="before"
     )(check_text)
 
-    def chat(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items of `input`."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def chat(
+        self, body: dict[str, Any], messages: list[dict[str, Any]], tools: ResponseTools
+    ) -> dict[str, Any]:
         """Return the body of the chat. `messages`: those of `input` and of earlier responses."""
         shared = self.model_fields_set & ChatCompletionRequest.field_names
         chat = {name: body[name] for name in shared - {"stream_options"}}
@@ -75,7 +88,7 @@ class ResponsesRequest(SharedRequest):
             messages = [{"role": "system", "content": self.instructions}, *messages]
         chat["messages"] = messages
         chat["max_completion_tokens"] = self.max_output_tokens
-        chat["tools"] = [_tool(number, tool) for number, tool in enumerate(self.tools)]
+        chat["tools"] = tools.chat_tools
         chat["tool_choice"] = self._tool_choice()
         chat["response_format"] = self._response_format()
         chat["reasoning_effort"] = self.reasoning.get("effort")
@@ -84,7 +97,8 @@ class ResponsesRequest(SharedRequest):
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
-            return {"type": "function", "function": {"name": choice.get("name")}}
+            name = chat_name(choice.get("namespace"), str(choice.get("name")))
+            return {"type": "function", "function": {"name": name}}
         return choice
 
     def _response_format(self) -> Any:
@@ -96,8 +110,8 @@ class ResponsesRequest(SharedRequest):
 
 def _renamed(text: str) -> str:
     """Return a chat's field, or a message that begins with one, with the field's name here."""
-    for chat_name, name in _RENAMED.items():
-        text = chat_name.sub(name, text)
+    for pattern, name in _RENAMED.items():
+        text = pattern.sub(name, text)
     return text
 
 
@@ -105,29 +119,21 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:50]
-        raise invalid(f"tools[{number}]", f"{kind!r} is not supported: functions alone are")
-    return {"type": "function", "function": _without(tool, "type")}
-
-
-def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Raises `ApiError`.
+def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat's messages; items of types that have no place there are left out. Raises `ApiError`.
 
     An assistant's reasoning, content and calls are three items and one message:
     [{"type": "reasoning", ...}, {"type": "function_call", ...}] becomes
     [{"role": "assistant", "content": "", "reasoning_content": ..., "tool_calls": [...]}].
     """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
     if len(items) > MOST_MESSAGES:
         raise invalid("input", f"takes at most {MOST_MESSAGES} items")
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message" if item.get("role") == "assistant":
-                message = _assistant(messages, "content", "tool_calls")
+                # Of a message between a call and its output, which Codex sends, the call's message has the content.
+                message = _assistant(messages, "content")
                 message["content"] = _content(item.get("content"))
             case "message":
                 content = _content(item.get("content"))
@@ -136,15 +142,23 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 message = _assistant(messages, "content", "tool_calls", "reasoning_content")
                 message["reasoning_content"] = _reasoning(item)
             case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                name = chat_name(item.get("namespace"), str(item.get("name")))
+                function = {"name": name, "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                content = _content(item.get("output"))
-                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                output = _output(item.get("output"))
+                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
                 messages.append(result)
+            case "additional_tools":
+                pass  # `ResponseTools` has these
+            case "item_reference":
+                problem = "items are not kept here: send the item itself, or previous_response_id"
+                raise invalid(f"input[{number}]", problem)
             case kind:
-                raise invalid(f"input[{number}]", f"{str(kind)[:50]!r} is not supported")
+                warn_once(
+                    f"requests have items of type {str(kind)[:50]!r}: left out of the conversation"
+                )
     return messages
 
 
@@ -162,6 +176,21 @@ def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
 def _reasoning(item: dict[str, Any]) -> str:
     parts = _objects(item.get("content")) + _objects(item.get("summary"))
     return "\n".join(str(part.get("text")) for part in parts)
+
+
+def _output(output: Any) -> Any:
+    """Return a function's output as text; pictures among its parts, which the model cannot see, are named alone."""
+    if not isinstance(output, list):
+        return output or ""
+    texts = []
+    for part in _objects(output):
+        kind = str(part.get("type"))[:50]
+        if isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            warn_once(f"outputs of functions have parts of type {kind!r}: left out")
+            texts.append(f"({kind})")
+    return "\n".join(texts)
 
 
 def _content(content: Any) -> Any:
@@ -191,7 +220,7 @@ class Responses:
     """The endpoint: reads requests, and keeps the conversations of the latest responses."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+        self.setup = setup
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by response id
         self._size = 0  # of all conversations
         self._lock = threading.Lock()
@@ -199,16 +228,18 @@ class Responses:
     def read(self, body: Any) -> tuple[TextRequest, ReplyWriter]:
         """Return the checked request, and what writes its answer. Raises `ApiError`."""
         response = validate(ResponsesRequest, body)
-        messages = self._earlier(response.previous_response_id) + chat_messages(response.input)
+        messages = self._earlier(response.previous_response_id) + chat_messages(response.items)
+        tools = ResponseTools(response.tools, response.items)
         try:
-            request = read_request(
-                response.chat(body, messages), ChatCompletionRequest, self._setup
-            )
+            chat = response.chat(body, messages, tools)
+            request = read_request(chat, ChatCompletionRequest, self.setup)
         except ApiError as error:
             error.param = _renamed(error.param or "")
             error.message = _renamed(error.message)
             raise
-        writer = _ResponseWriter(response, lambda id, reply: self._keep(id, [*messages, reply]))
+        writer = _ResponseWriter(
+            response, tools, lambda id, reply: self._keep(id, [*messages, reply])
+        )
         request = replace(
             request,
             prompt_field=_renamed(request.prompt_field),
@@ -271,9 +302,13 @@ class _ResponseWriter(ReplyWriter):
     """
 
     def __init__(
-        self, request: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]
+        self,
+        request: ResponsesRequest,
+        tools: ResponseTools,
+        keep: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._request = request
+        self._tools = tools
         self._keep = keep
         self._id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
@@ -315,7 +350,7 @@ class _ResponseWriter(ReplyWriter):
         if self._request.store:
             self._keep(self._id, self._message)
         response = self._response(self._status)
-        counts: dict[str, Any] = {"output_tokens_details": {"reasoning_tokens": 0}}
+        counts = {}
         for name, value in usage.items():
             counts[_RENAMED_USAGE.get(name, name)] = value
         response["usage"] = counts
@@ -388,7 +423,8 @@ class _ResponseWriter(ReplyWriter):
         id = f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
         item: dict[str, Any] = {"id": id, "type": kind, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+            names = self._tools.call_fields(call["function"]["name"])
+            item |= {"call_id": call["id"], **names, "arguments": ""}
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:

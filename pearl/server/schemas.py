@@ -40,6 +40,7 @@ from pearl.config.options import (
     type_of,
 )
 from pearl.server.errors import ApiError, invalid_field
+from pearl.spec.methods import METHODS
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_UNKNOWN = 8  # unknown fields of a request that the log names
-_MOST_WARNED = 100  # unknown fields that the log names at all, for clients choose these names
+_MOST_WARNED = 100  # warnings about requests, for clients choose the names in them
 _warned: set[str] = set()
 
 # The fields that are refused or ignored, and the values that are accepted all the same.
@@ -133,13 +134,18 @@ def validate(schema: type[_Schema], body: Any) -> _Schema:
         request = schema.model_validate(body, context=unknown)
     except ValidationError as error:
         raise invalid_field(error) from None
-    for name in sorted(unknown - _warned):
-        if len(_warned) < _MOST_WARNED:
-            _warned.add(name)
-            nearest = get_close_matches(name, schema.field_names, n=1)
-            hint = f": did you mean {nearest[0]}?" if nearest else ""
-            log.warning("requests have the field %r, which is not known and ignored%s", name, hint)
+    for name in sorted(unknown):
+        nearest = get_close_matches(name, schema.field_names, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else ""
+        warn_once(f"requests have the field {name!r}, which is not known and ignored{hint}")
     return request
+
+
+def warn_once(message: str) -> None:
+    """Log a warning about what clients send, unless it was logged before."""
+    if message not in _warned and len(_warned) < _MOST_WARNED:
+        _warned.add(message)
+        log.warning("%s", message)
 
 
 # ---- chats ----
@@ -192,6 +198,10 @@ class ChatMessage(Body):
         default=[], description="Of role assistant."
     )
     tool_call_id: str | None = Field(default=None, description="Of role tool.")
+    reasoning_content: Text | None = Field(
+        default=None, description="Of role assistant; for the chat template."
+    )
+    reasoning: Text | None = Field(default=None, description="The same by its other name.")
     content: (
         Annotated[
             Annotated[Text, Tag("|")]
@@ -202,21 +212,19 @@ class ChatMessage(Body):
     ) = Field(
         default=None,
         validate_default=True,
-        description="Only an assistant that calls tools may leave it out.",
-    )
-
-    reasoning_content: Text | None = Field(
-        default=None, description="Of role assistant; for the chat template."
+        description="Only an assistant that thinks or calls tools may leave it out.",
     )
 
     _of_assistant = only_with("tool_calls", "role", "assistant")
     _of_thinking = only_with("reasoning_content", "role", "assistant")
+    _of_reasoning = only_with("reasoning", "role", "assistant")
     _of_tool = only_with("tool_call_id", "role", "tool")
 
     @field_validator("content")
     @classmethod
     def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and not info.data.get("tool_calls"):
+        replacements = ("tool_calls", "reasoning_content", "reasoning")
+        if value is None and not any(info.data.get(name) for name in replacements):
             raise ValueError("must be text or a list of text parts")
         return value
 
@@ -228,8 +236,10 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        others = {"name", "reasoning_content", "tool_call_id"}
-        return message | self.model_dump(include=others, exclude_none=True)
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
 class Function(Body):
@@ -244,6 +254,17 @@ class Tool(Body):
     function: Function
 
     _is_text = model_validator(mode="before")(check_text)
+
+
+def is_function(tool: Any) -> bool:
+    """Return whether the model is told of this tool, or it is refused; tools of other types are left out."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "function":
+        return True
+    warn_once(
+        f"requests have tools of type {kind[:50]!r}: left out, for functions alone are called"
+    )
+    return False
 
 
 class NamedFunction(Body):
@@ -294,6 +315,8 @@ class StreamOptions(Body):
 
 # ---- requests ----
 
+_BOOLEANS = {"true": True, "false": False}
+OFF = "off"  # in place of a method: the target alone
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = (
@@ -334,6 +357,10 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(
         default=[]
     )
+    speculation: Literal[(OFF, *METHODS)] | None = Field(  # type: ignore[valid-type]
+        default=None,
+        description="The method of this text in place of the server's; off, or false: the target alone.",
+    )
 
     @field_validator("top_k", "seed", mode="before")
     @classmethod
@@ -344,6 +371,13 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
         if info.field_name == "seed":
             return value % 2**64
         return 0 if value == -1 else value
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _in_words(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return None if value else OFF
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -421,6 +455,11 @@ class ChatCompletionRequest(SharedRequest):
     _of_logprobs = only_with("top_logprobs", "logprobs", True)
     _is_text = field_validator("chat_template_kwargs", mode="before")(check_text)
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _are_functions(cls, value: Any) -> Any:
+        return list(filter(is_function, value)) if isinstance(value, list) else value
+
     @field_validator("tool_choice")
     @classmethod
     def _is_listed(cls, value: Any, info: ValidationInfo) -> Any:
@@ -466,4 +505,8 @@ class ChatCompletionRequest(SharedRequest):
             variables["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
-        return variables | self.chat_template_kwargs
+        for name, value in self.chat_template_kwargs.items():
+            variables[name] = value
+            if isinstance(value, str):  # which a template would take for true, whatever it says
+                variables[name] = _BOOLEANS.get(value.lower(), value)
+        return variables

@@ -7,20 +7,22 @@ untrusted code, so it runs in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pearl.document import parse_json
 from pearl.errors import RequestError
 
 if TYPE_CHECKING:  # importing jinja2 takes 50 ms, which a front need not spend
     from jinja2 import Template
 
     from pearl.text.stream import Tools
+
+log = logging.getLogger(__name__)
 
 
 def render(
@@ -39,7 +41,7 @@ def render(
     context = {
         **variables,
         **special,
-        "messages": [_without_nulls(message) for message in messages],
+        "messages": [_for_template(message) for message in messages],
         "tools": None if tools is None else list(tools),
         "documents": None,
         "add_generation_prompt": True,
@@ -47,8 +49,14 @@ def render(
     return _compiled(template).render(context)
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if value is not None}
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without nulls, with its reasoning under both names that templates read."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = fields.get("reasoning_content", fields.get("reasoning"))
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+        fields["reasoning"] = reasoning
+    return fields
 
 
 @cache
@@ -86,32 +94,128 @@ def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
+Messages = list[dict[str, Any]]
+
+
 def chat_prompt(
-    render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
+    render: Callable[[Messages], str],
+    messages: Messages,
+    as_plain: Callable[[str], str] = lambda text: text,
 ) -> str:
     """Return `render(messages)`, with the messages in a form that the template takes.
 
-    Most templates take the arguments of tool calls as an object, and some, such as DeepSeek's, as text. Raises
-    `RequestError` for whatever a template raises.
+    Many templates print a system message at the beginning alone: they refuse a later one, or leave it out; some refuse
+    every one. Then the text of all system messages moves to the beginning, or else into the first message of the user.
+    Raises `RequestError` for whatever a template raises.
+
+    Args:
+        as_plain: returns a text of a user or tool without the names of control tokens.
     """
-    messages = [_with_joined_parts(message) for message in messages]
-    with_objects = [_with_arguments(message, _parsed) for message in messages]
+    messages = [_as_plain(_with_joined_parts(message), as_plain) for message in messages]
+    prompts = []  # that lack the text of a system message
+    problem: Exception | None = None
+    for form in _forms(messages):
+        try:
+            prompt = _rendered(render, form)
+        except Exception as error:
+            problem = problem or error
+            continue
+        if _has_system_texts(prompt, messages):
+            if form is not messages:
+                _say_moved()
+            return prompt
+        prompts.append(prompt)
+    if prompts:
+        return prompts[0]
+    assert problem is not None
+    raise _refusal(problem) from problem
+
+
+def _refusal(problem: Exception) -> RequestError:
+    if isinstance(problem, RecursionError):  # a template that writes nested tools as JSON
+        return RequestError(
+            "tools or their calls are nested too deep for the model's chat template"
+        )
+    name = type(problem).__name__
+    reason = f"{name}: {problem}"
+    if type(problem).__module__.startswith("jinja2"):
+        reason = str(problem)
+    return RequestError(
+        f"The model's chat template does not take these messages: {reason}. "
+        "Change their roles or order, or send a raw prompt."
+    )
+
+
+# ---- system messages ----
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    """Yield the messages as they are, with one system message, and with none."""
+    yield messages
+    texts = _system_texts(messages)
+    if not texts:
+        return
+    instructions = "\n\n".join(texts)
+    others = [message for message in messages if message.get("role") != "system"]
+    yield [{"role": "system", "content": instructions}, *others]
+    for index, message in enumerate(others):
+        content = message.get("content")
+        if message.get("role") == "user" and isinstance(content, str):
+            joined = {**message, "content": f"{instructions}\n\n{content}"}
+            yield [*others[:index], joined, *others[index + 1 :]]
+            return
+
+
+def _system_texts(messages: Messages) -> list[str]:
+    texts = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") == "system" and isinstance(content, str):
+            texts.append(content)
+    return texts
+
+
+def _has_system_texts(prompt: str, messages: Messages) -> bool:
+    """Return whether a prompt has the text of every system message, whatever its white space."""
+    texts = _system_texts(messages)
+    if not texts:
+        return True
+    joined = "".join(prompt.split())
+    return all("".join(text.split()) in joined for text in texts)
+
+
+@cache
+def _say_moved() -> None:
+    log.warning(
+        "the chat template has no place for a system message where one stands: the text of system messages is moved "
+        "to the beginning, or into the first message of the user"
+    )
+
+
+# ---- calls of tools ----
+
+
+def _rendered(render: Callable[[Messages], str], messages: Messages) -> str:
+    """Render messages whose calls have their arguments as an object, or as text if the template refuses objects.
+
+    Most templates take objects, and some, such as DeepSeek's, take text.
+    """
+    with_objects = [_with_arguments(message, _as_object) for message in messages]
     try:
         return render(with_objects)
-    except Exception as error:
-        with suppress(Exception):
-            with_texts = [_with_arguments(message, _as_text) for message in messages]
-            if with_texts != with_objects:
+    except Exception:
+        with_texts = [_with_arguments(message, _as_text) for message in messages]
+        if with_texts != with_objects:
+            with suppress(Exception):
                 return render(with_texts)
-        if isinstance(error, RecursionError):  # a template that writes nested tools as JSON
-            raise RequestError(
-                "tools or their calls are nested too deep for the model's chat template"
-            ) from None
-        name = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        raise RequestError(
-            f"The model's chat template does not take these messages: {name}{error}. "
-            "Change their roles or order, or send a raw prompt."
-        ) from error
+        raise
+
+
+def _as_plain(message: dict[str, Any], as_plain: Callable[[str], str]) -> dict[str, Any]:
+    content = message.get("content")
+    if message.get("role") not in ("user", "tool") or not isinstance(content, str):
+        return message
+    return {**message, "content": as_plain(content)}
 
 
 def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -141,12 +245,24 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> d
     return {**message, "tool_calls": converted_calls}
 
 
-def _parsed(arguments: Any) -> Any:
-    with suppress(TypeError, ValueError):
-        document = parse_json(arguments)
+def _as_object(arguments: Any) -> dict[str, Any]:
+    """Return arguments as an object, as far as a text that was cut goes.
+
+    For example {"key": "re"} for the text `{"key": "re`. Other text becomes the argument of an own name:
+    {"arguments": "red"} for the text `red`.
+    """
+    from pydantic_core import from_json  # which refuses half a surrogate pair, as tokenizers do
+
+    if isinstance(arguments, dict):
+        return arguments
+    text = _as_text(arguments)
+    with suppress(ValueError):
+        document = from_json(text or "null", allow_partial="trailing-strings")
+        if document is None:
+            return {}
         if isinstance(document, dict):
             return document
-    return arguments
+    return {"arguments": text}
 
 
 def _as_text(arguments: Any) -> str:

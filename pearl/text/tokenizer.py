@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from pearl.config import RequestOptions
 from pearl.errors import ConfigError, ModelError
 from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
-from pearl.text.vocabulary import Vocabulary, read_vocabulary, vocabulary_of
+from pearl.text.vocabulary import BREAK, Vocabulary, read_vocabulary, vocabulary_of
 
 FILES = (  # patterns of the files of a tokenizer, and of generation settings
     "tokenizer*",
@@ -170,6 +171,7 @@ class FileTokenizer(Tokenizer):
             entry = entries.get(_content(token))
             if entry is None or not entry.special:
                 tokenizer.add_special_tokens([_as_special(token)])
+        tokenizer.add_tokens([tokenizers.AddedToken(BREAK, normalized=False)])
         return tokenizer
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -177,7 +179,10 @@ class FileTokenizer(Tokenizer):
         (encoded,) = self._tokenizer.encode_batch_fast(
             [check_characters(text)], add_special_tokens=special
         )
-        return list(encoded.ids)
+        if BREAK not in text:
+            return list(encoded.ids)
+        no_token = self._tokenizer.token_to_id(BREAK)
+        return [id for id in encoded.ids if id != no_token]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids)
@@ -191,13 +196,37 @@ class FileTokenizer(Tokenizer):
         if not template:
             return None
         render_messages = partial(render, template, tools, self._special, variables=variables)
-        return chat_prompt(render_messages, messages)
+        # In what users and tools write, a control token is no token: `encode` reads its name as text.
+        vocabulary = self._vocabulary
+        tokens = _control_tokens(vocabulary.added, vocabulary.special, template)
+        return chat_prompt(render_messages, messages, partial(tokens.sub, _with_break))
 
     def token(self, id: int) -> str | None:
         return self._vocabulary.entries[id] if 0 <= id < self.vocab_size else None
 
     def tokens(self) -> Sequence[str | None]:
         return self._vocabulary.entries
+
+
+@cache
+def _control_tokens(
+    added: frozenset[str], special: frozenset[str], template: str
+) -> re.Pattern[str]:
+    """Return what matches the name of a control token.
+
+    These are the special tokens, and others that the template has, such as <think>; but not the HTML tags that some
+    vocabularies have.
+    """
+    names = []
+    for name in sorted(added, key=len, reverse=True):
+        if name.strip() and (name in special or name in template):
+            names.append(re.escape(name))
+    return re.compile("|".join(names) or "(?!)")
+
+
+def _with_break(name: re.Match[str]) -> str:
+    """Return a name that no longer is a token."""
+    return f"{name[0][0]}{BREAK}{name[0][1:]}"
 
 
 def _json(file: Path) -> dict[str, Any]:

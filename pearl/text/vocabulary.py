@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+# A noncharacter of Unicode. A text is split there before it is tokenized, so that no token spans the place.
+BREAK = "\ufdd0"
 _WITHOUT_MODEL = '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder": %s}'
 
 
@@ -63,9 +65,11 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Return the vocabulary of a tokenizer that the library has loaded."""
+    """Return the vocabulary of a tokenizer that the library has loaded, without `BREAK`, which is no entry."""
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    added = tokenizer.get_added_tokens_decoder().values()
+    ids.pop(BREAK, None)
+    decoded = tokenizer.get_added_tokens_decoder().values()
+    added = [token for token in decoded if token.content != BREAK]
     return _vocabulary(ids, added, tokenizer.decoder)
 
 

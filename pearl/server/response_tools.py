@@ -1,0 +1,84 @@
+"""Tools of /v1/responses as functions of a chat, where names have no namespace.
+
+Codex sends the functions of an MCP server as a group, and newer versions send all tools as an item of `input`:
+
+    {"type": "additional_tools", "tools": [
+        {"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]}
+
+The model is told of the function mcp__files__read, and its call of that comes back as {"name": "read", "namespace":
+"mcp__files"}: by both fields the client finds what to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_SEPARATOR = "__"
+_TOP = "functions"  # the namespace of functions that are in no other
+
+
+class _Member(NamedTuple):
+    """A tool, and the namespace that it is in; empty for none."""
+
+    namespace: str
+    tool: dict[str, Any]
+
+
+class ResponseTools:
+    """The tools of one request.
+
+    Attributes:
+        chat_tools: in the notation of chats; tools of other types than `function` are as they were.
+    """
+
+    def __init__(self, tools: list[Any], items: list[dict[str, Any]]) -> None:
+        self._members: dict[str, _Member] = {}  # by the function's name in the chat
+        others = []
+        for item in items:
+            if item.get("type") == "additional_tools":
+                tools = tools + _objects(item.get("tools"))
+        for member in _members(tools):
+            if member.tool.get("type") == "function":
+                name = chat_name(member.namespace, str(member.tool.get("name")))
+                self._members[name] = member  # sent again in a later item: the latest counts
+            else:
+                others.append(member.tool)
+        functions = [_chat_tool(name, member.tool) for name, member in self._members.items()]
+        self.chat_tools = functions + others
+
+    def call_fields(self, name: str) -> dict[str, Any]:
+        """Return the fields of a call's item that name its function. `name`: the name in the chat."""
+        member = self._members.get(name)
+        if member is None or not member.namespace:
+            return {"name": name}
+        return {"name": member.tool["name"], "namespace": member.namespace}
+
+
+def chat_name(namespace: Any, name: str) -> str:
+    """Return a function's name in the chat: ("mcp__files", "read") is "mcp__files__read"."""
+    if not isinstance(namespace, str) or namespace in ("", _TOP):
+        return name
+    return f"{namespace.removesuffix(_SEPARATOR)}{_SEPARATOR}{name}"
+
+
+def _members(tools: list[Any]) -> Iterator[_Member]:
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            for inner_tool in _objects(tool.get("tools")):
+                yield _Member(str(tool.get("name") or ""), inner_tool)
+        else:
+            yield _Member("", tool)
+
+
+def _objects(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        return []
+    return [tool for tool in tools if isinstance(tool, dict)]
+
+
+def _chat_tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
+    function = {key: value for key, value in tool.items() if key != "type"}
+    if isinstance(function.get("name"), str):
+        function["name"] = name
+    return {"type": "function", "function": function}
