@@ -307,8 +307,7 @@ class _Reply:
         """Write all texts, as many at a time as the engine has slots. Sends the pieces of each to `events`."""
         slots = asyncio.Semaphore(self.service.engine.config.slots)
         options = Options()
-        if self.request.format is not None:
-            options["show"] = self.request.format.shown
+        options["show"] = self.request.shown(self.service.engine.tokenizer)
         texts: list[ReplyText] = []
         tasks: list[asyncio.Task[None]] = []
 
@@ -316,12 +315,12 @@ class _Reply:
             params = self.request.numbered(sample, self.service.engine.context - len(tokens))
             async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
                 async for piece in stream:
-                    delta = text.feed(piece.text)
+                    delta = text.feed(piece)
                     if events is not None:
                         await events.send(self.writer.piece(text, piece, delta))
             text.result = stream.result
             text.wait_seconds = stream.watch.begun - stream.watch.submitted
-            delta = text.feed("", True)
+            delta = text.finish()
             if events is not None:
                 await events.send(self.writer.last(text, delta))
 

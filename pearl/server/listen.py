@@ -46,6 +46,7 @@ class Door:
         access: who is answered.
         model: the name under which clients request the model; None: as it was loaded.
         tool_parser: the format of the model's calls, a name in `pearl.text.tools`.
+        reasoning_tags: the tags around its reasoning, as `pearl.text.reasoning.check_tags` takes them.
         logs_requests: whether each request is a line in the log.
     """
 
@@ -54,6 +55,7 @@ class Door:
     access: Access
     model: str | None = None
     tool_parser: str = "auto"
+    reasoning_tags: str = "auto"
     logs_requests: bool = True
 
     @property
@@ -84,6 +86,7 @@ class Door:
         model = self.model_name(engine)
         service = Service(engine, model)
         show_requests(self.logs_requests)
+        engine.tokenizer.reasoning_tags = self.reasoning_tags
         setup = Setup(model, options, format_of(engine.tokenizer, self.tool_parser))
         app = App(service, setup, self.access)
         server = Server(app, service)
