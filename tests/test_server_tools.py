@@ -1,7 +1,6 @@
 """Calls of tools and /v1/responses, against a tiny pair that grammars hold."""
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any

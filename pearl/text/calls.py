@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import regex
 
 from pearl.document import parse_json
-from pearl.text.marks import Marks
+from pearl.text.marks import ANY, Marks
 
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a function -> the JSON schema of its arguments
 NEVER = "(?!)"
@@ -487,7 +487,7 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
         return False
     yield Part(cursor.take(head.end()), head.group(1))
     pattern = cursor.compiled(
-        rf"(?:{_QUOTE}.*?{_QUOTE}|[^<])*?\}}(?=\s*{regex.escape('<tool_call|>')})"
+        rf"(?:{_QUOTE}.*?{_QUOTE}|[^<{ANY}])*?\}}(?=\s*{regex.escape('<tool_call|>')})"
     )
     while True:
         match = pattern.match(cursor.text, partial=not cursor.is_last)

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
 
 _FIRST = 0xDC00  # a surrogate
+ANY = r"\ud800-\udfff"  # all characters of marks, within a class of an expression
 
 
 @lru_cache(maxsize=64)
 def _ids_of(tokenizer: Tokenizer, names: tuple[str, ...]) -> dict[int, str]:
     """Return the names that are tokens, by their ids."""
+    wanted = frozenset(names)
     ids = {}
     for id, entry in enumerate(tokenizer.tokens()):
-        if entry in names:
+        if entry in wanted:
             ids[id] = entry
     return ids
 

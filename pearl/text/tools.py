@@ -30,6 +30,7 @@ from pearl.text.calls import (
     read_object,
     read_python,
 )
+from pearl.text.marks import ANY
 from pearl.text.reasoning import HARMONY, entry_for
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Format:
 
 _e = regex.escape
 _OBJECTS_BETWEEN = r"[\s,;]*(?=\{)"
-_MARKUP = r"[^{<]{0,60}"  # a word of prose, a bracket, or the beginning of a code fence
+_MARKUP = rf"[^{{<{ANY}]{{0,60}}"  # a word of prose, a bracket, or the beginning of a code fence
 _END_OF_OBJECTS = r"[\s\]})`,;]*"
 
 _HERMES = Format(
@@ -143,7 +144,7 @@ FORMATS = {
             rf"{_e('<tool_call>')}\s*(?=[\w.-])",
             TaggedCall(
                 rf"([\w.-]+)\s*(?={_e('<arg_key>')}|{_e('</tool_call>')})",
-                rf"\s*{_e('<arg_key>')}\s*([^<]+?)\s*{_e('</arg_key>')}\s*{_e('<arg_value>')}",
+                rf"\s*{_e('<arg_key>')}\s*([^<{ANY}]+?)\s*{_e('</arg_key>')}\s*{_e('<arg_value>')}",
                 rf"{_e('</arg_value>')}(?=\s*(?:{_e('<arg_key>')}|{_e('</tool_call>')}))",
                 rf"\s*{_e('</tool_call>')}",
                 is_known=True,
