@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import regex
 
@@ -23,7 +23,7 @@ ANY = r"\ud800-\udfff"  # all characters of marks, within a class of an expressi
 
 
 @lru_cache(maxsize=64)
-def _ids_of(tokenizer: Tokenizer, names: tuple[str, ...]) -> dict[int, str]:
+def _ids_of(tokenizer: Any, names: tuple[str, ...]) -> dict[int, str]:
     """Return the names that are tokens, by their ids."""
     wanted = frozenset(names)
     ids = {}
