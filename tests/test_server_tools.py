@@ -106,6 +106,9 @@ TEXTS = {  # what models of each format write
     "cohere": 'Sure, a < b.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": '
     '{"x": "a}\\"\\\\"}},\n    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
 }
+TEXTS["llama3 with arguments first"] = (
+    '{"parameters": {"x": "a}\\"\\\\"}, "name": "add"}; {"name": "stop", "parameters": null}'
+)
 NO_CALLS = {
     "hermes": "a <tool_call> is {a tag} of some < models",
     "mistral": "[TOOL_CALLS] is one, too",
@@ -170,9 +173,21 @@ def test_arguments_come_as_they_are_written() -> None:
     pieces = ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")
     calls = [call for piece in pieces for call in parser.feed([piece]).calls]
     assert [call["function"]["arguments"] for call in calls] == ["{", '"x": "long', " text"]
+    parser = TagParser(None, None, FORMATS["qwen3_coder"], SCHEMAS)
+    pieces = ("<function=add>\n<parameter=x>\n", "long\n", "text</par", "t>")
+    calls = [call for piece in pieces for call in parser.feed([piece]).calls]
+    assert [call["function"]["arguments"] for call in calls] == [
+        '{"x": "',
+        "long",
+        "\\ntext",
+        "</part>",
+    ]
 
 
-def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_shows_its_format(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning at start says that it is none of ours."""
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
@@ -180,6 +195,10 @@ def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyP
         tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]"
     )
     assert format_of(tokenizer) is FORMATS["mistral"]
+    assert not caplog.records
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }} Call <weird>f(1)</weird>")
+    assert format_of(tokenizer) is FORMATS["hermes"]
+    assert "--tool-parser names another format" in caplog.text
 
 
 def test_references_of_a_schema_lead_to_the_same_place() -> None:

@@ -126,13 +126,17 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read such an object if it names a function of the request."""
+    arguments = yield from cursor.match(rf"\{{\s*{_ARGUMENTS}", lead)
+    if arguments is not None:
+        return (yield from _read_whole_object(cursor, lead, schemas))
     head = yield from cursor.match(rf'\{{[^{{}}]*?{_NAME}\s*:\s*"([^"\n]+)"', lead)
     if head is None or head.group(1) not in schemas:
         return False
     return (yield from read_object(cursor, lead, schemas))
 
 
-def _read_whole_object(cursor: Cursor, lead: int) -> Reading:
+def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) -> Reading:
+    """Read an object that has to be complete before it is a call. `known`: functions of which it must name one."""
     start = yield from cursor.match(r"\{", lead)
     if start is None:
         return False
@@ -140,7 +144,7 @@ def _read_whole_object(cursor: Cursor, lead: int) -> Reading:
     if end is None:
         return False
     call = _call_in(cursor.readable(cursor.text[lead:end]))
-    if call is None:
+    if call is None or (known is not None and call.name not in known):
         return False
     yield Part(cursor.take(end), call.name, call.arguments)
     return True
@@ -306,7 +310,9 @@ class TaggedCall:
         return True
 
     def _read_value(self, cursor: Cursor, schema: Any) -> Reading:
-        """Read one value; return whether it was whole."""
+        """Read one value; return whether it was whole. A string comes as it is written."""
+        if types_of(schema) == {"string"}:
+            return (yield from self._read_string(cursor))
         pattern = cursor.compiled(self.value_end)
         start = 0
         while True:
@@ -321,6 +327,29 @@ class TaggedCall:
                 yield Part(text, arguments=_cut(value, schema))
                 return False
             start = len(cursor.text) if match is None else match.start()
+            yield None
+
+    def _read_string(self, cursor: Cursor) -> Reading:
+        pattern = cursor.compiled(self.value_end)
+        quote = '"'
+        if self.is_padded:
+            padding = yield from cursor.match(r"\n")
+            if padding is not None:
+                yield Part(cursor.take(1), arguments=quote)
+                quote = ""
+        while True:
+            match = pattern.search(cursor.text, partial=not cursor.is_last)
+            length = len(cursor.text) if match is None else match.start()
+            text = cursor.take(length)
+            escaped = json.dumps(cursor.readable(text), ensure_ascii=False)[1:-1]
+            if text or quote:
+                yield Part(text, arguments=quote + escaped)
+                quote = ""
+            if match is not None and not match.partial:
+                yield Part(cursor.take(len(match.group())), arguments='"')
+                return True
+            if cursor.is_last:
+                return False
             yield None
 
     def _unpadded(self, value: str) -> str:
@@ -343,7 +372,7 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -351,7 +380,7 @@ def _types(schema: Any) -> set[str]:
     types = {stated} if isinstance(stated, str) else set(stated)
     for choice in ("anyOf", "oneOf", "allOf"):
         for member in schema.get(choice, ()):
-            types |= _types(member)
+            types |= types_of(member)
     for value in schema.get("enum", ()):
         if isinstance(value, str):
             types.add("string")
@@ -363,7 +392,7 @@ def typed(text: str, schema: Any) -> str:
 
     For example "3" of an integer is 3, and of a string "3".
     """
-    types = _types(schema)
+    types = types_of(schema)
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     value = value_in(text.strip())
@@ -396,7 +425,7 @@ def _fits(value: Any, types: set[str]) -> bool:
 
 def _cut(text: str, schema: Any) -> str:
     """Return a value that was cut as far as it goes."""
-    types = _types(schema)
+    types = types_of(schema)
     if types and "string" not in types:
         return text.strip()
     return json.dumps(text, ensure_ascii=False)[:-1]

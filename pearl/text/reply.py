@@ -14,7 +14,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import regex
 
@@ -383,7 +383,7 @@ class TagParser(ReplyParser):
 
 # ---- gpt-oss ----
 
-_RECIPIENT = regex.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT = regex.compile(r"to=(functions\.)?([\w.-]+)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HEADERS = ("<|start|>", "<|channel|>")
 
@@ -439,10 +439,10 @@ class HarmonyParser(ReplyParser):
         header = self._marks.readable(source)
         recipient = _RECIPIENT.search(header)
         self._kind = "content"
-        if recipient is not None and self._has_calls:
+        if self._is_call(recipient):
             self._kind = "call"
             self._arguments = False
-            self._emit_call(Part(source, recipient.group(1)))
+            self._emit_call(Part(source, recipient.group(2)))
         else:
             if recipient is not None or "analysis" in header:
                 self._kind = "reasoning"
@@ -451,6 +451,12 @@ class HarmonyParser(ReplyParser):
         self.is_thinking = self._kind == "reasoning"
         self._step = self._read_body
         return True
+
+    def _is_call(self, recipient: Any) -> bool:
+        """Return whether a recipient is a function of the request, and no tool of the model's own such as python."""
+        if recipient is None or not self._has_calls:
+            return False
+        return bool(recipient.group(1)) or recipient.group(2) in self._schemas
 
     def _read_body(self) -> bool:
         text = self._cursor.text
