@@ -167,6 +167,21 @@ def test_other_texts_stay_as_they_are(name: str, size: int) -> None:
         assert in_format(name, text, size) == (text, [])
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_call_that_is_cut_has_its_arguments_as_far_as_they_go(name: str) -> None:
+    """At any character after the first call's name; its arguments are there as far as they go."""
+    text = TEXTS[name]
+    whole = in_format(name, text)[1][0][1]
+    for end in range(text.index("add") + 4, len(text)):
+        content, calls = in_format(name, text[:end], 1)
+        assert (content, calls) == in_format(name, text[:end])
+        if calls:
+            rest = content.removeprefix("Sure, a < b.").lstrip()
+            assert whole.startswith(calls[0][1])
+            assert text[:end].endswith(rest)
+            assert not rest or calls[0][1] == whole, "of a further call nothing is certain yet"
+
+
 def test_arguments_come_as_they_are_written() -> None:
     """Not at their end, which may be a file's length away."""
     parser = TagParser(None, None, FORMATS["hermes"], SCHEMAS)

@@ -58,11 +58,29 @@ class Cursor:
                 return match
             yield
 
+    def is_cut(self, expression: str) -> bool:
+        """Return whether the reply ends within what an expression matches."""
+        if not self.is_last or not self.text:
+            return False
+        match = self.compiled(expression).match(self.text, partial=True)
+        return match is not None and match.partial
+
 
 Reading = Generator[Part | None, None, bool]  # returns whether there was a call
 Reader = Callable[[Cursor, Schemas], Reading]
 # Reads one call, after a number of characters that belong to it, too.
 CallReader = Callable[[Cursor, int, Schemas], Reading]
+
+
+def read_tail(cursor: Cursor, expression: str) -> Reading:
+    """Read what may follow a call, whole or as far as the reply goes; return whether it is whole."""
+    match = yield from cursor.match(expression)
+    if match is not None:
+        yield Part(cursor.take(match.end()))
+        return True
+    if cursor.is_cut(expression):
+        yield Part(cursor.take(len(cursor.text)))
+    return False
 
 
 @dataclass(frozen=True)
@@ -89,12 +107,13 @@ class Block:
         if not is_call:
             return False
         while True:
-            closing = yield from cursor.match(self.closing)
-            if closing is not None:
-                yield Part(cursor.take(closing.end()))
+            is_closed = yield from read_tail(cursor, self.closing)
+            if is_closed:
                 return True
             lead = yield from cursor.match(self.between)
             if lead is None:
+                if cursor.is_cut(self.between):
+                    yield Part(cursor.take(len(cursor.text)))
                 return True
             is_call = yield from self.call(cursor, lead.end(), schemas)
             if not is_call:
@@ -118,9 +137,7 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     name = cursor.readable(head.group(1))
     yield Part(cursor.take(head.end()), name)
     yield from _read_json(cursor)
-    rest = yield from cursor.match(_REST)
-    if rest is not None:
-        yield Part(cursor.take(rest.end()))
+    yield from read_tail(cursor, _REST)
     return True
 
 
@@ -242,9 +259,7 @@ class NamedCall:
         name = head.group(1)
         yield Part(cursor.take(head.end()), name)
         yield from _read_json(cursor)
-        rest = yield from cursor.match(self.rest)
-        if rest is not None:
-            yield Part(cursor.take(rest.end()))
+        yield from read_tail(cursor, self.rest)
         return True
 
 
@@ -305,6 +320,8 @@ class TaggedCall:
         if end is None:
             if not cursor.is_last:
                 yield Part("", arguments=closing)
+            elif cursor.is_cut(self.key) or cursor.is_cut(self.end):
+                yield Part(cursor.take(len(cursor.text)))
             return True
         yield Part(cursor.take(end.end()), arguments=closing)
         return True
@@ -322,9 +339,10 @@ class TaggedCall:
                 yield Part(cursor.take(match.end()), arguments=typed(value, schema))
                 return True
             if cursor.is_last:
-                text = cursor.take(len(cursor.text))
+                text = cursor.take(self._cut_length(cursor))
                 value = self._unpadded(cursor.readable(text))
                 yield Part(text, arguments=_cut(value, schema))
+                yield Part(cursor.take(len(cursor.text)))
                 return False
             start = len(cursor.text) if match is None else match.start()
             yield None
@@ -339,7 +357,10 @@ class TaggedCall:
                 quote = ""
         while True:
             match = pattern.search(cursor.text, partial=not cursor.is_last)
-            length = len(cursor.text) if match is None else match.start()
+            if cursor.is_last and match is None:
+                length = self._cut_length(cursor)
+            else:
+                length = len(cursor.text) if match is None else match.start()
             text = cursor.take(length)
             escaped = json.dumps(cursor.readable(text), ensure_ascii=False)[1:-1]
             if text or quote:
@@ -349,8 +370,14 @@ class TaggedCall:
                 yield Part(cursor.take(len(match.group())), arguments='"')
                 return True
             if cursor.is_last:
+                yield Part(cursor.take(len(cursor.text)))
                 return False
             yield None
+
+    def _cut_length(self, cursor: Cursor) -> int:
+        """Return the length of a value that the reply's end cuts, without a beginning of its closing tag."""
+        match = cursor.compiled(self.value_end).search(cursor.text, partial=True)
+        return len(cursor.text) if match is None else int(match.start())
 
     def _unpadded(self, value: str) -> str:
         return value.removeprefix("\n") if self.is_padded else value
@@ -524,18 +551,32 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
             arguments = _from_gemma(cursor, cursor.text[: match.end()])
             yield Part(cursor.take(match.end()), arguments=arguments)
             return True
-        if match is None or cursor.is_last:
+        if cursor.is_last:
+            text = cursor.take(len(cursor.text))
+            yield Part(text, arguments=_from_gemma(cursor, text))
+            return True
+        if match is None:
+            yield Part("", arguments="{}")
             return True
         yield None
 
 
 def _from_gemma(cursor: Cursor, text: str) -> str:
-    pattern = cursor.compiled(rf"{_QUOTE}(?P<string>.*?){_QUOTE}|(?P<key>[^\s{{}}\[\],:]+)(?=\s*:)")
+    """Return arguments as JSON, as far as they go."""
+    pattern = cursor.compiled(
+        rf"{_QUOTE}(?P<string>.*?)(?P<end>{_QUOTE}|$)|(?P<key>[^\s{{}}\[\],:{ANY}]+)(?=\s*:)"
+    )
 
     def as_json(match: Any) -> str:
         words = match.group("string")
         if words is None:
-            words = match.group("key")
-        return json.dumps(cursor.readable(words), ensure_ascii=False)
+            return json.dumps(cursor.readable(match.group("key")), ensure_ascii=False)
+        string = json.dumps(cursor.readable(words), ensure_ascii=False)
+        return string if match.group("end") else string[:-1]
 
+    if not text.endswith("}"):
+        half_quote = regex.search(_QUOTE, text, partial=True, pos=max(0, len(text) - 4))
+        if half_quote is not None:
+            text = text[: half_quote.start()]
+        text = regex.sub(r"(?<=[{,])\s*[\w.-]+$", "", text)  # a key that has no value yet
     return str(pattern.sub(as_json, text))
