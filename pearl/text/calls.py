@@ -534,6 +534,7 @@ def _call_of(node: ast.expr, schemas: Schemas) -> Part:
 # ---- Gemma 4 ----
 
 _QUOTE = regex.escape('<|"|>')
+_GEMMA_END = rf"\}}\s*{regex.escape('<tool_call|>')}"
 
 
 def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
@@ -553,7 +554,9 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
             return True
         if cursor.is_last:
             text = cursor.take(len(cursor.text))
-            yield Part(text, arguments=_from_gemma(cursor, text))
+            end = cursor.compiled(_GEMMA_END).search(text, partial=True)
+            length = len(text) if end is None else end.start() + 1
+            yield Part(text, arguments=_from_gemma(cursor, text[:length]))
             return True
         if match is None:
             yield Part("", arguments="{}")
