@@ -22,7 +22,7 @@ from pearl.config import RequestOptions
 from pearl.engine import Engine, Piece, Stream
 from pearl.protocol.messages import Provenance
 from pearl.text.conversation import Conversation
-from pearl.text.reasoning import Splitter
+from pearl.text.reply import ReplyParser
 
 QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")
 FROZEN_AT = 12  # tokens of the text
@@ -47,7 +47,12 @@ class Still(Reply):
             and len(self._guess) >= LEAST_GUESS
         )
 
-    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
+    def add(
+        self,
+        texts: Sequence[str],
+        provenance: Sequence[Provenance],
+        tokens: Sequence[int] = (),
+    ) -> None:
         if self.is_frozen:
             return
         for text, source in zip(texts, provenance, strict=True):
@@ -69,7 +74,7 @@ class Pictured(ChatSession):
     def _await_first(self, stream: Stream) -> list[Piece]:
         return []  # a recorded line would stay
 
-    def _display(self, splitter: Splitter | None) -> Reply:
+    def _display(self, parser: ReplyParser | None) -> Reply:
         return Still(self.console, self.frozen_at)
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,9 @@ import openai
 
 from pearl.config import RequestOptions
 from pearl.engine import Engine
+from pearl.engine.stream import Stream
+from pearl.metrics import Statistics
+from pearl.protocol.messages import Committed, Finished, FinishReason, Provenance, Submit
 from pearl.server.app import App
 from pearl.server.listen import Door, Server, bind
 from pearl.server.requests import Setup
@@ -141,6 +144,28 @@ class Served:
             yield
         finally:
             self.app.setup = self.app.responses.setup = before
+
+    @contextmanager
+    def saying(self, tokens: Sequence[int], step: int = 1) -> Iterator[None]:
+        """Meanwhile every text has these tokens, of which `step` come at a time, in place of the model's."""
+        client = self.service.engine.client
+        submit = client.submit
+
+        def say(stream: Stream, request: Submit) -> Stream:
+            start = len(request.prompt)
+            for at in range(0, len(tokens), step):
+                said = tuple(tokens[at : at + step])
+                sources = (Provenance.DIRECT,) * len(said)
+                stream.inbox.append(Committed(request.request, start + at, said, sources))
+            end = Finished(request.request, FinishReason.EOS, Statistics().to_json())
+            stream.inbox.append(end)
+            return stream
+
+        client.submit = say  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            client.submit = submit  # type: ignore[method-assign]
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:

@@ -186,7 +186,8 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
             *("show_draft", "markdown", "history", "stats", "connect"),
         },
         "serve": {
-            *("http", "api_key", "model", "origins", "tool_parser", "log_requests"),
+            *("http", "api_key", "model", "origins", "tool_parser", "reasoning_tags"),
+            "log_requests",
         },
     }.items():
         command = cli.get_command(click.Context(cli), name)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -14,11 +14,15 @@ from pearl.cli.chat import ChatSession
 from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
 from pearl.config import RequestOptions, SamplingParams, Settings
+from pearl.engine.request import Chat, encode
+from pearl.errors import ConfigError
 from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.conversation import Conversation
-from pearl.text.reasoning import TAGS, Splitter, Tags, split, splitter_of, tags_of
+from pearl.text.reasoning import TAGS, check_tags, is_open_after, tag_pair, tags_for, tags_of
+from pearl.text.reply import Delta, parser_of, reasoning_parser, split
+from pearl.text.tools import FORMATS
 from tests.served import Served, message
 from tests.tokenizers import Characters
 
@@ -49,69 +53,285 @@ def test_reasoning_and_answer(text: str, is_open: bool, expected: tuple[str, str
     assert split(text, THINK, is_open) == expected
 
 
-def test_channels_whose_special_tokens_have_no_text() -> None:
-    assert split("analysisThey greet.assistantfinalHello!", HARMONY) == ("They greet.", "Hello!")
-    assert split("finalHello! finally", HARMONY) == ("", "Hello! finally")
-    assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == (
-        "They greet.",
-        "Hello!",
-    )
-    assert split("fin", HARMONY) == ("", "fin")
-    called = "to=functions.f json{}"
-    assert split("analysisLook.assistantcommentary " + called, HARMONY) == ("Look.", called)
-    assert split("commentary " + called, HARMONY) == ("", called)
-    splitter = Splitter(HARMONY)
-    assert [splitter.feed(piece) for piece in ("fi", "nal", "Hi", " final")] == [("", "")] * 2 + [
-        ("", "Hi"),
-        ("", " final"),
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+PARTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "a", "think", CALL),
+        *(
+            "<tool_call>",
+            '{"name": "add"',
+            ', "arguments": ',
+            '{"x": 1}',
+            "}",
+            "</tool_call>",
+            "{",
+            '"',
+        ),
+        *("<function=add>", "<parameter=x>", "1", "</parameter>", "</function>", "call:add"),
+        *("<arg_key>", "x", "</arg_key>", "<arg_value>", "</arg_value>", "[add(", "1)", "]"),
+        *(
+            "<|channel|>",
+            "analysis",
+            "final",
+            " to=functions.add",
+            "<|message|>",
+            "<|end|>",
+            "<|start|>",
+        ),
+        *("[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>'),
     ]
+)
+SCHEMAS = {"add": {"properties": {"x": {"type": "integer"}}}}
 
 
-PARTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "a", "think"])
+def parsed(pieces: list[str], tags: str | None, format: str | None, is_open: bool) -> object:
+    """Reasoning, content and calls, with the reply's text as its parts add up to it."""
+    parser = parser_of(
+        None,
+        TAGS.get(tags or ""),
+        FORMATS.get(format or ""),
+        SCHEMAS,
+        is_open=is_open,
+    )
+    whole, source = Delta(), ""
+    for piece in pieces:
+        whole += parser.feed([piece])
+        source += "".join(event.source for event in parser.events)
+    whole += parser.finish()
+    source += "".join(event.source for event in parser.events)
+    calls = [call["function"] for call in whole.calls]
+    return whole.reasoning, whole.content, calls, source
 
 
-@given(st.lists(PARTS, max_size=12).map("".join), st.booleans(), st.data())
+@given(
+    st.lists(PARTS, max_size=14).map("".join),
+    st.sampled_from([None, *TAGS]),
+    st.sampled_from([None, *FORMATS]),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=600, deadline=None)
 def test_pieces_of_any_size_add_up_to_the_whole(
-    text: str, is_open: bool, data: st.DataObject
+    text: str, tags: str | None, format: str | None, is_open: bool, data: st.DataObject
 ) -> None:
+    """Of any text, in any format; and every character of it is reasoning, content, a call's or beside a tag."""
+    is_open = is_open and tags is not None
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    splitter = Splitter(THINK, is_open)
-    given = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
-    assert tuple("".join(side) for side in zip(*given, strict=True)) == split(text, THINK, is_open)
+    whole = parsed([text], tags, format, is_open)
+    assert (
+        parsed(pieces, tags, format, is_open) == parsed(list(text), tags, format, is_open) == whole
+    )
+    assert whole[-1] == text  # type: ignore[index]
+
+
+WORDS = st.text(st.sampled_from("ab <{\n\"'`"), max_size=8).map(lambda text: f"x{text}y ")
+
+
+@given(
+    st.lists(st.one_of(WORDS, st.just(CALL), st.just("<tool_call> is one. ")), max_size=8),
+    st.integers(1, 40),
+)
+def test_calls_among_prose_take_nothing_of_it(parts: list[str], size: int) -> None:
+    text = "".join(parts)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    _, content, calls, _ = parsed(pieces, None, "hermes", False)  # type: ignore[misc]
+    assert content.split() == text.replace(CALL, " ").split()
+    assert [call["name"] for call in calls] == ["add"] * parts.count(CALL)
 
 
 def test_text_is_given_out_once_it_cannot_be_a_tag() -> None:
-    splitter = Splitter(THINK)
-    given = [
-        splitter.feed(piece)
-        for piece in ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")
-    ]
-    assert given == [
+    parser = parser_of(None, THINK)
+    pieces = ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")
+    deltas = [parser.feed([piece]) for piece in pieces]
+    assert [(delta.reasoning, delta.content) for delta in deltas] == [
         *[("", "")] * 2,
         ("a b", ""),
         (" c", ""),
         (" </em>", ""),
         *[("", "")] * 2,
-        ("", "d "),
-        ("", "e"),
+        ("", "d"),
+        ("", " e"),
     ]
 
 
 @pytest.mark.parametrize("begun", ["<think>", "<think></think>", ""])
 def test_no_piece_costs_more_in_a_longer_text(begun: str) -> None:
     """What was given out is not looked at again."""
-    splitter = Splitter(THINK)
-    splitter.feed(begun)
+    parser = parser_of(None, THINK, FORMATS["hermes"])
+    parser.feed([begun])
     for _ in range(100):
-        splitter.feed("word </th")
-        assert sum(len(value) for value in vars(splitter).values() if isinstance(value, str)) < 30
+        parser.feed(["word </th"])
+        assert len(parser._cursor.text) + len(parser._gap) < 30
+
+
+def test_calls_before_the_end_of_the_reasoning_are_calls() -> None:
+    """What stands around them is reasoning, and a second block, too."""
+    text = f"<think>\nLook it up.\n{CALL}\nThen say.\n</think>\n\nWait.\n<think>Hm.</think>\nDone."
+    whole = parsed(list(text), "think", "hermes", False)
+    assert whole[:2] == ("Look it up.\n\nThen say.\n\nHm.", "Wait.\n\nDone.")  # type: ignore[index]
+    assert whole[2] == [{"name": "add", "arguments": '{"x": 1}'}]  # type: ignore[index]
+
+
+HARMONY_TEXTS = {
+    "a call in analysis": (
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis to=functions.add "
+        '<|constrain|>json<|message|>{"x": 1}<|call|>',
+        ("Look.", "", [{"name": "add", "arguments": '{"x": 1}'}]),
+    ),
+    "a recipient before the channel": (
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+        ("", "", [{"name": "add", "arguments": '{"x": 1}'}]),
+    ),
+    "a preamble, and two analyses": (
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Done.<|return|>",
+        ("One.\n\nTwo.", "I look.\n\nDone.", []),
+    ),
+    "words": (
+        "<|channel|>final<|message|>finally, assistantfinal 42 commentary",
+        ("", "finally, assistantfinal 42 commentary", []),
+    ),
+    "no header": ("finally, 42", ("", "finally, 42", [])),
+    "no arguments": (
+        "<|channel|>commentary to=functions.add<|message|><|call|>",
+        ("", "", [{"name": "add", "arguments": "{}"}]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARMONY_TEXTS)
+def test_messages_of_harmony(name: str) -> None:
+    text, expected = HARMONY_TEXTS[name]
+    for pieces in ([text], list(text)):
+        assert parsed(pieces, "harmony", "harmony", False)[:3] == expected  # type: ignore[index]
+
+
+OTHER_TAGS = {
+    "mistral": "[THINK]Hm.[/THINK]Yes.",
+    "gemma": "<|channel>thought\nHm.\n<channel|>Yes.",
+    "seed": "<seed:think>Hm.</seed:think>Yes.",
+    "cohere": "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+    "think": "<think>\nHm.\n</think>\n\nYes.",
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+}
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_every_kind_of_tags(name: str) -> None:
+    text = OTHER_TAGS[name]
+    assert parsed(list(text), name, None, False)[:2] == ("Hm.", "Yes.")  # type: ignore[index]
+
+
+# ---- tags that are tokens ----
+
+
+class WithTokens(Characters):
+    """A token a character, and one of each of these names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(None)
+        self._tags = dict(enumerate(names, start=self.vocab_size))
+
+    def tokens(self) -> list[str | None]:
+        return [None] * self.vocab_size + list(self._tags.values())
+
+    def reply(self, *parts: str) -> tuple[list[str], list[int]]:
+        """The texts and tokens of a reply: a part in a list is a token."""
+        texts: list[str] = []
+        tokens: list[int] = []
+        ids = {name: id for id, name in self._tags.items()}
+        for part in parts:
+            if part.startswith("!"):
+                texts.append(part[1:])
+                tokens.append(ids[part[1:]])
+            else:
+                texts += part
+                tokens += map(ord, part)
+        return texts, tokens
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            ("!<think>", "It ends with </think>, they say. ", "!</think>", "\nYes. </think>"),
+            ("It ends with </think>, they say.", "Yes. </think>"),
+        ),
+        (("One. ", "!<think>", "Two.", "!</think>", " Three."), ("Two.", "One.\n\nThree.")),
+        (("One.", "!</think>", " Two."), ("", "One. Two.")),
+        (("<think>is quoted</think>",), ("", "<think>is quoted</think>")),
+    ],
+)
+def test_a_quoted_tag_ends_nothing_where_the_vocabulary_has_it(
+    parts: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    tokenizer = WithTokens("<think>", "</think>")
+    texts, tokens = tokenizer.reply(*parts)
+    parser = parser_of(tokenizer, THINK)  # type: ignore[arg-type]
+    whole = parser.feed(texts, tokens) + parser.finish()
+    assert (whole.reasoning, whole.content) == expected
+
+
+def test_a_tag_whose_text_a_stop_string_holds_back_is_still_one() -> None:
+    tokenizer = WithTokens("<think>", "</think>")
+    texts, tokens = tokenizer.reply("!<think>", "Hm </think>.", "!</think>", "Yes.")
+    held = [*texts[:-5], "", f"{texts[-5]}{texts[-4]}", *texts[-3:]]
+    assert len(held) == len(texts)
+    parser = parser_of(tokenizer, THINK)  # type: ignore[arg-type]
+    whole = parser.feed(held, tokens) + parser.finish()
+    assert (whole.reasoning, whole.content) == ("Hm </think>.", "Yes.")
+
+
+def test_a_quoted_call_is_none_where_the_vocabulary_has_its_tag() -> None:
+    tokenizer = WithTokens("<tool_call>", "</tool_call>")
+    inner = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    texts, tokens = tokenizer.reply(CALL, " ", "!<tool_call>", inner, "!</tool_call>")
+    parser = parser_of(tokenizer, None, FORMATS["hermes"], SCHEMAS)  # type: ignore[arg-type]
+    whole = parser.feed(texts, tokens) + parser.finish()
+    assert whole.content == CALL
+    assert [call["function"] for call in whole.calls] == [{"name": "add", "arguments": '{"x": 1}'}]
 
 
 def test_templates_say_which_models_think() -> None:
     assert tags_of("{{ content.split('</think>')[-1] }}") == THINK
     assert tags_of("{{ '<|channel|>analysis<|message|>' + thinking }}") == HARMONY
+    assert tags_of("{{ '[THINK]' + thinking + '[/THINK]' }}") == TAGS["mistral"]
     assert tags_of("{{ content }}") is None
+
+
+def test_the_user_names_other_tags() -> None:
+    tokenizer = Thinking(QWEN3)
+    for choice, tags in (("none", None), ("auto", THINK), ("mistral", TAGS["mistral"])):
+        tokenizer.reasoning_tags = check_tags(choice)
+        assert tags_for(tokenizer) is tags
+    tokenizer.reasoning_tags = check_tags("<reason> </reason>")
+    tags = tags_for(tokenizer)
+    assert tags is not None
+    assert split("<reason>Hm.</reason> Yes", tags) == ("Hm.", "Yes")
+    with pytest.raises(ConfigError, match="auto, none"):
+        check_tags("reason")
+
+
+@pytest.mark.parametrize(
+    ("opening", "reply", "end", "is_thinking"),
+    [
+        ("", "<think>part of", "<think>part of", True),
+        ("<think>\n", "<think>part of", "<think>\npart of", True),
+        ("<think>\n", "I am", "<think>\n\n</think>\n\nI am", False),
+        ("<think>\n", "Hm.</think>\nI am", "<think>\nHm.</think>\nI am", False),
+        ("", "I am", "I am", False),
+    ],
+)
+def test_a_continued_thought_is_reasoning(
+    opening: str, reply: str, end: str, is_thinking: bool
+) -> None:
+    """With no empty block before it."""
+    tokenizer = Thinking(QWEN3 + opens(opening))
+    prompt = encode(tokenizer, Chat([message("Hi")], prefix=reply))
+    assert tokenizer.decode(prompt).endswith(f"assistant\n{end}")
+    assert is_open_after(tokenizer, THINK, prompt, reply) == is_thinking
 
 
 # ---- conversations ----
@@ -176,9 +396,10 @@ def test_a_template_that_keeps_the_reasoning_sends_it_back() -> None:
 def test_the_prompt_says_whether_reasoning_is_open() -> None:
     for opening, is_open in (("", False), ("<think>\n", True), ("<think>\n\n</think>\n\n", False)):
         tokenizer = Thinking(QWEN3 + opens(opening))
-        splitter = splitter_of(tokenizer, tokenizer.apply_chat([message("Hi")]) or [])
-        assert splitter.is_open == is_open
-    assert splitter_of(Thinking("{{ messages[0].content }}"), [ord("x")]) is None
+        parser = reasoning_parser(tokenizer, tokenizer.apply_chat([message("Hi")]) or [])
+        assert parser is not None
+        assert parser.is_thinking == is_open
+    assert reasoning_parser(Thinking("{{ messages[0].content }}"), [ord("x")]) is None
 
 
 # ---- displays ----
@@ -187,7 +408,7 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
 def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
     file = StringIO()
     reply = MarkdownReply(
-        Console(file=file, force_terminal=True, width=80, height=20), Splitter(THINK)
+        Console(file=file, force_terminal=True, width=80, height=20), parser_of(None, THINK)
     )
     for piece in re.findall("(?s)..?", "<think>\n*One*\nTwo\n</think>\n\nThree *four*"):
         reply.add((piece,), (Provenance.DIRECT,))
@@ -201,25 +422,23 @@ def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
 
 
 def test_generate_prints_the_answer_and_shows_the_reasoning(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To standard output the first; in --json both have a field."""
     engine = served.service.engine
-    settings = Settings(engine.config, RequestOptions())
+    config = Settings(engine.config, RequestOptions())
     text = engine.generate("123", SamplingParams(max_tokens=40, ignore_eos=True))[0].text
-    tags = Tags(text[:2], text[10:12])
+    tags = tag_pair(text[:2], text[10:12])
     wanted = split(text, tags)
     assert all(wanted)
-    params, splitter = SamplingParams(max_tokens=40, ignore_eos=True), Splitter(tags)
+    params, parser = SamplingParams(max_tokens=40, ignore_eos=True), parser_of(None, tags)
     with engine.stream("123", params) as stream:
-        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True))
+        generate._print_as_it_comes(stream, parser, SafeConsole(stderr=True))
     shown = capsys.readouterr()
     assert shown.out == wanted[1] + "\n"
     assert shown.err.strip() == wanted[0]
-    document = generate._document(settings, engine, stream.result, splitter)
+    document = generate._document(config, engine, stream.result, wanted[1], wanted[0])
     assert (document["reasoning"], document["text"]) == wanted
-    document = generate._document(settings, engine, stream.result, None)
-    assert (document["reasoning"], document["text"]) == (None, text)
 
 
 # ---- the server ----
@@ -230,7 +449,7 @@ def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     path, tokenizer = "chat/completions", served.service.engine.tokenizer
     (choice,) = served.post(path, max_tokens=60, ignore_eos=True).json()["choices"]
     text = choice["message"]["content"]
-    tags = Tags(text[:2], text[10:12])
+    tags = tag_pair(text[:2], text[10:12])
     monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "TAGS", {"test": replace(tags, marks=("it thinks",))})
     for most in (60, 11):  # the second ends in half of a tag
@@ -256,11 +475,11 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
 ) -> None:
     engine = served.service.engine
     conversation = Conversation(engine.tokenizer)
-    tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
+    tags = tag_pair(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "TAGS", {"test": replace(tags, marks=("it thinks",))})
     chat = ChatSession(
         engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO())
     )
     text = chat.answer("123").text
-    assert capsys.readouterr().out == f"{tags.start}\n{text}\n"
+    assert capsys.readouterr().out == f"{tags.opening}\n{text}\n"

@@ -1,7 +1,6 @@
 """Calls of tools and /v1/responses, against a tiny pair that grammars hold."""
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,7 +13,8 @@ from pearl.server import responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import read_request
 from pearl.server.schemas import ChatCompletionRequest
-from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
+from pearl.text.reply import ReplyParser, TagParser, parser_of
+from pearl.text.tools import FORMATS, forced_schema, format_of, in_words
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
 POINT = {
@@ -86,68 +86,123 @@ TEXTS = {  # what models of each format write
     "<｜tool▁calls▁end｜>",
     "llama3": '\n{"type": "function", "name": "add", "parameters": {"x": "a}\\"\\\\"}}; '
     '{"name": "stop", "parameters": {}}',
-    "harmony": 'Sure, a < b.\nto=functions.add json{"x": "a}\\"\\\\"}to=functions.stopcommentary json{}',
     "pythonic": "[add(x='a}\"\\\\'), stop()]",
+    "pythonic without names": "[add('a}\"\\\\'), stop()]",
+    "lfm2": "Sure, a < b.<|tool_call_start|>[add(x='a}\"\\\\'), stop()]<|tool_call_end|>",
+    "qwen3_coder": 'Sure, a < b.\n<tool_call>\n<function=add>\n<parameter=x>\na}"\\\n</parameter>\n</function>\n'
+    "</tool_call>\n<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    "qwen3_coder without the outer tag": 'Sure, a < b.\n<function=add>\n<parameter=x>\na}"\\\n</parameter>\n'
+    "</function>\n<function=stop>\n</function>\n</tool_call>",
+    "seed": 'Sure, a < b.\n<seed:tool_call>\n<function=add>\n<parameter=x>a}"\\</parameter>\n</function>\n'
+    "</seed:tool_call>\n<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
+    "glm": 'Sure, a < b.\n<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>a}"\\</arg_value>\n</tool_call>\n'
+    "<tool_call>stop\n</tool_call>",
+    "minimax": 'Sure, a < b.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">a}"\\</parameter>\n'
+    '</invoke>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
+    "gemma": 'Sure, a < b.<|tool_call>call:add{x:<|"|>a}"\\<|"|>}<tool_call|><|tool_call>call:stop{}<tool_call|>',
+    "kimi": "Sure, a < b.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"x": "a}\\"\\\\"}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "cohere": 'Sure, a < b.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": '
+    '{"x": "a}\\"\\\\"}},\n    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
 }
+TEXTS["llama3 with arguments first"] = (
+    '{"parameters": {"x": "a}\\"\\\\"}, "name": "add"}; {"name": "stop", "parameters": null}'
+)
 NO_CALLS = {
     "hermes": "a <tool_call> is {a tag} of some < models",
     "mistral": "[TOOL_CALLS] is one, too",
     "deepseek": "Hello! ",
     "llama3": '{"name": "nobody", "parameters": {}} is JSON',
     "pythonic": "[1, 2] or [f(x)]",
+    "pythonic with more than the schema has": '[add("a", "b")]',
+    "pythonic of another function": '[add("a"), nobody("b")]',
+    "qwen3_coder": "a <tool_call> is <function=x> of some <parameter=y> models",
+    "glm": "a <tool_call>is</tool_call> of <arg_key>some</arg_key> models",
+    "seed": "a <seed:tool_call> is <a tag>",
+    "minimax": '<minimax:tool_call> is <invoke name="a">',
+    "gemma": "a <|tool_call>is one",
+    "kimi": "<|tool_calls_section_begin|> is one",
+    "cohere": "<|START_ACTION|>[1, {}] is one",
+    "lfm2": "<|tool_call_start|>[1] is one",
 }
 
 
-def split(splitter: CallSplitter, text: str, size: int) -> tuple[str, list[list[str]]]:
-    content, calls = "", []
-    for at in range(0, len(text), size):
-        more, new = splitter.feed(text[at : at + size], at + size >= len(text))
-        content += more
-        for call in new:
+SCHEMAS: dict[str, Any] = {"add": {"properties": {"x": {"type": "string"}}}, "stop": {}}
+
+
+def parsed(parser: ReplyParser, text: str, size: int = 1000) -> tuple[str, list[list[str]]]:
+    """The content and the calls; every character of the text has its place."""
+    content, source, calls = "", "", []
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for delta in [*(parser.feed([piece]) for piece in pieces), parser.finish()]:
+        content += delta.content
+        source += "".join(event.source for event in parser.events)
+        for call in delta.calls:
             if call.get("id"):
                 calls.append([call["function"]["name"], ""])
             calls[call["index"]][1] += call["function"]["arguments"]
     return content, calls
 
 
+def in_format(name: str, text: str, size: int = 1000, **options: Any) -> Any:
+    parser = parser_of(None, None, FORMATS[name.partition(" ")[0]], SCHEMAS, **options)
+    return parsed(parser, text, size)
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("name", TEXTS)
 def test_calls_are_taken_out_of_a_text(name: str, size: int) -> None:
     """Whatever the size of its pieces; one call alone if no more are asked for."""
-    format = FORMATS[name.partition(" ")[0]]
-    content, calls = split(CallSplitter(format, ["add", "stop"]), TEXTS[name], size)
+    content, calls = in_format(name, TEXTS[name], size)
     assert [(called, json.loads(arguments)) for called, arguments in calls] == CALLS
-    assert content.strip() == re.split("<tool_call>|<｜|to=", TEXTS[name])[0].strip() * (
-        "Sure" in content
-    )
-    assert split(CallSplitter(format, ["add", "stop"], most=1), TEXTS[name], size) == (
-        content,
-        calls[:1],
-    )
+    assert content == ("Sure, a < b." if "Sure" in TEXTS[name] else "")
+    assert in_format(name, TEXTS[name], size, max_calls=1) == (content, calls[:1])
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("name", NO_CALLS)
 def test_other_texts_stay_as_they_are(name: str, size: int) -> None:
     for text in (NO_CALLS[name], NO_CALLS[name] + " and so on" * 100):
-        assert split(CallSplitter(FORMATS[name], ["add"]), text, size) == (text, [])
+        assert in_format(name, text, size) == (text, [])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_call_that_is_cut_has_its_arguments_as_far_as_they_go(name: str) -> None:
+    """At any character after the first call's name; its arguments are there as far as they go."""
+    text = TEXTS[name]
+    whole = in_format(name, text)[1][0][1]
+    for end in range(text.index("add") + 4, len(text)):
+        content, calls = in_format(name, text[:end], 1)
+        assert (content, calls) == in_format(name, text[:end])
+        if calls:
+            rest = content.removeprefix("Sure, a < b.").lstrip()
+            assert whole.startswith(calls[0][1])
+            assert text[:end].endswith(rest)
+            assert not rest or calls[0][1] == whole, "of a further call nothing is certain yet"
 
 
 def test_arguments_come_as_they_are_written() -> None:
     """Not at their end, which may be a file's length away."""
-    splitter = CallSplitter(FORMATS["hermes"], ["add"])
-    parts = [
-        splitter.feed(piece)
-        for piece in ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")
-    ]
-    assert [call["function"]["arguments"] for _, calls in parts for call in calls] == [
-        "{",
-        '"x": "long',
-        " text",
+    parser = TagParser(None, None, FORMATS["hermes"], SCHEMAS)
+    pieces = ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")
+    calls = [call for piece in pieces for call in parser.feed([piece]).calls]
+    assert [call["function"]["arguments"] for call in calls] == ["{", '"x": "long', " text"]
+    parser = TagParser(None, None, FORMATS["qwen3_coder"], SCHEMAS)
+    pieces = ("<function=add>\n<parameter=x>\n", "long\n", "text</par", "t>")
+    calls = [call for piece in pieces for call in parser.feed([piece]).calls]
+    assert [call["function"]["arguments"] for call in calls] == [
+        '{"x": "',
+        "long",
+        "\\ntext",
+        "</part>",
     ]
 
 
-def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_shows_its_format(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning at start says that it is none of ours."""
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
@@ -155,6 +210,10 @@ def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyP
         tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]"
     )
     assert format_of(tokenizer) is FORMATS["mistral"]
+    assert not caplog.records
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }} Call <weird>f(1)</weird>")
+    assert format_of(tokenizer) is FORMATS["hermes"]
+    assert "--tool-parser names another format" in caplog.text
 
 
 def test_references_of_a_schema_lead_to_the_same_place() -> None:

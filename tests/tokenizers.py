@@ -95,7 +95,7 @@ class Characters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(NAMES.get(id) or chr(id) for id in ids)
 
-    def chat_text(self, messages: Messages) -> str | None:
+    def chat_text(self, messages: Messages, tools: object = None) -> str | None:
         return self._template(messages) if self._template else None
 
     def apply_chat(self, messages: Messages) -> list[int] | None:
@@ -104,3 +104,6 @@ class Characters:
 
     def token(self, id: int) -> str | None:
         return chr(id)
+
+    def tokens(self) -> list[str | None]:
+        return list(map(self.token, range(self.vocab_size)))

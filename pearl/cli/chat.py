@@ -30,7 +30,8 @@ from pearl.errors import ConfigError, EngineClosed, PearlError, TargetLost
 from pearl.metrics import FIGURES, Statistics, brief
 from pearl.protocol.messages import Provenance
 from pearl.text.conversation import Conversation, Saved
-from pearl.text.reasoning import Splitter, splitter_of
+from pearl.text.reasoning import Tags, tags_for
+from pearl.text.reply import ReplyParser, reasoning_parser
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
 _MIN_REPLY_TOKENS = 16  # a message that leaves fewer tokens of the context is refused
@@ -79,11 +80,14 @@ class ChatSession:
         room = self.engine.context - len(prompt)
         if options.max_tokens and options.max_tokens > room:
             options = options.changed(max_tokens=room)  # the context is the tighter limit
-        stream = self.engine.stream(prompt, options, preview=self.show_draft)
-        splitter = None
+        parser = None
+        tags = None
         if not self.conversation.is_raw:
-            splitter = splitter_of(self.engine.tokenizer, prompt)
-        self._show(stream, splitter)
+            parser = reasoning_parser(self.engine.tokenizer, prompt)
+            tags = tags_for(self.engine.tokenizer)
+        shown = () if tags is None else tags.tokens
+        stream = self.engine.stream(prompt, options, preview=self.show_draft, show=shown)
+        self._show(stream, parser, tags)
         result = stream.result
         if result.finish_reason != "cancelled":
             self.figures.setdefault(self.options.method, []).append(result.statistics)
@@ -96,14 +100,15 @@ class ChatSession:
         self.attachments.clear()
         self.console.print(status(self.answer(message), self.engine.context, self.stats))
 
-    def _show(self, stream: Stream, splitter: Splitter | None) -> None:
+    def _show(self, stream: Stream, parser: ReplyParser | None, tags: Tags | None) -> None:
         """Show the reply, with its reasoning dimmed."""
         keys = KeyWatcher(stream.close) if self.keys else nullcontext()
         with stream, keys:
             first_pieces = self._await_first(stream)
-            reply = self._display(splitter)
-            if splitter is not None and splitter.is_open and not isinstance(reply, MarkdownReply):
-                start_tag = f"{splitter.tags.start}\n"  # the model writes the end tag itself
+            reply = self._display(parser)
+            is_thinking = parser is not None and parser.is_thinking
+            if tags is not None and is_thinking and not isinstance(reply, MarkdownReply):
+                start_tag = f"{tags.opening}\n"  # the model writes the end tag itself
                 reply.add([start_tag], [Provenance.DIRECT])
             try:
                 for piece in chain(first_pieces, stream):
@@ -122,7 +127,7 @@ class ChatSession:
         with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):
             return list(islice(stream, 1))
 
-    def _display(self, splitter: Splitter | None) -> Reply:
+    def _display(self, parser: ReplyParser | None) -> Reply:
         if not self._is_screen:
             return Reply()
         if self.show_draft:
@@ -131,7 +136,7 @@ class ChatSession:
             self.has_legend = True
             return TokenReply(self.console)
         if self.markdown:
-            return MarkdownReply(self.console, splitter)
+            return MarkdownReply(self.console, parser)
         return Reply()
 
     def _add(self, reply: Reply, piece: Piece, result: Result) -> None:
@@ -139,7 +144,7 @@ class ChatSession:
             reply.guess(_preview_text(self.engine, result, piece.preview))
         if piece.text:
             sources = piece.provenance or result.provenance[-1:]
-            reply.add(piece.texts or (piece.text,), sources)
+            reply.add(piece.texts or (piece.text,), sources, piece.tokens)
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:

@@ -25,7 +25,8 @@ from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import Splitter, split, splitter_of
+from pearl.text.reasoning import tags_for
+from pearl.text.reply import Delta, ReplyParser, reasoning_parser
 from pearl.text.tokenizer import GenerationDefaults
 
 _NORMAL_95 = 1.96  # standard deviations: half of a 95% interval
@@ -65,21 +66,25 @@ def generate(
     grammar_of(options.json_schema, options.regex)
     if connect is None:
         settings.engine.check_options(options)
-    with (
-        open_engine(settings.engine, console, connect) as engine,
-        engine.stream(text, options, raw=raw) as stream,
-    ):
-        splitter = None
+    with open_engine(settings.engine, console, connect) as engine:
+        tags = None
         if not raw and options.json_schema is None and options.regex is None:
-            splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
-        if as_json:
-            for _ in stream:
-                pass
-        else:
-            _print_as_it_comes(stream, splitter, console)
-        result = stream.result
+            tags = tags_for(engine.tokenizer)
+        shown = () if tags is None else tags.tokens
+        with engine.stream(text, options, raw=raw, show=shown) as stream:
+            parser = None
+            if tags is not None:
+                parser = reasoning_parser(engine.tokenizer, stream.result.prompt_tokens)
+            reply = Delta()
+            if as_json:
+                for delta in _deltas(stream, parser):
+                    reply += delta
+            else:
+                _print_as_it_comes(stream, parser, console)
+            result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, engine, result, splitter)))
+        reasoning = None if parser is None else reply.reasoning
+        click.echo(json.dumps(_document(settings, engine, result, reply.content, reasoning)))
         return
     console.print()
     if stats:
@@ -105,45 +110,38 @@ def _prompt(prompt: str | None, raw: bool) -> str:
     return prompt
 
 
-def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeConsole) -> None:
-    """Print the answer to standard output. Print the reasoning, which precedes it, to standard error, dimmed."""
+def _print_as_it_comes(stream: Stream, parser: ReplyParser | None, console: SafeConsole) -> None:
+    """Print the answer to standard output, and the reasoning before it dimmed to standard error."""
     is_thinking = False
-    for thought, answer in _split(stream, splitter):
-        if thought:
+    for delta in _deltas(stream, parser):
+        if delta.reasoning:
             is_thinking = True
-            console.print(thought, style="dim italic", end="", soft_wrap=True)
-        if answer:
+            console.print(delta.reasoning, style="dim italic", end="", soft_wrap=True)
+        if delta.content:
             if is_thinking:
                 console.print("\n")
             is_thinking = False
-            write_text(answer)
+            write_text(delta.content)
     if is_thinking:
         console.print()
     click.echo()
 
 
-def _split(stream: Stream, splitter: Splitter | None) -> Iterator[tuple[str, str]]:
-    """Yield (reasoning, answer) of each piece and, at the end, of the text that the splitter has held back."""
+def _deltas(stream: Stream, parser: ReplyParser | None) -> Iterator[Delta]:
+    """Yield reasoning and answer of each piece, and of what the parser holds back until the end."""
     for piece in stream:
-        if splitter is None:
-            yield "", piece.text
+        if parser is None:
+            yield Delta(content=piece.text)
         else:
-            yield splitter.feed(piece.text, False)
-    if splitter is not None:
-        yield splitter.feed("", True)
+            yield parser.feed(piece.texts or (piece.text,), piece.tokens)
+    if parser is not None:
+        yield parser.finish()
 
 
 def _document(
-    settings: Settings, engine: Engine, result: Result, splitter: Splitter | None
+    settings: Settings, engine: Engine, result: Result, text: str, reasoning: str | None
 ) -> dict[str, object]:
-    """Return the output of --json.
-
-    Its settings have all defaults filled in: decoding the same prompt tokens with them gives the same text.
-    """
-    reasoning = None
-    text = result.text
-    if splitter is not None:
-        reasoning, text = split(result.text, splitter.tags, splitter.is_open)
+    """Return the output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text."""
     logprobs = None
     options = settings.options
     if options.logprobs is not None:

@@ -24,7 +24,7 @@ from pearl.cli.console import write_text
 from pearl.colours import SOURCES
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
-from pearl.text.reasoning import Splitter
+from pearl.text.reply import Delta, ReplyParser
 
 STYLES = {Provenance(source): colour for source, (colour, _) in SOURCES.items()}
 STYLES[Provenance.DIRECT] = ""
@@ -53,8 +53,13 @@ def legend() -> Text:
 class Reply:
     """A display for one reply. This base class writes text as it comes, for files, pipes and dumb terminals."""
 
-    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        """Append final text: each token's text, and where each token came from."""
+    def add(
+        self,
+        texts: Sequence[str],
+        provenance: Sequence[Provenance],
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Append final text: each token's text, where each token came from, and the tokens if they are known."""
         write_text("".join(texts))
 
     def guess(self, text: str) -> None:
@@ -153,28 +158,32 @@ class _ScreenReply(Reply):
 class MarkdownReply(_ScreenReply):
     """Rendered Markdown: finished blocks are printed once, the last block is redrawn.
 
-    The draft's guesses are not shown: inside a table or a list they could not be told from the text. Reasoning, which
-    `splitter` finds, is dimmed and not rendered.
+    It shows no guesses: inside a table or a list they could not be told from the text. The reasoning that a `parser`
+    finds is dimmed, and as it was written.
     """
 
-    def __init__(self, console: Console, splitter: Splitter | None = None) -> None:
+    def __init__(self, console: Console, parser: ReplyParser | None = None) -> None:
         self._answer = ""  # Markdown source not yet printed
         self._thought = ""  # reasoning not yet printed
-        self._splitter = splitter
+        self._parser = parser
         super().__init__(console)
 
-    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        self._split("".join(texts))
+    def add(
+        self,
+        texts: Sequence[str],
+        provenance: Sequence[Provenance],
+        tokens: Sequence[int] = (),
+    ) -> None:
+        if self._parser is None:
+            self._append(Delta(content="".join(texts)))
+        else:
+            self._append(self._parser.feed(texts, tokens))
         self._changed.set()
 
-    def _split(self, text: str, is_last: bool = False) -> None:
+    def _append(self, new: Delta) -> None:
         with self._lock:
-            if self._splitter is None:
-                self._answer += printable(text)
-            else:
-                thought, answer = self._splitter.feed(text, is_last)
-                self._thought += printable(thought)
-                self._answer += printable(answer)
+            self._thought += printable(new.reasoning)
+            self._answer += printable(new.content)
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
         if self._thought and not self._answer:
@@ -192,7 +201,8 @@ class MarkdownReply(_ScreenReply):
         return _group(parts), _markdown(self._answer)
 
     def _last(self) -> RenderableType | None:
-        self._split("", is_last=True)
+        if self._parser is not None:
+            self._append(self._parser.finish())
         has_answer = bool(self._answer.strip())
         parts: list[RenderableType] = []
         if self._thought:
@@ -215,7 +225,12 @@ class TokenReply(_ScreenReply):
         self._guess = ""
         super().__init__(console)
 
-    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
+    def add(
+        self,
+        texts: Sequence[str],
+        provenance: Sequence[Provenance],
+        tokens: Sequence[int] = (),
+    ) -> None:
         with self._lock:
             for text, source in zip(map(printable, texts), provenance, strict=True):
                 self._line.append(text, STYLES[source])

@@ -16,6 +16,7 @@ from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, installing
+from pearl.text.reasoning import TAGS, check_tags
 from pearl.text.tools import FORMATS
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ if TYPE_CHECKING:
     help="How the model writes calls of tools; auto: as its chat template shows.  [default: auto]",
 )
 @click.option(
+    "--reasoning-tags",
+    default="auto",
+    metavar="TAGS",
+    help="The tags around the model's reasoning: auto, as its chat template shows; none; a name "
+    f'({", ".join(TAGS)}); or the two tags, such as "<reason> </reason>".  [default: auto]',
+)
+@click.option(
     "--log-requests",
     type=click.Choice(["on", "off"]),
     default="on",
@@ -83,6 +91,7 @@ def serve(
             raise ConfigError("--http-model and --cors go with --http HOST:PORT")
     else:
         settings.engine.check_options(settings.options)
+        check_tags(door_options["reasoning_tags"])
         if not torchrun.rank():
             logs_requests = log_requests == "on"
             door = _bind(http, api_key or None, logs_requests=logs_requests, **door_options)

@@ -13,7 +13,7 @@ from pearl.config import RequestOptions
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import tags_of
+from pearl.text.reasoning import tags_for
 from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults
 from pearl.text.tools import in_words, knows_tools
@@ -119,9 +119,9 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
     if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
     if chat.prefix:
-        tags = tags_of(tokenizer.chat_template)
-        if tags is not None and tags.are_open(text):
-            text += f"\n{tags.end}\n\n"
+        tags = tags_for(tokenizer)
+        if tags is not None:
+            return tags.continued(text, chat.prefix)
     return text + chat.prefix
 
 

@@ -310,8 +310,7 @@ class _Reply:
         """Generate all texts, as many at a time as the engine has slots; send each piece to `events`, if given."""
         slots = asyncio.Semaphore(self.service.engine.config.slots)
         options = Options()
-        if self.request.format is not None:
-            options["show"] = self.request.format.shown
+        options["show"] = self.request.shown(self.service.engine.tokenizer)
         texts: list[ReplyText] = []
         tasks: list[asyncio.Task[None]] = []
 

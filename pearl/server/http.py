@@ -17,8 +17,8 @@ from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
 from pearl.server.errors import ApiError
 from pearl.server.schemas import SharedRequest, StreamOptions
-from pearl.text.reasoning import Splitter
-from pearl.text.tools import Call, CallSplitter
+from pearl.text.reply import Delta, ReplyParser
+from pearl.text.tools import Call
 
 MOST_BODY = 2 << 20  # bytes of one request
 BODY_SECONDS = 30.0  # for a body to arrive
@@ -65,67 +65,52 @@ class ReplyText:
         message: the message so far.
         result: the engine's result; complete once the text has ended.
         wait_seconds: how long the text waited until it was submitted.
-        reasoning_tokens: number of tokens up to the end of the reasoning; its closing tag may be among the answer's.
+        reasoning_tokens: the number of tokens up to the end of each part of the reasoning.
 
     Args:
-        thoughts: splits off the reasoning; None if the model does not think.
-        calls: splits off the tool calls; None if the text may have none.
+        parser: takes the text apart; None if all of it is content.
     """
 
     result: Result
     wait_seconds: float
 
-    def __init__(
-        self, index: int, thoughts: Splitter | None = None, calls: CallSplitter | None = None
-    ) -> None:
+    def __init__(self, index: int, parser: ReplyParser | None = None) -> None:
         self.index = index
-        self._thoughts = thoughts
-        self._calls = calls
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.reasoning_tokens = 0
-        self._is_thinking = False
-        self._held_tokens = 0  # whose text may still become reasoning or answer
+        self._parser = parser
 
     def feed(self, piece: Piece) -> dict[str, Any]:
-        """Take the next piece of the text, and return the fields of a delta that are complete with it.
+        """Take the next piece of the text, and return the fields of a delta that are certain with it.
 
-        Text that may be the beginning of a tag is held back until the next piece. The text is split token by token,
-        so that the counts do not depend on how many of them come at once.
+        Text that may be the beginning of a tag or call is held back until a later piece.
         """
-        delta: dict[str, Any] = {}
-        for text in piece.texts:
-            self._held_tokens += 1
-            self._take(text, delta)
-        if not piece.texts:
-            self._take(piece.text, delta)
-        return delta
+        if self._parser is None:
+            return self._taken(Delta(content=piece.text))
+        if not piece.tokens:
+            return self._taken(self._parser.feed([piece.text]))
+        joined = Delta()
+        for text, token in zip(piece.texts, piece.tokens, strict=True):
+            was_thinking = self._parser.is_thinking
+            joined += self._parser.feed([text], [token])
+            if was_thinking or self._parser.is_thinking:
+                self.reasoning_tokens += 1
+        return self._taken(joined)
 
     def finish(self) -> dict[str, Any]:
         """Return the fields of the last delta: what was held back."""
-        delta: dict[str, Any] = {}
-        self._take("", delta, is_last=True)
-        if self._is_thinking:
-            self.reasoning_tokens += self._held_tokens
-        return delta
+        if self._parser is None:
+            return {}
+        return self._taken(self._parser.finish())
 
-    def _take(self, text: str, delta: dict[str, Any], is_last: bool = False) -> None:
-        """Split the next text, and add what becomes final to the message and the delta."""
-        reasoning = ""
-        content = text
-        calls: list[Call] = []
-        if self._thoughts is not None:
-            reasoning, content = self._thoughts.feed(text, is_last)
-        if self._calls is not None:
-            content, calls = self._calls.feed(content, is_last)
-        self._append(delta, "reasoning_content", reasoning)
-        self._append(delta, "content", content)
-        for call in calls:
+    def _taken(self, new: Delta) -> dict[str, Any]:
+        """Add what is new to the message; return its fields."""
+        delta: dict[str, Any] = {}
+        self._append(delta, "reasoning_content", new.reasoning)
+        self._append(delta, "content", new.content)
+        for call in new.calls:
             self._add_call(delta, call)
-        if reasoning:
-            self.reasoning_tokens += self._held_tokens
-        if reasoning or content or calls:
-            self._held_tokens = 0
-            self._is_thinking = not (content or calls)
+        return delta
 
     def _append(self, delta: dict[str, Any], field: str, text: str) -> None:
         if text:

@@ -46,6 +46,7 @@ class Door:
         access: decides which requests are answered.
         model: the name under which clients request the model; None for the name under which it was loaded.
         tool_parser: the format in which the model writes tool calls, a name in `pearl.text.tools`.
+        reasoning_tags: the tags around its reasoning, as `pearl.text.reasoning.check_tags` takes them.
         logs_requests: whether each request is logged.
     """
 
@@ -54,6 +55,7 @@ class Door:
     access: Access
     model: str | None = None
     tool_parser: str = "auto"
+    reasoning_tags: str = "auto"
     logs_requests: bool = True
 
     @property
@@ -87,6 +89,7 @@ class Door:
         service = Service(engine, model)
         show_requests(self.logs_requests)
         tools = format_of(engine.tokenizer, self.tool_parser)
+        engine.tokenizer.reasoning_tags = self.reasoning_tags
         setup = Setup(model, options, tools, engine.config)
         app = App(service, setup, self.access)
         server = Server(app, service)

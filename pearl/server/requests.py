@@ -22,9 +22,10 @@ from pearl.server.schemas import (
     validate,
 )
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import splitter_of
+from pearl.text.reasoning import Tags, is_open_after, tags_for
+from pearl.text.reply import parser_of
 from pearl.text.stream import Tokenizer
-from pearl.text.tools import FORMATS, CallSplitter, Format, forced_schema
+from pearl.text.tools import FORMATS, Format, forced_schema
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
@@ -71,16 +72,45 @@ class TextRequest:
         """Make the reply's text number `index`, which splits into reasoning, content and calls."""
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
-        thoughts = None
-        if self.params.json_schema is None and self.params.regex is None:  # else without tags
-            thoughts = splitter_of(tokenizer, prompt)
-        if self.format is None:
-            return ReplyText(index, thoughts)
-        names = [tool.function.name for tool in self.body.tools]
-        is_forced = bool(self.body.forced_functions)
-        max_calls = None if self.body.parallel_tool_calls else 1
-        calls = CallSplitter(self.format, names, is_forced, max_calls)
-        return ReplyText(index, thoughts, calls)
+        tags = self._tags(tokenizer)
+        if tags is None and self.format is None:
+            return ReplyText(index)
+        is_open = False
+        if tags is not None:
+            chat = self.prompts[0]
+            assert isinstance(chat, Chat)
+            is_open = is_open_after(tokenizer, tags, prompt, chat.prefix)
+        schemas = {}
+        for tool in self.body.tools:
+            schemas[tool.function.name] = tool.function.parameters or {}
+        parser = parser_of(
+            tokenizer,
+            tags,
+            self.format,
+            schemas,
+            is_open=is_open,
+            is_forced=bool(self.body.forced_functions),
+            max_calls=None if self.body.parallel_tool_calls else 1,
+        )
+        return ReplyText(index, parser)
+
+    def shown(self, tokenizer: Tokenizer) -> set[str]:
+        """Return the special tokens whose names the reply's parser reads."""
+        names: set[str] = set()
+        if not isinstance(self.body, ChatCompletionRequest):
+            return names
+        tags = self._tags(tokenizer)
+        if tags is not None:
+            names |= set(tags.tokens)
+        if self.format is not None:
+            names |= set(self.format.shown)
+        return names
+
+    def _tags(self, tokenizer: Tokenizer) -> Tags | None:
+        """Return the tags of the reply's reasoning; None if it has none, as a text that keeps to a grammar."""
+        if self.params.json_schema is not None or self.params.regex is not None:
+            return None
+        return tags_for(tokenizer)
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
         """Return the params of text number `sample`, from 0; all share one seed.

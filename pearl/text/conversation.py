@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pearl.errors import RequestError
-from pearl.text.reasoning import split, tags_of
+from pearl.text.reasoning import tags_for
+from pearl.text.reply import split
 from pearl.text.stream import Tokenizer
 
 
@@ -127,7 +128,7 @@ class Conversation:
         return messages
 
     def _reply_of(self, turn: Turn) -> dict[str, Any]:
-        tags = tags_of(self._tokenizer.chat_template)
+        tags = tags_for(self._tokenizer)
         if tags is None:
             return {"role": "assistant", "content": turn.reply}
         question = [{"role": "user", "content": turn.user}]

@@ -1,15 +1,20 @@
-"""The reasoning of thinking models, apart from the answer that follows: their tags, and a splitter of their texts.
+"""The tags around a thinking model's reasoning, and whether a prompt has opened it.
 
 A model thinks if its chat template has the tags. Some templates write the opening tag themselves, at the end of the
-prompt. White space around tags is dropped. For example "<think>\nHm.\n</think>\n\nYes" is the reasoning "Hm." and the
-answer "Yes".
+prompt. For example "<think>\nHm.\n</think>\n\nYes" is the reasoning "Hm." and the answer "Yes". `pearl.text.reply`
+takes replies apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from pearl.errors import ConfigError
+from pearl.text.marks import Marks
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
@@ -19,36 +24,100 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """The marks around the reasoning in a text.
+    """The tags around the reasoning in a text.
 
     Attributes:
-        plain: marks that begin an answer without reasoning.
-        other_end: a mark that also ends the reasoning, before a call of a tool.
+        start, end: expressions that match the tags.
+        tokens: names in these that a vocabulary may have as tokens, the opening one first.
         marks: strings of which a model's chat template has one if the model writes these tags.
+        dropped: names of tokens that are no part of any text, such as those around the answer.
+        opening, closing: the texts that begin and end reasoning.
+        answer: the text that begins an answer, if the format has such.
     """
 
     start: str
     end: str
-    plain: tuple[str, ...] = ()
-    other_end: str = ""
+    tokens: tuple[str, ...]
     marks: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    opening: str = ""
+    closing: str = ""
+    answer: str = ""
 
     def are_open(self, prompt: str) -> bool:
         """Return whether the text after this prompt begins with reasoning."""
-        return prompt.rstrip().endswith(self.start)
+        return regex.search(rf"(?:{self.start})\s*$", prompt) is not None
+
+    def are_open_within(self, text: str) -> bool:
+        """Return whether this beginning of a reply ends within reasoning."""
+        is_open = False
+        for tag in regex.finditer(rf"(?P<start>{self.start})|{self.end}", text):
+            is_open = tag.group("start") is not None
+        return is_open
+
+    def continued(self, prompt: str, reply: str) -> str:
+        """Return the prompt for the rest of a reply that is begun: without reasoning, unless it begins with some."""
+        if self.are_open(prompt):
+            if regex.search(rf"{self.start}|{self.end}", reply) is None:
+                return f"{prompt}\n{self.closing}\n\n{reply}"
+            return prompt + regex.sub(rf"^\s*(?:{self.start})\s*", "", reply)
+        if regex.match(rf"\s*(?:{'|'.join(map(regex.escape, self.tokens))})", reply) is None:
+            return prompt + self.answer + reply
+        return prompt + reply
 
 
-# Every kind of tags that is read; of several in one template the first.
-TAGS = {
-    "think": Tags("<think>", "</think>", marks=("</think>",)),
-    # gpt-oss: its special tokens have no text.
-    "harmony": Tags(
-        "analysis",
-        "assistantfinal",
-        ("final", "commentary"),
-        "assistantcommentary",
-        marks=("<|channel|>analysis",),
+def tag_pair(
+    start: str, end: str, marks: tuple[str, ...] = (), dropped: tuple[str, ...] = ()
+) -> Tags:
+    """Return tags that are two names."""
+    return Tags(
+        regex.escape(start),
+        regex.escape(end),
+        tokens=(start, end, *dropped),
+        marks=marks or (end,),
+        dropped=dropped,
+        opening=start,
+        closing=end,
+    )
+
+
+HARMONY = Tags(
+    regex.escape("<|channel|>analysis<|message|>"),
+    regex.escape("<|end|>"),
+    tokens=(
+        "<|channel|>",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+        "<|constrain|>",
     ),
+    marks=("<|channel|>analysis",),
+    opening="<|channel|>analysis<|message|>",
+    closing="<|end|>",
+    answer="<|channel|>final<|message|>",
+)
+
+# Every kind of tags that is read, by its name in `--reasoning-tags`; of several in one template the first.
+TAGS = {
+    "harmony": HARMONY,  # gpt-oss
+    "gemma": Tags(  # Gemma 4
+        regex.escape("<|channel>") + r"\w*\n",
+        regex.escape("<channel|>"),
+        tokens=("<|channel>", "<channel|>"),
+        marks=("<|channel>",),
+        opening="<|channel>thought",
+        closing="<channel|>",
+    ),
+    "seed": tag_pair("<seed:think>", "</seed:think>"),
+    "cohere": tag_pair(  # Command A and R7B
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "mistral": tag_pair("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    "think": tag_pair("<think>", "</think>"),
 }
 
 
@@ -66,95 +135,47 @@ def tags_of(template: str) -> Tags | None:
     return tags
 
 
-def splitter_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Splitter | None:
-    """Return a splitter of the text after a prompt that the chat template wrote; None if the model does not think."""
-    tags = tags_of(tokenizer.chat_template)
-    if tags is None:
+def check_tags(choice: str) -> str:
+    """Return a choice of tags: auto, none, a name, or two tags with white space between. Raises `ConfigError`."""
+    if choice in ("auto", "none", *TAGS) or len(choice.split()) == 2:
+        return choice
+    names = ", ".join(TAGS)
+    raise ConfigError(
+        f"reasoning tags {choice!r}: give auto, none, one of {names}, or the two tags with a space between, "
+        'such as "<reason> </reason>"'
+    )
+
+
+def tags_for(tokenizer: Tokenizer) -> Tags | None:
+    """Return the tags that a model writes: those that the user chose, else those of its chat template."""
+    choice = getattr(tokenizer, "reasoning_tags", "auto")
+    if choice == "none":
         return None
-    prompt_end = tokenizer.decode(prompt[-_TAIL:])
-    return Splitter(tags, tags.are_open(prompt_end))
+    if choice in TAGS:
+        return TAGS[choice]
+    if choice != "auto":
+        start, end = choice.split()
+        return tag_pair(start, end)
+    return tags_of(tokenizer.chat_template)
 
 
-class Splitter:
-    """Splits a text that comes in pieces of any size.
+def is_open_after(
+    tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int], prefix: str = ""
+) -> bool:
+    """Return whether the text after a prompt begins with reasoning.
 
     Args:
-        is_open: whether the prompt has opened the reasoning.
+        prefix: the beginning of the reply, if it is part of the prompt.
     """
-
-    def __init__(self, tags: Tags, is_open: bool = False) -> None:
-        self.tags = tags
-        self.is_open = is_open
-        # The part that the text is in; empty until it is known.
-        self._part: Literal["", "reasoning", "answer"] = ""
-        self._is_begun = False  # whether that part has more than the white space that is dropped
-        self._text = ""  # not returned yet: it may be part of a tag, or white space beside one
-
-    def feed(self, piece: str, is_last: bool = False) -> tuple[str, str]:
-        """Take the next piece; return the reasoning and the answer that become final with it."""
-        self._text += piece
-        reasoning = ""
-        answer = ""
-        if not self._part:
-            self._begin(is_last)
-        if self._part == "reasoning":
-            reasoning = self._reasoning(is_last)
-        if self._part == "answer":
-            self._strip()
-            answer = self._text
-            self._text = ""
-        return reasoning, answer
-
-    def _begin(self, is_last: bool) -> None:
-        """Find the part with which the text begins, if that is known yet."""
-        text = self._text.lstrip()
-        marks: dict[str, Literal["reasoning", "answer"]] = {self.tags.start: "reasoning"}
-        if not self.is_open:
-            marks |= dict.fromkeys(self.tags.plain, "answer")
-        for mark, part in marks.items():
-            if text.startswith(mark):
-                self._part = part
-                self._text = text.removeprefix(mark)
-                return
-        if is_last or not any(mark.startswith(text) for mark in marks):
-            self._part = "reasoning" if self.is_open else "answer"
-            self._is_begun = not self.is_open  # an answer without tags is left as it is
-
-    def _reasoning(self, is_last: bool) -> str:
-        self._strip()
-        text = self._text
-        ends = [self.tags.end]
-        if self.tags.other_end:
-            ends.append(self.tags.other_end)
-        end = min((end for end in ends if end in text), key=text.index, default=None)
-        if end is not None:
-            reasoning, _, self._text = text.partition(end)
-            self._part = "answer"
-            self._is_begun = False
-            return reasoning.rstrip()
-        length = len(text)
-        if not is_last:
-            length = min(decided(text, end) for end in ends)
-        self._text = text[length:]
-        return text[:length]
-
-    def _strip(self) -> None:
-        if not self._is_begun:
-            self._text = self._text.lstrip()
-            self._is_begun = bool(self._text)
-
-
-def decided(text: str, tag: str) -> int:
-    """Return the length of `text` without a beginning of `tag` at its end, and white space before that.
-
-    For example 3 for "Yes </thi" and the tag "</think>".
-    """
-    for size in range(len(tag) - 1, 0, -1):
-        if text.endswith(tag[:size]):
-            return len(text[:-size].rstrip())
-    return len(text.rstrip())
-
-
-def split(text: str, tags: Tags, is_open: bool = False) -> tuple[str, str]:
-    """Return the reasoning and the answer of a whole text."""
-    return Splitter(tags, is_open).feed(text, is_last=True)
+    if prefix:
+        return tags.are_open_within(prefix)
+    names = Marks(tags.tokens, tokenizer).ids
+    end = ""
+    ordinary: list[int] = []
+    for token in prompt[-_TAIL:]:
+        if token in names:
+            end += tokenizer.decode(ordinary) + names[token]
+            ordinary = []
+        else:
+            ordinary.append(token)
+    return tags.are_open(end + tokenizer.decode(ordinary))

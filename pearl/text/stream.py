@@ -66,11 +66,13 @@ class Tokenizer(Protocol):
         vocab_size: the number of ids; some may have no token.
         chat_template: the template's source; empty if there is none.
         tool_template: the template for requests with tools; empty if it is the same.
+        reasoning_tags: the user's choice of the tags around the model's reasoning; see `pearl.text.reasoning`.
     """
 
     vocab_size: int
     chat_template: str
     tool_template: str = ""
+    reasoning_tags: str = "auto"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the tokens of `text`. If `special`, include the tokens that the tokenizer adds to a prompt (BOS)."""

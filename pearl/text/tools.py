@@ -1,4 +1,4 @@
-"""Calls of tools in a model's text: the formats that models write, and a splitter that takes calls out of a text.
+"""Calls of tools: the formats in which models write them, and how a prompt tells of tools.
 
 A chat template that renders tools shows the format of its model. For other templates the system prompt describes the
 tools, in Hermes' format: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
@@ -6,36 +6,40 @@ tools, in Hermes' format: <tool_call>{"name": "add", "arguments": {"a": 1}}</too
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pearl.text.reasoning import decided, entry_for
+import regex
+
+from pearl.text.calls import (
+    NEVER,
+    Block,
+    Cursor,
+    NamedCall,
+    Reader,
+    Reading,
+    Schemas,
+    TaggedCall,
+    either,
+    read_gemma,
+    read_known_object,
+    read_object,
+    read_python,
+)
+from pearl.text.marks import ANY
+from pearl.text.reasoning import HARMONY, entry_for
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
 
-_MAX_HEAD = 400  # characters from where calls may begin to the arguments of the first; after that it is plain text
-_NAMED = r'"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_LEFT_OVER = re.compile(  # marks of formats that follow calls
-    r'(?:</?tool_calls?>|<｜[^｜]*｜>|```|"id"\s*:\s*"[^"]*"|[\s\]},;)])*'
-)
+log = logging.getLogger(__name__)
 
-
-def _as_json(arguments: str) -> str:
-    """Convert Python's keyword arguments, such as (a=1, b="x"), to a JSON object; return other text as it is."""
-    try:
-        call = ast.parse(f"f{arguments}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return json.dumps(values, ensure_ascii=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return arguments
+# In OpenAI's notation; if a call comes in parts, only the first has its name and id.
+Call = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,39 +48,158 @@ class Format:
 
     Attributes:
         marks: strings of which a model's chat template has one if the model writes this format.
-        start: the string that begins the calls of a text.
-        head: an expression that matches up to a call's arguments; a group is the function's name.
+        start: an expression that matches where calls may begin.
+        read: takes calls out of a text that begins with `start`.
         prefix: begins a reply that must be a call: {"name": ..., `key`: ...} follows it.
-        leads: whether calls stand at the beginning of a text or nowhere, and name a function that the request has, for
-            texts without calls have `start`, too.
-        convert: makes JSON of the whole arguments of a call; None: they are JSON.
-        shown: special tokens that are part of the format; they have no text otherwise.
+        leads: whether calls stand at the beginning of the content or nowhere, and name a function that the request
+            has, for texts without calls have `start`, too.
+        shown: names in the expressions that a vocabulary may have as tokens; special ones have no text otherwise.
+        is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply` reads.
     """
 
     marks: tuple[str, ...]
     start: str
-    head: str = _NAMED
+    read: Reader
     prefix: str = ""
     key: str = "arguments"
     leads: bool = False
-    convert: Callable[[str], str] | None = None
     shown: tuple[str, ...] = ()
+    is_harmony: bool = False
+
+    def read_forced(self, cursor: Cursor, schemas: Schemas) -> Reading:
+        """Read a call that the prompt has begun with `prefix`."""
+        return Block(r"\s*(?=\{)", read_object)(cursor, schemas)
+
+
+_e = regex.escape
+_OBJECTS_BETWEEN = r"[\s,;]*(?=\{)"
+_MARKUP = rf"[^{{<{ANY}]{{0,60}}"  # a word of prose, a bracket, or the beginning of a code fence
+_END_OF_OBJECTS = r"[\s\]})`,;]*"
+
+_HERMES = Format(
+    ("<tool_call>",),
+    _e("<tool_call>"),
+    Block(
+        rf"{_e('<tool_call>')}{_MARKUP}(?=\{{)",
+        read_object,
+        _OBJECTS_BETWEEN,
+        rf"{_END_OF_OBJECTS}{_e('</tool_call>')}",
+    ),
+    prefix="<tool_call>\n",
+    shown=("<tool_call>", "</tool_call>"),
+)
+_QWEN_CALL = TaggedCall(
+    r"<function=([^>\n]{1,200})>\s*(?=<parameter=|</function>)",
+    r"\s*<parameter=([^>\n]+)>",
+    rf"\n?</parameter>(?=\s*(?:<parameter=|</function>|{_e('</tool_call>')}|{_e('</seed:tool_call>')}))",
+    r"\s*</function>",
+    is_padded=True,
+)
+
+
+def _qwen_block(start: str, end: str) -> Block:
+    opening = rf"(?:{_e(start)}\s*)?(?=<function=)"
+    return Block(opening, _QWEN_CALL, r"\s*(?=<function=)", rf"\s*{_e(end)}")
 
 
 # Every format that is read, by its name in `--tool-parser`; of several in one template the first.
 FORMATS = {
-    "hermes": Format(("<tool_call>",), "<tool_call>", prefix="<tool_call>\n"),
+    "harmony": Format(  # gpt-oss
+        ("to=functions.",), NEVER, Block(NEVER, read_object), is_harmony=True, shown=HARMONY.tokens
+    ),
+    "seed": Format(
+        ("<seed:tool_call>",),
+        rf"{_e('<seed:tool_call>')}|<function=",
+        _qwen_block("<seed:tool_call>", "</seed:tool_call>"),
+        shown=("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    "minimax": Format(
+        ("<minimax:tool_call>",),
+        _e("<minimax:tool_call>"),
+        Block(
+            rf"{_e('<minimax:tool_call>')}\s*(?=<invoke name=)",
+            TaggedCall(
+                r'<invoke name="([^"\n]+)">\s*(?=<parameter name=|</invoke>)',
+                r'\s*<parameter name="([^"\n]+)">',
+                r"\n?</parameter>(?=\s*(?:<parameter name=|</invoke>))",
+                r"\s*</invoke>",
+                is_padded=True,
+            ),
+            r"\s*(?=<invoke name=)",
+            rf"\s*{_e('</minimax:tool_call>')}",
+        ),
+        shown=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "qwen3_coder": Format(  # and Qwen3.5 to 3.8
+        ("<parameter=",),
+        rf"{_e('<tool_call>')}|<function=",
+        _qwen_block("<tool_call>", "</tool_call>"),
+        prefix="<tool_call>\n",
+        shown=("<tool_call>", "</tool_call>"),
+    ),
+    "glm": Format(  # 4.5 to 4.7
+        ("<arg_key>",),
+        _e("<tool_call>"),
+        Block(
+            rf"{_e('<tool_call>')}\s*(?=[\w.-])",
+            TaggedCall(
+                rf"([\w.-]+)\s*(?={_e('<arg_key>')}|{_e('</tool_call>')})",
+                rf"\s*{_e('<arg_key>')}\s*([^<{ANY}]+?)\s*{_e('</arg_key>')}\s*{_e('<arg_value>')}",
+                rf"{_e('</arg_value>')}(?=\s*(?:{_e('<arg_key>')}|{_e('</tool_call>')}))",
+                rf"\s*{_e('</tool_call>')}",
+                is_known=True,
+            ),
+        ),
+        shown=(
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+    ),
+    "gemma": Format(  # Gemma 4
+        ("<|tool_call>",),
+        _e("<|tool_call>"),
+        Block(
+            rf"{_e('<|tool_call>')}\s*(?=call:)",
+            read_gemma,
+            closing=rf"\s*{_e('<tool_call|>')}",
+        ),
+        shown=("<|tool_call>", "<tool_call|>", '<|"|>'),
+    ),
+    "hermes": _HERMES,
     "mistral": Format(
         ("[TOOL_CALLS]",),
-        "[TOOL_CALLS]",
-        rf"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)|{_NAMED}",
+        _e("[TOOL_CALLS]"),
+        Block(
+            rf"{_e('[TOOL_CALLS]')}\s*\[?\s*(?=[\w{{])",
+            either(
+                NamedCall(
+                    rf"([\w.-]+)(?:{_e('[CALL_ID]')}\w+)?(?:{_e('[ARGS]')})?\s*(?=\{{)",
+                ),
+                read_object,
+            ),
+            r"\s*,\s*(?=\{)",
+            r"\s*\]",
+        ),
         prefix="[TOOL_CALLS][",
         shown=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     ),
-    "deepseek": Format(
+    "deepseek": Format(  # V3, R1 and V3.1
         ("<｜tool▁calls▁begin｜>",),
-        "<｜tool▁calls▁begin｜>",
-        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\s<]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)",
+        _e("<｜tool▁calls▁begin｜>"),
+        Block(
+            rf"{_e('<｜tool▁calls▁begin｜>')}\s*(?={_e('<｜tool▁call▁begin｜>')})",
+            NamedCall(
+                rf"{_e('<｜tool▁call▁begin｜>')}(?:function{_e('<｜tool▁sep｜>')})?([\w.-]+)"
+                rf"(?:{_e('<｜tool▁sep｜>')}|\s*```json)\s*(?=\{{)",
+                rf"\s*(?:```\s*)?{_e('<｜tool▁call▁end｜>')}",
+            ),
+            rf"\s*(?={_e('<｜tool▁call▁begin｜>')})",
+            rf"\s*{_e('<｜tool▁calls▁end｜>')}",
+        ),
         shown=(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁call▁begin｜>",
@@ -85,21 +208,66 @@ FORMATS = {
             "<｜tool▁calls▁end｜>",
         ),
     ),
+    "kimi": Format(  # K2
+        ("<|tool_calls_section_begin|>",),
+        _e("<|tool_calls_section_begin|>"),
+        Block(
+            rf"{_e('<|tool_calls_section_begin|>')}\s*(?={_e('<|tool_call_begin|>')})",
+            NamedCall(
+                rf"{_e('<|tool_call_begin|>')}\s*(?:functions\.)?([\w.-]+)(?::\d+)?"
+                rf"\s*{_e('<|tool_call_argument_begin|>')}\s*(?=\{{)",
+                rf"\s*{_e('<|tool_call_end|>')}",
+            ),
+            rf"\s*(?={_e('<|tool_call_begin|>')})",
+            rf"\s*{_e('<|tool_calls_section_end|>')}",
+        ),
+        shown=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "cohere": Format(  # Command A and R7B
+        ("<|START_ACTION|>",),
+        _e("<|START_ACTION|>"),
+        Block(
+            rf"{_e('<|START_ACTION|>')}\s*\[?\s*(?=\{{)",
+            read_object,
+            _OBJECTS_BETWEEN,
+            rf"{_END_OF_OBJECTS}{_e('<|END_ACTION|>')}",
+        ),
+        shown=("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    "lfm2": Format(
+        ("<|tool_call_start|>",),
+        _e("<|tool_call_start|>"),
+        Block(
+            rf"{_e('<|tool_call_start|>')}\s*(?=\[)",
+            read_python,
+            closing=rf"\s*{_e('<|tool_call_end|>')}",
+        ),
+        shown=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
     "pythonic": Format(
         ("[func_name1(", "<|python_start|>"),
-        "[",
-        r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()",
+        rf"(?:{_e('<|python_start|>')})?\[",
+        Block(
+            rf"(?:{_e('<|python_start|>')})?(?=\[)",
+            read_python,
+            closing=rf"\s*{_e('<|python_end|>')}",
+        ),
         leads=True,
-        convert=_as_json,
-    ),
-    # gpt-oss; its special tokens have no text, and `pearl.text.reasoning` takes the channel's name.
-    "harmony": Format(
-        ("to=functions.",),
-        "to=functions.",
-        r"to=functions\.([\w.-]+?)(?:\s*commentary)?\s*(?:json|code)?\s*(?=\{)",
+        shown=("<|python_start|>", "<|python_end|>"),
     ),
     "llama3": Format(
-        ("<|python_tag|>", '{"name": function name'), "{", key="parameters", leads=True
+        ("<|python_tag|>", '{"name": function name'),
+        rf"(?:{_e('<|python_tag|>')}\s*)?\{{",
+        Block(rf"(?:{_e('<|python_tag|>')}\s*)?(?=\{{)", read_known_object, _OBJECTS_BETWEEN),
+        key="parameters",
+        leads=True,
+        shown=("<|python_tag|>",),
     ),
 }
 _PROBE = {
@@ -121,7 +289,13 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
     template = tokenizer.tool_template or tokenizer.chat_template
     if not template or not knows_tools(tokenizer):
         return FORMATS["hermes"]
-    format: Format = entry_for(template, FORMATS) or FORMATS["hermes"]
+    format: Format | None = entry_for(template, FORMATS)
+    if format is None:
+        log.warning(
+            "the chat template tells its model of tools in a format that is not known here: calls are read as "
+            "Hermes' <tool_call>{...}</tool_call>, all else is text; --tool-parser names another format"
+        )
+        return FORMATS["hermes"]
     return format
 
 
@@ -213,144 +387,3 @@ def _moved(schema: Any, path: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = path + reference[1:]
     return moved
-
-
-# ---- calls in a text ----
-
-
-# In OpenAI's notation; if a call comes in parts, only the first has its name and id.
-Call = dict[str, Any]
-
-
-class CallSplitter:
-    """Takes calls out of a text that comes in pieces of any size.
-
-    Args:
-        names: names of the functions that the model was told of.
-        is_forced: whether the prompt has begun the call.
-        most: the number of calls after which further ones are dropped; None for no limit.
-    """
-
-    def __init__(
-        self,
-        format: Format,
-        names: Collection[str],
-        is_forced: bool = False,
-        most: int | None = None,
-    ) -> None:
-        self._format = format
-        self._names = names
-        self._max_calls = most
-        self._head = re.compile(_NAMED if is_forced else format.head)
-        self._step = self._find_head if is_forced else self._find_start
-        self._convert = None if is_forced else format.convert
-        self._pending = ""  # text that may be the beginning of a call
-        self._text = ""
-        self._calls: list[Call] = []  # parts that are known with this piece
-        self._count = 0  # of calls so far
-        self._end = _ArgumentsEnd()  # of the arguments that are being read
-        self._unconverted = ""  # these arguments, if they are converted as a whole
-
-    def feed(self, piece: str, is_last: bool = False) -> tuple[str, list[Call]]:
-        """Take the next piece; return the text outside of calls, and the parts of calls, that become final with it."""
-        self._pending += piece
-        self._text = ""
-        self._calls = []
-        while self._step(is_last):
-            pass
-        return self._text, self._calls
-
-    def _find_start(self, is_last: bool) -> bool:
-        before, start, _ = self._pending.partition(self._format.start)
-        if self._format.leads and before.strip():
-            self._step = self._pass_on
-            return True
-        length = len(before)
-        if start:
-            length = len(before.rstrip())
-            self._step = self._find_head
-        elif not is_last:
-            length = decided(before, self._format.start)
-        self._text += self._pending[:length]
-        self._pending = self._pending[length:]
-        return bool(start)
-
-    def _find_head(self, is_last: bool) -> bool:
-        head = self._head.search(self._pending)
-        if head is None and not is_last and len(self._pending) <= _MAX_HEAD:
-            return False
-        name = head.group(head.lastindex or 0) if head is not None else ""
-        if head is None or not name or (self._format.leads and name not in self._names):
-            if self._count:  # no further call
-                self._pending = _LEFT_OVER.sub("", self._pending, count=1)
-            self._step = self._pass_on
-            return True
-        self._pending = self._pending[head.end() :]
-        self._begin_call(name)
-        return True
-
-    def _begin_call(self, name: str) -> None:
-        self._end = _ArgumentsEnd()
-        self._unconverted = ""
-        self._step = self._take_arguments
-        self._count += 1
-        if self._is_within_limit:
-            # Nine letters and digits: Mistral's templates take no other id.
-            id = secrets.token_hex(5)[:9]
-            function = {"name": name, "arguments": ""}
-            call = {"index": self._count - 1, "id": id, "type": "function", "function": function}
-            self._calls.append(call)
-
-    def _take_arguments(self, is_last: bool) -> bool:
-        end = self._end.find(self._pending)
-        arguments = self._pending[:end]
-        self._pending = "" if end is None else self._pending[end:]
-        if self._convert is not None:
-            self._unconverted += arguments
-            arguments = ""
-            if end is not None or is_last:
-                arguments = self._convert(self._unconverted)
-        if arguments and self._is_within_limit:
-            if not self._calls:
-                self._calls.append({"index": self._count - 1, "function": {"arguments": ""}})
-            self._calls[-1]["function"]["arguments"] += arguments
-        if end is None:
-            return False
-        self._step = self._find_head
-        return True
-
-    def _pass_on(self, is_last: bool) -> bool:
-        self._text += self._pending
-        self._pending = ""
-        return False
-
-    @property
-    def _is_within_limit(self) -> bool:
-        return self._max_calls is None or self._count <= self._max_calls
-
-
-class _ArgumentsEnd:
-    """Finds the end of arguments, where brackets balance outside of strings, in a text that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quote = ""
-        self._is_escaped = False
-
-    def find(self, text: str) -> int | None:
-        """Return the index after the closing bracket in the next piece, `text`; None if the piece has none."""
-        for index, character in enumerate(text):
-            if self._quote:
-                if self._is_escaped or character == "\\":
-                    self._is_escaped = not self._is_escaped
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
-            elif character in "{[(":
-                self._depth += 1
-            elif character in "}])":
-                self._depth -= 1
-                if not self._depth:
-                    return index + 1
-        return None

@@ -1,0 +1,540 @@
+"""Takes a reply apart while it comes: reasoning, content, and calls of tools.
+
+A parser is fed texts, with the token of each where these are known, and returns what is certain. The whole reply is
+what all feeds return, so whole and streamed replies are equal. `pearl.text.reasoning` has the tags that it looks for,
+`pearl.text.tools` the formats of calls.
+
+Every character of a reply belongs to one `Event`. White space beside tags is dropped, and so is white space beside
+calls where the text before or after them is empty.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import regex
+
+from pearl.text.calls import Cursor, Part, Reading, Schemas
+from pearl.text.marks import MarkedText, Marks
+from pearl.text.reasoning import HARMONY, Tags, is_open_after, tags_for
+from pearl.text.stream import Tokenizer
+from pearl.text.tools import Call, Format
+
+Kind = Literal["reasoning", "content", "call", "dropped"]
+
+
+class Event(NamedTuple):
+    """A part of a reply.
+
+    Attributes:
+        source: its characters in the reply.
+        text: what a reader sees of it; empty for what is dropped, and for calls.
+        call: in OpenAI's notation, if it is a part of one.
+    """
+
+    kind: Kind
+    source: str
+    text: str = ""
+    call: Call | None = None
+
+
+@dataclass
+class Delta:
+    """What became certain with a piece."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def __add__(self, later: Delta) -> Delta:
+        calls: list[Call] = []
+        for call in self.calls + later.calls:
+            _join(calls, call)
+        return Delta(self.reasoning + later.reasoning, self.content + later.content, calls)
+
+
+class ReplyParser(ABC):
+    """Parses one reply.
+
+    Args:
+        schemas: the functions that the model was told of.
+        max_calls: the number of calls after which further ones are dropped; None for no limit.
+
+    Attributes:
+        events: of the latest piece.
+        is_thinking: whether the reply so far ends within its reasoning.
+    """
+
+    def __init__(self, marks: Marks, schemas: Schemas, max_calls: int | None) -> None:
+        self.events: list[Event] = []
+        self.is_thinking = False
+        self._marks = marks
+        self._marked = MarkedText(marks)
+        self._cursor = Cursor(marks)
+        self._schemas = schemas
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._begun: set[Kind] = set()  # kinds of text that the reply has
+        self._hidden: Sequence[str] = ()  # tokens that are left out of texts
+
+    def feed(self, texts: Sequence[str], tokens: Sequence[int] = ()) -> Delta:
+        """Take the next piece. `tokens`: that of each text; empty if they are not known."""
+        self.events = []
+        for index, text in enumerate(texts):
+            token = tokens[index] if tokens else None
+            self._cursor.text += self._marked.push(text, token)
+            self._advance()
+        return self._delta()
+
+    def finish(self) -> Delta:
+        """Return what was held back, at the reply's end."""
+        self.events = []
+        self._cursor.text += self._marked.finish()
+        self._cursor.is_last = True
+        self._advance()
+        self._end()
+        return self._delta()
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Parse the cursor's text as far as it is certain."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Handle what is left at the reply's end."""
+
+    def _delta(self) -> Delta:
+        delta = Delta()
+        for event in self.events:
+            if event.kind == "reasoning":
+                delta.reasoning += event.text
+            elif event.kind == "content":
+                delta.content += event.text
+            elif event.call is not None:
+                _join(delta.calls, event.call)
+        return delta
+
+    def _emit(self, kind: Kind, source: str) -> None:
+        if not source:
+            return
+        text = ""
+        if kind != "dropped":
+            text = self._marks.readable(source, self._hidden)
+        self.events.append(Event(kind, self._marks.readable(source), text))
+
+    def _separate(self, kind: Kind, text: str) -> None:
+        """Emit what stands between two parts of a text, apart from its source."""
+        if text:
+            self.events.append(Event(kind, "", text))
+
+    def _emit_call(self, part: Part) -> None:
+        if part.name:
+            self._num_calls += 1
+        is_dropped = self._max_calls is not None and self._num_calls > self._max_calls
+        if is_dropped or not (part.name or part.arguments):
+            self._emit("dropped", part.source)
+            return
+        call: Call = {"index": self._num_calls - 1, "function": {"arguments": part.arguments}}
+        if part.name:
+            # Nine letters and digits: Mistral's templates take no other id.
+            call |= {"id": secrets.token_hex(5)[:9], "type": "function"}
+            call["function"] = {"name": part.name, "arguments": part.arguments}
+        self.events.append(Event("call", self._marks.readable(part.source), call=call))
+
+
+def _join(calls: list[Call], part: Call) -> None:
+    """Append a part of a call, or its arguments to the last one's."""
+    if "id" not in part and calls and calls[-1]["index"] == part["index"]:
+        calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    else:
+        calls.append(part | {"function": dict(part["function"])})
+
+
+class TagParser(ReplyParser):
+    """Parses replies whose reasoning stands between tags, and whose calls have a beginning of their own.
+
+    Args:
+        tags: None if the model does not think.
+        format: None if the reply may have no calls.
+        is_open: whether the prompt has opened the reasoning.
+        is_forced: whether the prompt has begun a call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        tags: Tags | None,
+        format: Format | None = None,
+        schemas: Schemas | None = None,
+        *,
+        is_open: bool = False,
+        is_forced: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        tag_names = () if tags is None else tags.tokens
+        call_names = () if format is None else format.shown
+        super().__init__(Marks((*tag_names, *call_names), tokenizer), schemas or {}, max_calls)
+        self._hidden = tag_names
+        self._tags = tags
+        self._format = format
+        self._reading: Reading | None = None
+        self._has_thought = is_open
+        self._has_calls = format is not None  # whether calls may still come
+        self._gap = ""  # white space that may be beside a tag or call
+        self._owed = ""  # white space before a call, which is text if more text comes
+        self._is_after_call = False
+        self._is_fresh = is_open  # whether the white space before the area's text is dropped
+        self._has_text = False
+        self._line_is_blank = True
+        self._tag_position: Literal["start", "anywhere"] = "start"
+        if tags is not None and self._marks.are_all_tokens((tags.tokens[0],)):
+            self._tag_position = "anywhere"
+        self.is_thinking = is_open
+        self._patterns = {True: self._pattern(True), False: self._pattern(False)}
+        if is_forced and format is not None:
+            self._reading = format.read_forced(self._cursor, self._schemas)
+
+    def _pattern(self, is_thinking: bool) -> regex.Pattern[str]:
+        """Compile what is looked for in an area."""
+        choices = []
+        if self._tags is not None:
+            choices.append(f"(?P<open>{self._tags.start})")
+            choices.append(f"(?P<close>{self._tags.end})")
+            for name in self._tags.dropped:
+                choices.append(f"(?P<dropped>{regex.escape(name)})")
+        if self._format is not None and not self._format.leads:
+            choices.append(f"(?P<call>{self._format.start})")
+        return self._marks.compiled("|".join(choices) or "(?!)")
+
+    def _advance(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Parse up to the next mark; return whether there is more to parse."""
+        if self._reading is not None:
+            return self._read_on()
+        if self._leads:
+            return self._look_for_leading_call()
+        text = self._cursor.text
+        pattern = self._patterns[self.is_thinking]
+        match = pattern.search(text, partial=not self._cursor.is_last)
+        if match is None:
+            self._emit_text(self._cursor.take(len(text)))
+            return False
+        self._emit_text(self._cursor.take(match.start()))
+        if match.partial:
+            return False
+        self._handle(match.lastgroup or "", match.end() - match.start())
+        return True
+
+    @property
+    def _leads(self) -> bool:
+        """Whether a call may only stand at the content's beginning, and this is it."""
+        format = self._format
+        return (
+            format is not None
+            and format.leads
+            and self._has_calls
+            and not self.is_thinking
+            and not self._has_text
+        )
+
+    def _look_for_leading_call(self) -> bool:
+        assert self._format is not None
+        text = self._cursor.text
+        stripped = text.lstrip()
+        if stripped != text:
+            self._emit_text(self._cursor.take(len(text) - len(stripped)))
+        if not stripped:
+            return False
+        if self._tags is not None:
+            pattern = self._patterns[False]
+            match = pattern.match(stripped, partial=not self._cursor.is_last)
+            if match is not None:
+                if match.partial:
+                    return False
+                self._handle(match.lastgroup or "", match.end())
+                return True
+        start = self._marks.compiled(self._format.start)
+        match = start.match(stripped, partial=not self._cursor.is_last)
+        if match is None:
+            self._has_calls = False
+            return True
+        if match.partial:
+            return False
+        self._reading = self._format.read(self._cursor, self._schemas)
+        return True
+
+    def _handle(self, mark: str, length: int) -> None:
+        """Handle a mark at the cursor's beginning."""
+        if mark == "call":
+            assert self._format is not None
+            self._reading = self._format.read(self._cursor, self._schemas)
+        elif mark == "open" and self._may_open:
+            self._enter(True, length)
+        elif mark == "close" and (self.is_thinking or self._tag_position == "anywhere"):
+            self._enter(False, length)
+        elif mark == "dropped":
+            self._enter(self.is_thinking, length)
+        else:
+            self._emit_text(self._cursor.take(length))
+
+    @property
+    def _may_open(self) -> bool:
+        """Whether an opening tag here opens reasoning: its name in a sentence is text, unless it is a token."""
+        if self._tag_position == "anywhere":
+            return True
+        if self.is_thinking:
+            return not self._has_text
+        return not self._has_text or (self._has_thought and self._line_is_blank)
+
+    def _enter(self, is_thinking: bool, length: int) -> None:
+        """Drop a tag, and the white space beside it unless it stands inside a text."""
+        tag = self._cursor.take(length)
+        if is_thinking == self.is_thinking and self._has_text:
+            self._hold_gap()
+            self._emit("dropped", tag)
+            return
+        self._emit("dropped", self._gap + tag)
+        self._gap = ""
+        self._owed = ""
+        self._line_is_blank = True
+        self._is_fresh = True
+        self._has_text = False
+        self._has_thought = self._has_thought or is_thinking
+        self.is_thinking = is_thinking
+
+    def _read_on(self) -> bool:
+        """Let the format's reader go on; return whether it has ended."""
+        assert self._reading is not None
+        while True:
+            try:
+                part = next(self._reading)
+            except StopIteration as end:
+                self._reading = None
+                if not end.value:
+                    self._decline()
+                return True
+            if part is None:
+                return False
+            self._touch_call()
+            self._emit_call(part)
+
+    def _touch_call(self) -> None:
+        """Note that a call stands here: white space beside it may be no text."""
+        self._hold_gap()
+        self._is_after_call = True
+        if not self._has_text:
+            self._is_fresh = True
+
+    def _hold_gap(self) -> None:
+        """Hold back the white space so far until more text comes."""
+        self._emit("dropped", self._gap)
+        self._owed += self._gap
+        self._gap = ""
+
+    def _decline(self) -> None:
+        """Take the beginning of what is no call as text."""
+        assert self._format is not None
+        if self._format.leads:
+            self._has_calls = False
+            return
+        start = self._marks.compiled(self._format.start).match(self._cursor.text)
+        if start is not None:  # else the call that the prompt has begun is none
+            self._emit_text(self._cursor.take(max(1, start.end())))
+
+    def _emit_text(self, text: str) -> None:
+        """Emit text of the area, but hold back the white space at its end."""
+        if not text:
+            return
+        body = text.lstrip()
+        self._gap += text[: len(text) - len(body)]
+        if body:
+            kind: Kind = "reasoning" if self.is_thinking else "content"
+            if self._is_fresh:
+                self._emit("dropped", self._gap)
+                self._separate(kind, "\n\n" if kind in self._begun else "")
+            else:
+                self._separate(kind, self._owed)
+                self._emit(kind, self._gap)
+            self._begun.add(kind)
+            self._gap = ""
+            self._owed = ""
+            text = body.rstrip()
+            self._emit(kind, text)
+            self._gap = body[len(text) :]
+            self._has_text = True
+            self._is_fresh = False
+            self._is_after_call = False
+        self._line_is_blank = "\n" in self._gap
+
+    def _end(self) -> None:
+        kind: Kind = "reasoning" if self.is_thinking else "content"
+        if self._is_fresh or self._is_after_call:
+            kind = "dropped"
+        self._emit(kind, self._gap)
+        self._gap = ""
+
+
+# ---- gpt-oss ----
+
+_RECIPIENT = regex.compile(r"to=(functions\.)?([\w.-]+)")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_HEADERS = ("<|start|>", "<|channel|>")
+
+
+class HarmonyParser(ReplyParser):
+    """Parses OpenAI's harmony format: messages, each with a header that names its channel and its recipient.
+
+    For example <|channel|>analysis<|message|>They greet.<|end|><|start|>assistant<|channel|>final<|message|>Hello!
+    A message to functions.NAME is a call in any channel; else analysis is reasoning, and all others are content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        schemas: Schemas | None = None,
+        *,
+        has_calls: bool = False,
+        is_open: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        super().__init__(Marks(HARMONY.tokens, tokenizer), schemas or {}, max_calls)
+        self._hidden = HARMONY.tokens
+        self._has_calls = has_calls
+        self._step = self._begin
+        self.is_thinking = is_open
+        self._kind: Kind = "reasoning" if is_open else "content"
+        self._separator = ""
+        self._arguments = False  # whether the call has any
+        compiled = self._marks.compiled
+        self._first = compiled(rf"\s*(?:{_either(*_HEADERS, '<|message|>')}|to=)")
+        self._header_end = compiled(_either("<|message|>"))
+        self._message_end = compiled(rf"(?P<end>{_either(*_ENDS)})|{_either(*_HEADERS)}")
+
+    def _advance(self) -> None:
+        while self._step():
+            pass
+
+    def _begin(self) -> bool:
+        """Find whether a header comes, as it does unless the prompt has it."""
+        if not self._cursor.text:
+            return False
+        match = self._first.match(self._cursor.text, partial=not self._cursor.is_last)
+        if match is not None and match.partial:
+            return False
+        self._step = self._read_body if match is None else self._read_header
+        return True
+
+    def _read_header(self) -> bool:
+        match = self._header_end.search(self._cursor.text)
+        if match is None:
+            return False
+        source = self._cursor.take(match.end())
+        header = self._marks.readable(source)
+        recipient = _RECIPIENT.search(header)
+        self._kind = "content"
+        if self._is_call(recipient):
+            self._kind = "call"
+            self._arguments = False
+            self._emit_call(Part(source, recipient.group(2)))
+        else:
+            if recipient is not None or "analysis" in header:
+                self._kind = "reasoning"
+            self._emit("dropped", source)
+        self._separator = "\n\n" if self._kind in self._begun else ""
+        self.is_thinking = self._kind == "reasoning"
+        self._step = self._read_body
+        return True
+
+    def _is_call(self, recipient: Any) -> bool:
+        """Return whether a recipient is a function of the request, and no tool of the model's own such as python."""
+        if recipient is None or not self._has_calls:
+            return False
+        return bool(recipient.group(1)) or recipient.group(2) in self._schemas
+
+    def _read_body(self) -> bool:
+        text = self._cursor.text
+        match = self._message_end.search(text, partial=not self._cursor.is_last)
+        length = len(text) if match is None else match.start()
+        self._emit_body(self._cursor.take(length))
+        if match is None or match.partial:
+            return False
+        self._end_body()
+        self._step = self._read_header
+        if match.group("end"):
+            self._emit("dropped", self._cursor.take(len(match.group())))
+            self._kind = "content"
+            self._step = self._begin
+        return True
+
+    def _emit_body(self, text: str) -> None:
+        if not text:
+            return
+        if self._kind == "call":
+            self._arguments = True
+            self._emit_call(Part(text, arguments=self._marks.readable(text)))
+            return
+        self._separate(self._kind, self._separator)
+        self._separator = ""
+        self._begun.add(self._kind)
+        self._emit(self._kind, text)
+
+    def _end_body(self) -> None:
+        if self._kind == "call" and not self._arguments:
+            self._emit_call(Part("", arguments="{}"))
+
+    def _end(self) -> None:
+        self._emit("dropped", self._cursor.take(len(self._cursor.text)))
+
+
+def _either(*names: str) -> str:
+    return "|".join(map(regex.escape, names))
+
+
+def parser_of(
+    tokenizer: Tokenizer | None,
+    tags: Tags | None,
+    format: Format | None = None,
+    schemas: Schemas | None = None,
+    *,
+    is_open: bool = False,
+    is_forced: bool = False,
+    max_calls: int | None = None,
+) -> ReplyParser:
+    """Return the parser of a reply; see `TagParser`."""
+    is_harmony = tags is HARMONY or (format is not None and format.is_harmony)
+    if is_harmony and not is_forced:
+        has_calls = format is not None
+        return HarmonyParser(
+            tokenizer, schemas, has_calls=has_calls, is_open=is_open, max_calls=max_calls
+        )
+    return TagParser(
+        tokenizer,
+        tags,
+        format,
+        schemas,
+        is_open=is_open,
+        is_forced=is_forced,
+        max_calls=max_calls,
+    )
+
+
+def reasoning_parser(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyParser | None:
+    """Return a parser of the reply to a prompt of the chat template; None if the model does not think."""
+    tags = tags_for(tokenizer)
+    if tags is None:
+        return None
+    return parser_of(tokenizer, tags, is_open=is_open_after(tokenizer, tags, prompt))
+
+
+def split(text: str, tags: Tags, is_open: bool = False) -> tuple[str, str]:
+    """Return the reasoning and the answer of a whole text, of which the tokens are not known."""
+    parser = parser_of(None, tags, is_open=is_open)
+    reply = parser.feed([text]) + parser.finish()
+    return reply.reasoning, reply.content

@@ -1,0 +1,266 @@
+"""What models write, said by a script behind the real server: whole and streamed, by one token and by many."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from pearl.server.listen import bind
+from pearl.text.tokenizer import FileTokenizer
+from pearl.text.tools import FORMATS
+from tests.served import Served, message
+from tests.test_server_tools import joined
+from tests.tokenizers import byte_level_files, read
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "key": {"type": "string"},
+        "limit": {"type": "integer"},
+        "where": {"$ref": "#/$defs/Where"},
+    },
+    "$defs": {"Where": {"type": "object"}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "lookup", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+RED = ("lookup", {"key": "red"})
+HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
+TEMPLATE = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}{# MARK #}"
+THINK = ("<think>", "</think>")
+CALL = ("<tool_call>", "</tool_call>")
+
+
+@dataclass
+class Case:
+    """A reply, and what clients get of it. `tokens`: names in it that are tokens, except between backticks."""
+
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    parser: str = "hermes"
+    tags: str = "none"
+    tokens: tuple[str, ...] = ()
+    special: bool = False
+
+
+def qwen(*parameters: str) -> str:
+    values = "".join(parameters)
+    return f"<tool_call>\n<function=lookup>\n{values}</function>\n</tool_call>"
+
+
+HARMONY = FORMATS["harmony"].shown
+CASES = {
+    "a tag in prose": Case(
+        "A call starts with <tool_call> here. " + "word " * 90 + "\n" + HERMES,
+        "A call starts with <tool_call> here. " + ("word " * 90).strip(),
+        calls=[RED],
+    ),
+    "a tag in prose that is a token": Case(
+        "A call starts with <tool_call> here. " + HERMES,
+        "A call starts with <tool_call> here.",
+        calls=[RED],
+        tokens=CALL,
+    ),
+    "a sentence between calls": Case(
+        f"{HERMES} And this one. {HERMES}", "And this one.", calls=[RED, RED]
+    ),
+    "text on both sides": Case(
+        f"Before it. {HERMES} After it.", "Before it.  After it.", calls=[RED]
+    ),
+    "arguments as text": Case(
+        '<tool_call>{"name": "lookup", "arguments": "{\\"key\\": \\"red\\"}"}</tool_call>',
+        calls=[RED],
+    ),
+    "arguments null": Case(
+        '<tool_call>{"name": "stop", "arguments": null}</tool_call>', calls=[("stop", {})]
+    ),
+    "no arguments": Case('<tool_call>{"name": "stop"}</tool_call>', calls=[("stop", {})]),
+    "arguments first": Case(
+        '<tool_call>{"arguments": {"key": "red"}, "name": "lookup"}</tool_call>', calls=[RED]
+    ),
+    "a fence": Case(
+        '<tool_call>\n```json\n{"name": "lookup", "arguments": {"key": "red"}}\n```\n</tool_call>',
+        calls=[RED],
+    ),
+    "a word of prose": Case(
+        '<tool_call>\nSure: {"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>',
+        calls=[RED],
+    ),
+    "a value without a name": Case('[lookup("red")]', calls=[RED], parser="pythonic"),
+    "more values than the schema has": Case(
+        '[lookup("red", 1, {}, 2)]', '[lookup("red", 1, {}, 2)]', parser="pythonic"
+    ),
+    "qwen's types": Case(
+        "I look.\n"
+        + qwen(
+            "<parameter=key>\na < b\n\n</parameter> or\n</parameter>\n",
+            "<parameter=limit>\n3\n</parameter>\n",
+            '<parameter=where>\n{"a": [true]}\n</parameter>\n',
+        ),
+        "I look.",
+        calls=[("lookup", {"key": "a < b\n\n</parameter> or", "limit": 3, "where": {"a": [True]}})],
+        parser="qwen3_coder",
+        tokens=CALL,
+    ),
+    "glm's types": Case(
+        "<tool_call>lookup\n<arg_key>key</arg_key>\n<arg_value>3</arg_value>\n<arg_key>limit</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        calls=[("lookup", {"key": "3", "limit": 3})],
+        parser="glm",
+        tokens=FORMATS["glm"].shown,
+    ),
+    "a call before the end of the reasoning": Case(
+        f"<think>\nLook it up.\n{HERMES}\n</think>\n\nDone.",
+        "Done.",
+        "Look it up.",
+        [RED],
+        tags="think",
+        tokens=(*THINK, *CALL),
+    ),
+    "a quoted end": Case(
+        "<think>\nIt ends with `</think>`, they say.\n</think>\n\nYes: `<think>`.",
+        "Yes: `<think>`.",
+        "It ends with `</think>`, they say.",
+        tags="think",
+        tokens=THINK,
+    ),
+    "a second block": Case(
+        "<think>One.</think>First. <think>Two.</think>Second.",
+        "First.\n\nSecond.",
+        "One.\n\nTwo.",
+        tags="think",
+        tokens=THINK,
+    ),
+    "magistral": Case(
+        "[THINK]Hm.[/THINK]Yes.",
+        "Yes.",
+        "Hm.",
+        tags="mistral",
+        tokens=("[THINK]", "[/THINK]"),
+        special=True,
+    ),
+    "gemma": Case(
+        '<|channel>thought\nHm.<channel|><|tool_call>call:lookup{key:<|"|>r "e" {d<|"|>,limit:3}<tool_call|>',
+        "",
+        "Hm.",
+        [("lookup", {"key": 'r "e" {d', "limit": 3})],
+        parser="gemma",
+        tags="gemma",
+        tokens=("<|channel>", "<channel|>", *FORMATS["gemma"].shown),
+        special=True,
+    ),
+    "cohere": Case(
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        "Yes.",
+        "Hm.",
+        tags="cohere",
+        tokens=("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        special=True,
+    ),
+    "seed": Case(
+        "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=lookup>\n<parameter=key>red</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        "",
+        "Hm.",
+        [RED],
+        parser="seed",
+        tags="seed",
+        tokens=("<seed:think>", "</seed:think>", *FORMATS["seed"].shown),
+        special=True,
+    ),
+    "the user's own tags": Case(
+        "<reason>Hm.</reason>Yes.", "Yes.", "Hm.", tags="<reason> </reason>"
+    ),
+    "harmony": Case(
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>finally, the word assistantfinal<|end|><|start|>assistant"
+        '<|channel|>analysis to=functions.lookup <|constrain|>json<|message|>{"key": "red"}<|call|>',
+        "finally, the word assistantfinal",
+        "One.\n\nTwo.",
+        [RED],
+        parser="harmony",
+        tags="harmony",
+        tokens=HARMONY,
+        special=True,
+    ),
+}
+
+
+def with_tokens(case: Case) -> FileTokenizer:
+    made = copy.deepcopy(byte_level_files())
+    tokens = [AddedToken(name, special=case.special, normalized=False) for name in case.tokens]
+    made.add_tokens(tokens)
+    made.chat_template = TEMPLATE
+    tokenizer = read(made)
+    tokenizer.reasoning_tags = case.tags
+    return tokenizer
+
+
+def tokens_of(tokenizer: FileTokenizer, case: Case) -> list[int]:
+    """The reply as the model writes it: a quoted tag of several tokens."""
+    tokens = []
+    for part in re.split("(`[^`\n]*`)", case.text):
+        if part.startswith("`") and part.endswith("`") and case.tokens:
+            for character in part:
+                tokens += tokenizer.encode(character, special=False)
+        else:
+            tokens += tokenizer.encode(part, special=False)
+    return tokens
+
+
+@contextmanager
+def behind(served: Served, case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    engine = served.service.engine
+    monkeypatch.setattr(engine, "tokenizer", with_tokens(case))
+    with Served(engine, bind("127.0.0.1:0", tool_parser=case.parser)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_models_write(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    fields: dict[str, Any] = {"messages": [message("Hi")], "tools": TOOLS, "max_tokens": None}
+    with behind(served, case, monkeypatch) as server:
+        tokens = tokens_of(server.service.engine.tokenizer, case)
+        for step in (1, len(tokens)):
+            with server.saying(tokens, step):
+                (choice,) = server.post("chat/completions", **fields).json()["choices"]
+                chunks = server.events("chat/completions", **fields)
+                response = server.post(
+                    "responses", tools=[{"type": "function", **tool["function"]} for tool in TOOLS]
+                )
+            reply = choice["message"]
+            calls = [call["function"] for call in reply.get("tool_calls", ())]
+            assert (reply["content"] or "") == case.content
+            assert reply.get("reasoning_content", "") == case.reasoning
+            assert [(call["name"], json.loads(call["arguments"])) for call in calls] == case.calls
+            assert choice["finish_reason"] == ("tool_calls" if case.calls else "stop")
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            for key, text in (("content", case.content), ("reasoning_content", case.reasoning)):
+                assert "".join(delta.get(key, "") for delta in deltas) == text
+            assert [call["function"] for call in joined(chunks)] == calls
+            _check_response(response.json()["output"], case)
+
+
+def _check_response(items: list[Any], case: Case) -> None:
+    texts = {"message": "", "reasoning": ""}
+    calls = []
+    for item in items:
+        if item["type"] == "function_call":
+            calls.append((item["name"], json.loads(item["arguments"])))
+        else:
+            texts[item["type"]] += "".join(part["text"] for part in item["content"])
+    assert (texts["message"], texts["reasoning"], calls) == (
+        case.content,
+        case.reasoning,
+        case.calls,
+    )
