@@ -388,15 +388,15 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    found = properties.get(name, {})
+    member = properties.get(name, {})
     for _ in range(8):
-        reference = found.get("$ref") if isinstance(found, Mapping) else None
+        reference = member.get("$ref") if isinstance(member, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
-        found = schema
+        member = schema
         for key in reference[2:].split("/"):
-            found = found.get(key, {}) if isinstance(found, Mapping) else {}
-    return found
+            member = member.get(key, {}) if isinstance(member, Mapping) else {}
+    return member
 
 
 def types_of(schema: Any) -> set[str]:

@@ -43,7 +43,8 @@ class Marks:
     def __init__(self, names: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
         self.ids: dict[int, str] = {}
         if tokenizer is not None and names:
-            self.ids = _ids_of(tokenizer, tuple(names))
+            key: Any = tokenizer  # hashable, as every object without an equality of its own
+            self.ids = _ids_of(key, tuple(names))
         self._names: dict[str, str] = {}
         self._characters: dict[str, str] = {}
         for name in sorted(self.ids.values(), key=len, reverse=True):
