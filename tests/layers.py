@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
     {"pearl.lab.guesses"},  # named by the registry of methods, loaded when a request uses one
     {"pearl", "pearl.lab"},
-    {"pearl.engine"},
+    {"pearl.engine", "pearl.vllm"},
     {"pearl.worker"},
     {"pearl.trace"},
     {"pearl.metrics"},

@@ -9,11 +9,14 @@ from pearl.transport.base import Connection, Listener
 from pearl.transport.keys import Keys
 
 
-def listen(address: str, keys: Keys | None = None) -> Listener:
-    """The end at `address` to which others connect. Raises `ConfigError` where it cannot be bound."""
+def listen(address: str, keys: Keys | None = None, *, is_target: bool = True) -> Listener:
+    """The end at `address` to which others connect. Raises `ConfigError` where it cannot be bound.
+
+    `is_target`: whether it is a target's; else it is a draft service's.
+    """
     from pearl.transport.zeromq import ZmqListener
 
-    return ZmqListener(address, keys)
+    return ZmqListener(address, keys, is_target=is_target)
 
 
 def connect(address: str, keys: Keys | None = None) -> Connection:

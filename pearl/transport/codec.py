@@ -33,6 +33,7 @@ from pearl.protocol.messages import (
     Heartbeat,
     HiddenStates,
     Message,
+    Outcomes,
     Preview,
     SparseRow,
     Verdict,
@@ -46,7 +47,17 @@ MAX_FRAMES = 1 + MAX_RUN
 TYPE_CODES: dict[type, int] = {
     kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()
 }
-_OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenStates, Finish)
+_OF_TARGET = (
+    Welcome,
+    Committed,
+    Preview,
+    Finished,
+    Begin,
+    Verdict,
+    HiddenStates,
+    Finish,
+    Outcomes,
+)
 _ERRORS = frozenset(
     name
     for name, value in vars(pearl.errors).items()

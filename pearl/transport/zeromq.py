@@ -97,6 +97,7 @@ class _Socket:
     """
 
     is_listener = False
+    is_target = False  # whether messages that only targets send are refused
 
     def __init__(self, kind: int, queue: int) -> None:
         self._is_closed = False
@@ -134,7 +135,7 @@ class _Socket:
                 break
             is_woken = self._wait(seconds_left)
             arrivals = self._take()
-        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in arrivals]
+        return [(peer, received(frames, to_target=self.is_target)) for peer, frames in arrivals]
 
     def wait(self, timeout: float) -> None:
         self._wait(timeout)
@@ -238,12 +239,15 @@ class ZmqListener(_Socket):
 
     is_listener = True
 
-    def __init__(self, address: str, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, keys: Keys | None = None, *, is_target: bool = True) -> None:
         """Binds `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
-        `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
-        socket file needs none.
+        Args:
+            keys: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
+                socket file needs none.
+            is_target: whether the listener is a target; else it is a draft service.
         """
+        self.is_target = is_target
         check_bind(address, keys is not None)
         admitted = None if keys is None or is_file(address) else _public(keys.client)
         queue = _FILE_LISTENER_QUEUE if is_file(address) else _TCP_LISTENER_QUEUE

@@ -1,0 +1,172 @@
+"""One request of vLLM as its draft has it: what was committed, what is drafted after it, what is prepared otherwise.
+
+vLLM decides the text; this only follows it.  The same objects serve PEARL's own target, so a draft that is late, that
+restarts or that sends nonsense is met by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.protocol.draft_state import DraftState, Received
+from pearl.protocol.machine import Do
+from pearl.protocol.messages import DraftTokens, Provenance, Submit
+from pearl.protocol.outside import OPTIONS
+from pearl.protocol.request import Request
+from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.speeds import Speeds
+
+_STEPS_UNTIL_RETRY = 32  # of a request that found no free slot at the service
+
+
+class DraftedText:
+    """A request for which a service drafts.
+
+    Args:
+        number: names it to the service.
+        tokens: the prompt, and what was generated already.
+        limit: the most tokens that vLLM holds of it.
+        context: tokens that the draft holds; 0: there is no draft.
+        window: c as last used.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        limit: int,
+        speeds: Speeds,
+        context: int,
+        window: int,
+    ) -> None:
+        submit = Submit(number, tuple(tokens), limit, OPTIONS)
+        self.number = number
+        self.request = Request(submit, TokenSequence())
+        self.draft = DraftState(self.request, speeds, context, window)
+        #: Whether the last step committed another token than was drafted; and whether the draft had prepared for it.
+        self.was_rejected = False
+        self.was_foreseen = False
+        self._speeds = speeds
+        self._refused = 0  # steps until it asks for a slot again
+        self.request.begin()
+
+    def begin(self, do: Do) -> None:
+        """Give the draft the whole text."""
+        self.draft.begin(do)
+
+    def join(self, context: int, do: Do) -> None:
+        """A draft has come, or comes back."""
+        self.draft.context = context
+        self._refused = 0
+        self._restart(do)
+
+    def lose(self) -> None:
+        """The draft is gone: what it has drafted is of no use to the one that comes back."""
+        self.draft.context = 0
+        self.draft.known = 0
+        self.request.discard_pending()
+
+    def refuse(self) -> None:
+        """The service has no slot for this request now."""
+        self.draft.known = 0
+        self.request.discard_pending()
+        self._refused = _STEPS_UNTIL_RETRY
+
+    def fail(self) -> None:
+        """The draft cannot go on with this request."""
+        self.draft.is_lost = True
+        self.draft.known = 0
+        self.request.discard_pending()
+
+    def _restart(self, do: Do) -> None:
+        self.request.counts.resyncs += 1
+        self.request.discard_pending()
+        if self.draft.resyncs_too_often:
+            self.draft.finish(do)
+            self.draft.is_lost = True
+            return
+        self.draft.begin(do)
+
+    # ---- vLLM's steps ----
+
+    def commit(self, tokens: Sequence[int], do: Do) -> None:
+        """Take in what a step has committed, and tell the draft."""
+        request = self.request
+        num_accepted = 0
+        num_undrafted = 0
+        is_wrong = False
+        for token in tokens:
+            drafted = request.sequence.first_pending
+            self._learn(token)
+            if drafted == token:
+                num_accepted += 1
+                request.commit(None, Provenance.ACCEPTED, is_stop=False)
+            elif drafted is None:
+                num_undrafted += 1
+                request.commit(token, Provenance.DIRECT, is_stop=False)
+            else:
+                is_wrong = True
+                request.commit(token, Provenance.CORRECTED, is_stop=False)
+        self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
+        request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
+        self.was_rejected = is_wrong
+        self.was_foreseen = is_wrong and bool(request.sequence.pending)
+        self._tell(do)
+        request.deliver(do)
+
+    def _learn(self, token: int) -> None:
+        """Take in what the draft's row said of its token, now that the target's is known."""
+        drafted = self.request.sequence.first_pending
+        if drafted is None:
+            return
+        seen = self.request.proposals.seen[0]
+        if seen is not None:
+            self._speeds.foresight.learn(seen, drafted, token)
+
+    def _tell(self, do: Do) -> None:
+        if not self._refused:
+            self.draft.announce(do)
+            return
+        self._refused -= 1
+        if not self._refused:
+            self._restart(do)
+
+    def end(self, do: Do) -> None:
+        self.draft.finish(do)
+
+    # ---- the draft's messages ----
+
+    def receive(self, message: DraftTokens, do: Do) -> None:
+        """Take drafted tokens. Raises `RemoteProtocolError` as `DraftState.receive`."""
+        if self.draft.known and self.draft.receive(message) is Received.GAP:
+            self._restart(do)
+
+    def resynchronise(self, epoch: int, do: Do) -> None:
+        """The draft has lost the text."""
+        if epoch == self.request.epoch:
+            self._restart(do)
+
+    # ---- what vLLM may verify ----
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the draft will send a token for the position after what it has sent."""
+        return bool(self.draft.known) and self.draft.is_drafting
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the draft has read the text and drafts: a long prompt takes it a while."""
+        return self.is_served and self.draft.has_sent
+
+    def chances(self, most: int) -> list[float]:
+        """Return for each of up to `most` drafted tokens the probability that it and all before it are accepted."""
+        seen = self.request.proposals.seen[:most]
+        chances: list[float] = []
+        reached = 1.0
+        for about in seen:
+            if about is None:
+                reached *= self._speeds.acceptance
+            else:
+                reached *= self._speeds.foresight.agrees(about)
+            chances.append(reached)
+        return chances
