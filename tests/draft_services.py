@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Draft, DraftGone, DraftJoined, Send, Wait
-from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Message, Outcomes, Role
+from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Hello, Message, Outcomes, Role
 from pearl.spec.methods import BRANCHES
 from pearl.text.tokenizer import vocabulary_digest
 from pearl.trace.tracer import Tracer
@@ -53,10 +53,12 @@ class InstantLink:
     context = CONTEXT
     refusal = ""
 
-    def __init__(self, runner: ModelRunner | None = None, slots: int = 8) -> None:
-        runner = runner or toy_draft(slots)
-        self._executor = DraftExecutor(ModelProposer(runner, VOCAB, texts=slots))
-        self.drafter = Drafter(CONTEXT, slots)
+    def __init__(
+        self, make_runner: Callable[[int], ModelRunner] = toy_draft, slots: int = 8
+    ) -> None:
+        self._make_runner = make_runner
+        self._slots = slots
+        self._start()
         self.is_ready = False
         self.is_silent = False
         self.arrivals: list[object] = []
@@ -66,7 +68,7 @@ class InstantLink:
     def receive(self, timeout: float = 0.0) -> list[object]:
         if not self.is_ready:
             self.is_ready = True
-            self.arrivals.append(DraftJoined(CONTEXT, 1e-3))
+            self.arrivals.append(DraftJoined(CONTEXT))
         if not self.is_silent:
             self._read()
         arrivals = self.arrivals
@@ -83,7 +85,12 @@ class InstantLink:
         self.is_ready = False
         self._unread = []
         self.arrivals = [DraftGone("it died")]
-        self.drafter = Drafter(CONTEXT, len(self.drafter.machines))
+        self._start()
+
+    def _start(self) -> None:
+        runner = self._make_runner(self._slots)
+        self._executor = DraftExecutor(ModelProposer(runner, VOCAB, texts=self._slots))
+        self.drafter = Drafter(CONTEXT, self._slots)
 
     def close(self) -> None:
         pass
@@ -98,6 +105,8 @@ class InstantLink:
         while pending:
             command = pending.popleft()
             match command:
+                case Send(DraftTokens() as message):
+                    self.arrivals.append(message.changed(seconds=0.0))
                 case Send(message):
                     self.arrivals.append(message)
                 case Wait():

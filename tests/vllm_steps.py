@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 NextToken = Callable[[Sequence[int]], int]
+_STEPS_PREEMPTED = 3
 
 
 def vllm_config(
@@ -72,6 +73,8 @@ class Steps:
         self._chunk = chunk
         self._table = np.zeros((rows, limit), dtype=np.int32)
         self._waiting: list[Text] = []
+        self._preempted: list[Text] = []
+        self._back_at = 0
         self.running: list[Text] = []
         self.done: dict[int, list[int]] = {}
         self.num_steps = 0
@@ -82,7 +85,7 @@ class Steps:
 
     def run(self, between: Callable[[], None] = lambda: None) -> dict[int, list[int]]:
         """Decode all to their ends; `between` is called before each step."""
-        while self.running or self._waiting:
+        while self.running or self._waiting or self._preempted:
             between()
             self.step()
         return self.done
@@ -92,7 +95,8 @@ class Steps:
         text = self._leave(row)
         text.unread = len(text.tokens)
         text.drafted = []
-        self._waiting.insert(0, text)
+        self._preempted.append(text)
+        self._back_at = self.num_steps + _STEPS_PREEMPTED
 
     def abort(self, row: int) -> Text:
         return self._leave(row)
@@ -103,6 +107,9 @@ class Steps:
             if self.running[row].is_done:
                 text = self._leave(row)
                 self.done[text.name] = text.tokens[: text.length]
+        if self.num_steps >= self._back_at:
+            self._waiting = self._preempted + self._waiting
+            self._preempted = []
         while self._waiting and len(self.running) < self._max_rows:
             self.running.append(self._waiting.pop(0))
         if not self.running:

@@ -20,6 +20,9 @@ class StepSpeeds(Speeds):
     most: int = 1
 
     def best_window(self, beside: int = 0) -> int:
+        """Return c: the last committed token and the drafted ones; all that vLLM takes until speeds are known."""
+        if not self.ratio:
+            return self.most + 1
         return min(super().best_window(beside), self.most + 1)
 
 
