@@ -46,8 +46,12 @@ def main() -> None:
         own = engine_rate(spec, options)
         outside = proposer_rate(spec, options)
         ratios.append(outside / own)
-        print(f"engine {own:.2f} tokens/s, proposer {outside:.2f}, ratio {ratios[-1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f}; the target alone {1 / options.t_target:.1f} tokens/s")
+        print(
+            f"engine {own:.2f} tokens/s, proposer {outside:.2f}, ratio {ratios[-1]:.3f}", flush=True
+        )
+    print(
+        f"median ratio {statistics.median(ratios):.3f}; the target alone {1 / options.t_target:.1f} tokens/s"
+    )
 
 
 def engine_rate(spec: str, options: argparse.Namespace) -> float:
@@ -93,7 +97,9 @@ def proposer_rate(spec: str, options: argparse.Namespace) -> float:
 class PacedSteps(Steps):
     """Steps that last `t_target` each, until the proposer is called."""
 
-    def __init__(self, proposer: PearlProposer, target: object, options: argparse.Namespace) -> None:
+    def __init__(
+        self, proposer: PearlProposer, target: object, options: argparse.Namespace
+    ) -> None:
         self._distribution = target
         super().__init__(proposer, self._token, rows=options.together, limit=8192)
         self._options = options
@@ -127,7 +133,17 @@ class PacedSteps(Steps):
 
 @contextmanager
 def service(spec: str, address: str, options: argparse.Namespace) -> Iterator[None]:
-    command = [sys.executable, "-m", "pearl", "draft", "serve", "--draft", spec, "--listen", address]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl",
+        "draft",
+        "serve",
+        "--draft",
+        spec,
+        "--listen",
+        address,
+    ]
     command += ["--draft-pace", str(options.t_draft), "--draft-device", "cpu:1"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--set", default="summaries", help="prompts: a file of pearl/lab/bench/sets")
+    parser.add_argument(
+        "--set", default="summaries", help="prompts: a file of pearl/lab/bench/sets"
+    )
     parser.add_argument("--most", type=int, default=8, help="drafted tokens a step, PEARL")
     parser.add_argument("--vllm-most", type=int, default=4, help="the same of draft_model")
     parser.add_argument("--rounds", type=int, default=1)
@@ -91,7 +93,10 @@ def compare(options: argparse.Namespace) -> None:
 
 def table(figures: dict[str, list[dict[str, Any]]], num_texts: int) -> str:
     base = statistics.median(result["rate"] for result in next(iter(figures.values())))
-    lines = ["| | tokens/s | times | tokens a step | step, ms | propose within 1 ms |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | tokens/s | times | tokens a step | step, ms | propose within 1 ms |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, results in figures.items():
         rates = [result["rate"] for result in results]
         rate = statistics.median(rates)
@@ -134,7 +139,16 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o700)
         plan_file = Path(directory, "plan.json")
-        command = ["taskset", "-c", way.cores, options.python, "-P", __file__, "--worker", str(plan_file)]
+        command = [
+            "taskset",
+            "-c",
+            way.cores,
+            options.python,
+            "-P",
+            __file__,
+            "--worker",
+            str(plan_file),
+        ]
         if way.drafts != "pearl":
             plan_file.write_text(json.dumps(plan))
             return run(command, environment)
@@ -151,7 +165,9 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
             part.unlink()
         with service(options.draft, address, trace):
             result = run(command, environment)
-        subprocess.run([sys.executable, "-m", "pearl", "trace", "merge", str(trace)], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pearl", "trace", "merge", str(trace)], cwd=ROOT, check=True
+        )
         return result
 
 
@@ -163,8 +179,27 @@ def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
 @contextmanager
 def service(draft: str, address: str, trace: Path) -> Iterator[None]:
     """A draft service on core 1, ready."""
-    command = [sys.executable, "-m", "pearl", "draft", "serve", "--draft", draft, "--listen", address]
-    command += ["--draft-device", "cpu:1", "--slots", "8", "--trace", str(trace), "--log-level", "info"]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl",
+        "draft",
+        "serve",
+        "--draft",
+        draft,
+        "--listen",
+        address,
+    ]
+    command += [
+        "--draft-device",
+        "cpu:1",
+        "--slots",
+        "8",
+        "--trace",
+        str(trace),
+        "--log-level",
+        "info",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

@@ -51,13 +51,14 @@ class InstantLink:
     """
 
     context = CONTEXT
+    slots = 8
     refusal = ""
 
     def __init__(
         self, make_runner: Callable[[int], ModelRunner] = toy_draft, slots: int = 8
     ) -> None:
         self._make_runner = make_runner
-        self._slots = slots
+        self.slots = slots
         self._start()
         self.is_ready = False
         self.is_silent = False
@@ -88,9 +89,9 @@ class InstantLink:
         self._start()
 
     def _start(self) -> None:
-        runner = self._make_runner(self._slots)
-        self._executor = DraftExecutor(ModelProposer(runner, VOCAB, texts=self._slots))
-        self.drafter = Drafter(CONTEXT, self._slots)
+        runner = self._make_runner(self.slots)
+        self._executor = DraftExecutor(ModelProposer(runner, VOCAB, texts=self.slots))
+        self.drafter = Drafter(CONTEXT, self.slots)
 
     def close(self) -> None:
         pass
@@ -138,7 +139,7 @@ class ThreadedService:
         digest = vocabulary_digest(tokenizer, size)
         self.service = DraftService(
             self._endpoint,
-            Hello(PROTOCOL_VERSION, Role.DRAFT, size, CONTEXT, digest, "toy"),
+            Hello(PROTOCOL_VERSION, Role.DRAFT, size, CONTEXT, digest, "toy", slots),
             partial(vocabulary_digest, tokenizer),
             DraftExecutor(ModelProposer(toy_draft(slots), VOCAB, texts=slots)),
             ready=self._ready.set,

@@ -100,7 +100,8 @@ class Hello(Message, frozen=True, tag=1):
 
     Attributes:
         context: the most tokens the sender's model can hold.
-        name: the sender's, for logs: "vllm rank 0".
+        name: the sender's, for logs: "vllm, data-parallel rank 0".
+        slots: of a draft service: requests that it drafts for side by side.
     """
 
     version: Version
@@ -109,6 +110,7 @@ class Hello(Message, frozen=True, tag=1):
     context: Position
     vocab_digest: Annotated[bytes, Meta(max_length=64)] = b""
     name: Name = ""
+    slots: Count = 0
 
 
 class Welcome(Message, frozen=True, tag=2):

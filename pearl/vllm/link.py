@@ -61,6 +61,7 @@ class ServiceLink:
         self._silence = Silence()
         self._is_met = False
         self.context = 0  # tokens that the draft holds
+        self.slots = 0  # requests that it drafts for side by side
         #: Whether a draft is connected that drafts.
         self.is_ready = False
         #: Why the last service was refused, or refused us; empty if none.
@@ -122,6 +123,7 @@ class ServiceLink:
         self.refusal = ""
         self._is_met = True
         self.context = hello.context
+        self.slots = hello.slots
         for _ in range(_CLOCK_PINGS):
             self.send(Ping(time.monotonic_ns()))
 

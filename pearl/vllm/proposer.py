@@ -42,6 +42,7 @@ _START_SECONDS = 2.0  # for the service to answer before vLLM's first request
 _FORESEEN_WEIGHT = 0.05  # of one rejection
 _PATIENCE = 1.5  # times the time that the awaited tokens should take
 _LEAST_WAIT_SECONDS = 1e-3
+_STEPS_UNTIL_RETRY = 32  # after the service had no slot for a request
 
 
 class PearlProposer:
@@ -67,6 +68,10 @@ class PearlProposer:
         self._waits_in_vain = False
         self._texts: dict[int, DraftedText] = {}  # by request
         self._rows = RowTable(secrets.randbits(31) << 32)
+        self._unserved: dict[
+            int, None
+        ] = {}  # requests that wait for a slot at the service, in turn
+        self._pause = 0  # steps until the next of them asks
         self._window = 0  # c as last used
         self._outbox: list[object] = []
         self._returned = 0  # when `propose` last returned, ns
@@ -138,7 +143,10 @@ class PearlProposer:
             rows.append(token_ids_cpu[row, : int(num_tokens_no_spec[row])])
         matches = self._rows.follow(rows)
         is_decoding = [bool(tokens) for tokens in sampled_token_ids]
-        self._observe(matches, is_decoding, began)
+        is_whole = True  # whether each row has grown by what was sampled, and by something
+        for tokens, match, sampled in zip(rows, matches, sampled_token_ids, strict=True):
+            is_whole = is_whole and len(tokens) - match.start == len(sampled) > 0
+        self._observe(matches, began, is_whole=is_whole)
         readiness = self._follow(matches, rows, is_decoding, began)
         decided = self._recorder.clock()
         numbers = [match.number for match in matches]
@@ -148,11 +156,10 @@ class PearlProposer:
         self._returned = self._recorder.clock()
         return windows
 
-    def _observe(self, matches: Sequence[Match], is_decoding: Sequence[bool], now: int) -> None:
+    def _observe(self, matches: Sequence[Match], now: int, *, is_whole: bool) -> None:
         """Take in how long vLLM's step took, if it only decoded requests that were there before."""
         numbers = [match.number for match in matches]
-        is_whole = all(is_decoding) and set(numbers) == self._verified.keys()
-        if is_whole and self._returned:
+        if is_whole and set(numbers) == self._verified.keys() and self._returned:
             windows = [self._verified[number] for number in numbers]
             fed = len(windows) + sum(windows)
             self._speeds.observe_target(fed, (now - self._returned) / 1e9)
@@ -172,8 +179,7 @@ class PearlProposer:
         lengths: list[int] = []
         numbers = {match.number for match in matches}
         for number in self._texts.keys() - numbers:
-            self._texts.pop(number).end(self._outbox.append)
-            self._recorder.end(number)
+            self._end(number)
         for match, tokens, decodes in zip(matches, rows, is_decoding, strict=True):
             if match.start:
                 text = self._texts[match.number]
@@ -185,6 +191,7 @@ class PearlProposer:
             if decodes:
                 lengths.append(len(tokens) - match.start)
                 readiness += self._look(text)
+        self._begin_next()
         commands = list(self._outbox)
         self._flush()
         self._recorder.decided(Stepped(tuple(lengths)), commands, start)
@@ -195,9 +202,28 @@ class PearlProposer:
         context = self._link.context if self._link.is_ready else 0
         text = DraftedText(number, tokens, self._limit, self._speeds, context, self._window)
         self._texts[number] = text
+        self._unserved[number] = None
         self._recorder.begin(number, len(tokens))
-        text.begin(self._outbox.append)
         return text
+
+    def _end(self, number: int) -> None:
+        text = self._texts.pop(number)
+        self._unserved.pop(number, None)
+        if text.is_served:
+            self._pause = 0
+        text.end(self._outbox.append)
+        self._recorder.end(number)
+
+    def _begin_next(self) -> None:
+        """Give the service the texts that it has slots for."""
+        if self._pause or not self._unserved:
+            self._pause = max(0, self._pause - 1)
+            return
+        assert self._link is not None
+        served = sum(text.is_served for text in self._texts.values())
+        for number in list(self._unserved)[: max(0, self._link.slots - served)]:
+            del self._unserved[number]
+            self._texts[number].begin(self._outbox.append)
 
     def _look(self, text: DraftedText) -> Readiness:
         """Return what the draft has ready, and learn how often it prepares for what happens."""
@@ -259,18 +285,19 @@ class PearlProposer:
 
     def _take(self, events: Sequence[object]) -> None:
         """Take in what has arrived from the service."""
-        assert self._link is not None
-        send = self._outbox.append
         for event in events:
             match event:
                 case DraftJoined(context, seconds):
                     self._speeds.observe_draft(seconds)
+                    self._unserved = dict.fromkeys(self._texts)
+                    self._pause = 0
                     for text in self._texts.values():
-                        text.join(context, send)
+                        text.draft.context = context
                 case DraftGone(reason):
                     log.warning("draft lost: %s; vLLM goes on alone", reason)
                     for text in self._texts.values():
-                        text.lose()
+                        text.draft.context = 0
+                        text.drop()
                 case Pong():
                     self._recorder.pong(event)
                 case DraftTokens() | Resync() | Error():
@@ -287,7 +314,9 @@ class PearlProposer:
             case Resync(_, epoch):
                 text.resynchronise(epoch, self._outbox.append)
             case Error(_, kind) if kind == REFUSED:
-                text.refuse()
+                text.drop()
+                self._unserved[message.request] = None
+                self._pause = _STEPS_UNTIL_RETRY
             case Error(_, kind, why):
                 log.warning("the draft cannot go on with a request: %s: %s", kind, why)
                 text.fail()

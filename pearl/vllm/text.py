@@ -16,8 +16,6 @@ from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-_STEPS_UNTIL_RETRY = 32  # of a request that found no free slot at the service
-
 
 class DraftedText:
     """A request for which a service drafts.
@@ -47,36 +45,21 @@ class DraftedText:
         self.was_rejected = False
         self.was_foreseen = False
         self._speeds = speeds
-        self._refused = 0  # steps until it asks for a slot again
         self.request.begin()
 
     def begin(self, do: Do) -> None:
         """Give the draft the whole text."""
         self.draft.begin(do)
 
-    def join(self, context: int, do: Do) -> None:
-        """A draft has come, or comes back."""
-        self.draft.context = context
-        self._refused = 0
-        self._restart(do)
-
-    def lose(self) -> None:
-        """The draft is gone: what it has drafted is of no use to the one that comes back."""
-        self.draft.context = 0
+    def drop(self) -> None:
+        """No draft is at work on this request now; what was drafted is of no use to one that begins again."""
         self.draft.known = 0
         self.request.discard_pending()
-
-    def refuse(self) -> None:
-        """The service has no slot for this request now."""
-        self.draft.known = 0
-        self.request.discard_pending()
-        self._refused = _STEPS_UNTIL_RETRY
 
     def fail(self) -> None:
         """The draft cannot go on with this request."""
         self.draft.is_lost = True
-        self.draft.known = 0
-        self.request.discard_pending()
+        self.drop()
 
     def _restart(self, do: Do) -> None:
         self.request.counts.resyncs += 1
@@ -111,7 +94,7 @@ class DraftedText:
         request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
         self.was_rejected = is_wrong
         self.was_foreseen = is_wrong and bool(request.sequence.pending)
-        self._tell(do)
+        self.draft.announce(do)
         request.deliver(do)
 
     def _learn(self, token: int) -> None:
@@ -122,14 +105,6 @@ class DraftedText:
         seen = self.request.proposals.seen[0]
         if seen is not None:
             self._speeds.foresight.learn(seen, drafted, token)
-
-    def _tell(self, do: Do) -> None:
-        if not self._refused:
-            self.draft.announce(do)
-            return
-        self._refused -= 1
-        if not self._refused:
-            self._restart(do)
 
     def end(self, do: Do) -> None:
         self.draft.finish(do)

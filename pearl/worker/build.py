@@ -246,6 +246,7 @@ def run_draft_service(
                 runner.context,
                 digest,
                 config.draft[-_NAME_LENGTH:],
+                config.slots,
             ),
             partial(vocabulary_digest, tokenizer),
             DraftExecutor(proposer),
