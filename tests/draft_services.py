@@ -78,8 +78,9 @@ class InstantLink:
 
     def send(self, message: Message) -> None:
         assert isinstance(message, Outcomes)
-        self.sent += message.events
-        self._unread += message.events
+        events = [*message.finishes, *message.begins, *message.verdicts]
+        self.sent += events
+        self._unread += events
 
     def die(self) -> None:
         """What it knew and had sent is lost; it comes back with the next `receive`."""

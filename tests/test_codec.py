@@ -112,7 +112,7 @@ EXAMPLES = (
     m.Pong(1, 2),
     m.Trace(1, True),
     m.HiddenStates(1, 4, bytes(12)),
-    m.Outcomes((m.Verdict(1, 0, 1, (4,), 6, 7), m.Finish(2))),
+    m.Outcomes((m.Finish(2),), (BEGIN,), (m.Verdict(1, 0, 1, (4,), 6, 7),)),
     m.Error(-1, "TargetLost", ""),
 )
 

@@ -480,8 +480,8 @@ def test_bad_engines_harm_nobody_else(tmp_path: Path) -> None:
     with serving(tmp_path) as service:
         proposer = met(service.address)
         for bad in (
-            Outcomes((begin.changed(digest=7),)),
-            Outcomes((begin.changed(tokens=(), digest=0),)),
+            Outcomes(begins=(begin.changed(digest=7),)),
+            Outcomes(begins=(begin.changed(tokens=(), digest=0),)),
             Resync(1, 0),
         ):
             stranger = connect(service.address)
@@ -506,9 +506,9 @@ def test_requests_of_others_cannot_be_touched(tmp_path: Path) -> None:
             end.send(Hello(PROTOCOL_VERSION, Role.TARGET, 0, 9))
             collect(end, 2)
         owner, other = ends
-        owner.send(Outcomes((begin,)))
+        owner.send(Outcomes(begins=(begin,)))
         assert isinstance(collect(owner, 1)[0][1], DraftTokens)
-        other.send(Outcomes((Finish(1), verdict)))
+        other.send(Outcomes((Finish(1),), verdicts=(verdict,)))
         assert collect(other, 1)[0][1] == Resync(1, 0)
         assert list(service.service._served) == [1]
         for end in ends:
@@ -523,8 +523,8 @@ def test_what_a_service_cannot_draft_is_refused(tmp_path: Path) -> None:
         end = connect(service.address)
         end.send(Hello(PROTOCOL_VERSION, Role.TARGET, 0, 9))
         collect(end, 2)
-        end.send(Outcomes((begin.changed(options=sampled),)))
-        end.send(Outcomes((begin.changed(tokens=long, digest=extend_digest(0, long)),)))
+        end.send(Outcomes(begins=(begin.changed(options=sampled),)))
+        end.send(Outcomes(begins=(begin.changed(tokens=long, digest=extend_digest(0, long)),)))
         refusals = [message for _, message in collect(end, 2)]
         assert [refusal.kind for refusal in refusals] == ["RequestError"] * 2
         end.close()

@@ -60,7 +60,7 @@ def draft() -> None:
     "address",
     required=True,
     metavar="ADDRESS",
-    help="Where engines connect: ipc:///PATH, a socket file in a directory of mode 0700; or tcp://HOST:PORT, with --keys.",
+    help="Where engines connect: ipc:///PATH, a file in a directory of mode 0700; or tcp://HOST:PORT, with --keys.",
 )
 @field_options(
     {name: of_field(EngineConfig.model_fields[name]) for name in _FIELDS},

@@ -266,10 +266,13 @@ class Finish(Message, frozen=True, tag=11):
 class Outcomes(Message, frozen=True, tag=19):
     """What one step of another engine has decided, for all its requests together.
 
-    `events`: in their order. Sent to a draft service (`pearl draft serve`), which takes each as if it came alone.
+    Sent to a draft service (`pearl draft serve`), which takes each event as if it came alone, in the order of the
+    fields: slots are free before others take them.
     """
 
-    events: Annotated[tuple[Begin | Verdict | Finish, ...], Meta(max_length=MAX_EVENTS)]
+    finishes: Annotated[tuple[Finish, ...], Meta(max_length=MAX_EVENTS)] = ()
+    begins: Annotated[tuple[Begin, ...], Meta(max_length=MAX_EVENTS)] = ()
+    verdicts: Annotated[tuple[Verdict, ...], Meta(max_length=MAX_EVENTS)] = ()
 
 
 class Cancel(Message, frozen=True, tag=12):

@@ -18,14 +18,17 @@ from pearl.errors import ConfigError, RemoteProtocolError
 from pearl.protocol.events import DraftGone, DraftJoined, Send
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
+    Begin,
     DraftTokens,
     Error,
+    Finish,
     Hello,
     Message,
     Outcomes,
     Pong,
     Resync,
     Role,
+    Verdict,
 )
 from pearl.protocol.outside import REFUSED
 from pearl.vllm.link import ServiceLink
@@ -340,8 +343,16 @@ class PearlProposer:
                 messages.append(command.message)
         self._outbox.clear()
         if messages and self._link is not None:
-            self._link.send(Outcomes(tuple(messages)))  # type: ignore[arg-type]
+            self._link.send(_together(messages))
             self._recorder.sent(messages, start)
+
+
+def _together(messages: Sequence[Message]) -> Outcomes:
+    """Return the messages as one. Those of one request are in this order anyway."""
+    finishes = [message for message in messages if isinstance(message, Finish)]
+    begins = [message for message in messages if isinstance(message, Begin)]
+    verdicts = [message for message in messages if isinstance(message, Verdict)]
+    return Outcomes(tuple(finishes), tuple(begins), tuple(verdicts))
 
 
 def _control(address: str) -> str:

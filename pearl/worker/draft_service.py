@@ -108,8 +108,8 @@ class DraftService(DraftWorker):
         match message:
             case Hello():
                 self._meet_engine(peer, message)
-            case Outcomes(events) if is_known:
-                for event in events:
+            case Outcomes(finishes, begins, verdicts) if is_known:
+                for event in (*finishes, *begins, *verdicts):
                     self._take(peer, event)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
