@@ -1,4 +1,4 @@
-"""The proposer on a stand-in for vLLM whose steps last a given time, against PEARL's own engine on the same emulated pair.
+"""The proposer on a stand-in for vLLM whose steps last a given time, against PEARL's own engine: one emulated pair.
 
     python scripts/bench_proposer.py [--alpha .8] [--t-target .05] [--t-draft .01] [--tokens 300] [--rounds 3]
 

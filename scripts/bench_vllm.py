@@ -1,6 +1,6 @@
 """vLLM with PEARL's draft beside it, against vLLM alone and with its own draft model: tokens a second, side by side.
 
-    python scripts/bench_vllm.py --python VLLM_ENV/bin/python --target DIR --draft MODEL --vllm-draft DIR --out FILE.json
+    python scripts/bench_vllm.py --python VLLM/bin/python --target DIR --draft MODEL --vllm-draft DIR --out FILE
 
 Runs in PEARL's environment, on two cores; each way is a process of vLLM's environment (`scripts/setup_vllm`). The ways,
 with the cores of target and draft, are decoded in turns, `--rounds` times; greedy, one text at a time, with the same
