@@ -68,7 +68,7 @@ def engine_rate(spec: str, options: argparse.Namespace) -> float:
         began = time.monotonic()
         results = engine.generate(prompts, sampling)
         seconds = time.monotonic() - began
-        return sum(len(result.token_ids) for result in results) / seconds
+        return sum(len(result.tokens) for result in results) / seconds
 
 
 def proposer_rate(spec: str, options: argparse.Namespace) -> float:

@@ -13,6 +13,10 @@ from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import worthwhile
 
 
+# Of tokens a second, by which waiting must be better: a proposer that waits holds up all of vLLM.
+_LEAST_GAIN = 1.05
+
+
 @dataclass
 class StepSpeeds(Speeds):
     """As `Speeds`, of a target that verifies at most `most` drafted tokens of a request in a step."""
@@ -52,7 +56,7 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
     Steps alternate between two states.  In the first, nothing is ready: waiting for n tokens costs n draft forwards,
     and all requests wait.  In the second a window is ready, because all tokens of the step before were accepted, or
     because the draft had prepared for what was committed instead.  The n with most tokens a second in the long run is
-    returned.
+    returned, unless it gains less than 5% over not waiting.
 
     Args:
         foreseen: how often the draft has prepared for a rejection.
@@ -74,7 +78,8 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
     for count in range(min(most, int(speeds.ratio)) + 1):
         bare = _State.of(count, acceptance, foreseen, step(count) + count * delay)
         rates.append(_rate(bare, ready))
-    return rates.index(max(rates))
+    best = max(rates)
+    return rates.index(best) if best > _LEAST_GAIN * rates[0] else 0
 
 
 @dataclass(frozen=True)
