@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ from pearl.trace.recorder import outside_recorder
 from pearl.trace.report import report, side_by_side
 from pearl.transport import connect
 from pearl.transport.base import Endpoint
+from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from pearl.vllm import PearlProposer
 from pearl.vllm.link import ServiceLink
 from pearl.vllm.rows import RowTable
 from pearl.vllm.vocabulary import Vocabulary
 from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
-from tests.conftest import eventually
+from tests.conftest import HAS_NAMESPACES, eventually, output
 from tests.draft_services import (
     CONTEXT,
     TARGET,
@@ -58,6 +61,7 @@ from tests.peers import collect
 from tests.virtual import NEVER
 from tests.vllm_steps import Sampling, Steps, vllm_config
 
+ROOT = Path(__file__).parent.parent
 NOWHERE = "ipc:///nowhere/draft"
 PROMPTS = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3], [9], [7, 7, 7, 7], [1, 2, 3, 4, 5]]
 LENGTH = 24
@@ -539,6 +543,98 @@ def test_what_a_service_cannot_draft_is_refused(tmp_path: Path) -> None:
         refusals = answers(end, 2)
         assert [refusal.kind for refusal in refusals] == ["RequestError"] * 2
         end.close()
+
+
+# ---- the command ----
+
+SERVE = [sys.executable, "-m", "pearl", "draft", "serve", "--draft-device", "cpu", "--draft"]
+SPEC = f"toy:vocab={VOCAB},alpha=0.5,context={CONTEXT}"
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A service's process, once engines may connect."""
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            for line in process.stderr:
+                said += line
+                if "drafting on" in line:
+                    break
+            assert process.poll() is None, said
+            yield process
+        finally:
+            process.kill()
+
+
+def decodes_with_drafts(proposer: PearlProposer) -> None:
+    """Its texts are the target's, with drafts."""
+    eventually(lambda: polled(proposer).is_ready, "the proposer meets the service")
+    steps = Steps(proposer, target_token)
+    wanted = submit_all(steps)
+    assert steps.run(lambda: settle(proposer)) == wanted
+    assert steps.num_drafted
+
+
+@pytest.mark.slow
+def test_the_command_can_be_killed_and_started_again(tmp_path: Path) -> None:
+    """The dead one's socket file is in nobody's way; at SIGTERM a service removes its own."""
+    tmp_path.chmod(0o700)
+    socket = tmp_path / "draft"
+    command = [*SERVE, SPEC, "--listen", f"ipc://{socket}"]
+    with running(command):
+        proposer = met(f"ipc://{socket}")
+        decodes_with_drafts(proposer)
+    assert socket.exists()
+    eventually(lambda: not polled(proposer).is_ready, "its death is noticed")
+    with running(command) as process:
+        decodes_with_drafts(proposer)
+        process.terminate()
+        assert process.wait(60) == 0
+    assert not socket.exists()
+    proposer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and `ip` of iproute2")
+def test_a_service_on_another_host(tmp_path: Path) -> None:
+    """A network namespace with one link to this one."""
+    name = f"pearl-{os.getpid()}-draft"
+    wire = f"pw{os.getpid()}"
+    keys = tmp_path / "keys"
+    write_keys(keys, new_keys())
+    output("ip", "netns", "add", name)
+    try:
+        output("ip", "link", "add", wire, "type", "veth", "peer", "wire", "netns", name)
+        output("ip", "addr", "add", "10.78.0.1/24", "dev", wire)
+        output("ip", "link", "set", wire, "up")
+        output("ip", "-n", name, "addr", "add", "10.78.0.2/24", "dev", "wire")
+        output("ip", "-n", name, "link", "set", "wire", "up")
+        address = "tcp://10.78.0.2:7000"
+        command = ["ip", "netns", "exec", name, *SERVE, SPEC, "--listen", address]
+        with running([*command, "--keys", str(keys)]):
+            proposer = met(address, keys=str(keys))
+            decodes_with_drafts(proposer)
+            proposer.close()
+    finally:
+        output("ip", "netns", "del", name)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--listen", "tcp://127.0.0.1:0"], "--keys FILE"),
+        (["--listen", "ipc:///tmp/draft"], "mode 0700"),
+        (["--listen", "shm://x"], "only ipc://"),
+    ],
+)
+def test_where_a_service_may_not_listen(
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]], options: list[str], problem: str
+) -> None:
+    done = pearl_here("draft", "serve", "--draft", SPEC, *options)
+    assert done.returncode == 2
+    assert problem in done.stderr
 
 
 # ---- settings ----
