@@ -16,7 +16,7 @@ from pearl.config import EngineConfig, read_file
 from pearl.device import has_gpu
 from pearl.errors import ConfigError
 from pearl.printable import log_to_stderr
-from pearl.spec.control import ON_ONE_HOST
+from pearl.spec.control import ON_ONE_HOST, is_remote
 from pearl.transport.address import free_stale, is_file
 
 _FIELDS = (
@@ -99,6 +99,8 @@ def _settings(address: str, config: Path | None, flags: dict[str, Any]) -> Engin
     unknown = values.keys() - set(_FIELDS)
     if unknown:
         raise ConfigError(f"pearl draft serve has no {', '.join(sorted(unknown))}: see its --help")
+    if not is_file(address) and not is_remote(address):
+        raise ConfigError(f"--listen takes ipc:///PATH or tcp://HOST:PORT, not {address}")
     control = ON_ONE_HOST if is_file(address) else address
     return EngineConfig(**values, control=control)
 
