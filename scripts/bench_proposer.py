@@ -79,7 +79,7 @@ def proposer_rate(spec: str, options: argparse.Namespace) -> float:
         with service(spec, address, options):
             config = vllm_config(address, options.most, 8192, options.vocab)
             proposer = PearlProposer(config)
-            while proposer._link is not None and not proposer._link.is_ready:
+            while proposer._served is not None and not proposer._served.link.is_ready:
                 proposer.load_model()
             steps = PacedSteps(proposer, target, options)
             steps.decode(40)

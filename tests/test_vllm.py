@@ -45,6 +45,7 @@ from pearl.transport.zeromq import new_keys
 from pearl.vllm import PearlProposer
 from pearl.vllm.link import ServiceLink
 from pearl.vllm.rows import RowTable
+from pearl.vllm.served import ServedTexts
 from pearl.vllm.vocabulary import Vocabulary
 from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
 from tests.conftest import HAS_NAMESPACES, eventually, output
@@ -76,18 +77,23 @@ class UnmeasuredSpeeds(StepSpeeds):
 
 def proposer_with(link: Any, **options: Any) -> PearlProposer:
     proposer = PearlProposer(vllm_config(NOWHERE, **options))
-    proposer._link = link
-    proposer._speeds = UnmeasuredSpeeds(most=proposer._most)
+    served = texts_of(proposer)
+    served.link = link
+    served.speeds = UnmeasuredSpeeds(most=proposer._most)
     return proposer
+
+
+def texts_of(proposer: PearlProposer) -> ServedTexts:
+    assert proposer._served is not None
+    return proposer._served
 
 
 def met(address: str, **settings: Any) -> PearlProposer:
     """A proposer that has met the service there."""
     proposer = PearlProposer(vllm_config(address, **settings))
-    proposer._speeds = UnmeasuredSpeeds(most=proposer._most)
+    texts_of(proposer).speeds = UnmeasuredSpeeds(most=proposer._most)
     proposer.load_model()
-    assert proposer._link is not None
-    assert proposer._link.is_ready
+    assert texts_of(proposer).link.is_ready
     return proposer
 
 
@@ -96,9 +102,9 @@ def settle(proposer: PearlProposer) -> None:
 
     def is_settled() -> bool:
         link = polled(proposer)
-        texts = proposer._texts.values()
-        waiting = [text for text in texts if text.is_served and not text.request.sequence.pending]
-        proposer._flush()
+        served = texts_of(proposer)
+        waiting = [text for text in served.texts.values() if text.is_served and text.lacks(1)]
+        served.flush()
         return not link.is_ready or not waiting
 
     eventually(is_settled, "the draft has something for each text")
@@ -106,9 +112,9 @@ def settle(proposer: PearlProposer) -> None:
 
 def polled(proposer: PearlProposer) -> ServiceLink:
     """Its link, after it has looked for messages."""
-    assert proposer._link is not None
-    proposer._take(proposer._link.receive(0.02))
-    return proposer._link
+    served = texts_of(proposer)
+    served.receive(0.02)
+    return served.link
 
 
 def answers(end: Endpoint, count: int) -> list[Any]:
@@ -186,7 +192,7 @@ def test_a_rejection_finds_what_was_prepared_for_it() -> None:
 
     def count() -> None:
         nonlocal num_foreseen, num_rejected
-        for text in proposer._texts.values():
+        for text in texts_of(proposer).texts.values():
             num_rejected += text.was_rejected
             num_foreseen += text.was_foreseen
 
@@ -451,15 +457,13 @@ def test_other_vocabularies_are_refused_by_name(tmp_path: Path) -> None:
     with serving(tmp_path) as service:
         for ids in ({"x": 0, "1": 1}, {str(id): id for id in range(2 * VOCAB)}):
             proposer = PearlProposer(vllm_config(service.address))
-            proposer.close()
             vocabulary = Vocabulary(ids)
-            proposer._vocabulary = vocabulary
             hello = Hello(
                 *(PROTOCOL_VERSION, Role.TARGET, vocabulary.size, 9),
                 vocabulary.digest(vocabulary.size),
             )
             link = ServiceLink(service.address, None, hello, vocabulary.misfit, 5.0)
-            proposer._link = link
+            texts_of(proposer).link = link
             with pytest.raises(ConfigError, match=r"others than the .*--target NAME"):
                 proposer.load_model()
             proposer.close()
@@ -667,10 +671,10 @@ def test_only_the_first_of_the_ranks_that_share_a_request_asks() -> None:
     config.parallel_config.rank = 3
     proposer = PearlProposer(config)
     proposer.load_model()
-    assert proposer._link is None
+    assert proposer._served is None
     assert proposer.propose([[1], [2]], np.array([3, 3]), np.zeros((2, 9), int)) == [[], []]
     config.parallel_config.rank = 2
-    assert PearlProposer(config)._link is not None
+    assert PearlProposer(config)._served is not None
 
 
 def test_ranks_that_schedule_by_themselves_are_refused() -> None:

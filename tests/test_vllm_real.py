@@ -108,12 +108,12 @@ def rounds_of(count: int) -> list[list[list[int]]]:
     return rounds
 
 
-@pytest.mark.parametrize("blocks", [None, 22], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("blocks", [None, 14], ids=["roomy", "preempting"])
 def test_greedy_texts_are_vllms_own(tmp_path: Path, blocks: int | None) -> None:
     """The service is killed and started again in the middle; with few blocks vLLM preempts requests."""
     target = make_model(tmp_path / "target", VOCAB_SIZE, 0.0)
     draft = make_model(tmp_path / "draft", VOCAB_SIZE, 0.1)
-    engine: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 16}
+    engine: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
     if blocks is not None:
         engine["num_gpu_blocks_override"] = blocks
     plan: dict[str, Any] = {

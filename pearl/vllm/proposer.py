@@ -12,28 +12,14 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pearl.errors import ConfigError, RemoteProtocolError
-from pearl.protocol.events import DraftGone, DraftJoined, Send
-from pearl.protocol.messages import (
-    PROTOCOL_VERSION,
-    Begin,
-    DraftTokens,
-    Error,
-    Finish,
-    Hello,
-    Message,
-    Outcomes,
-    Pong,
-    Resync,
-    Role,
-    Verdict,
-)
-from pearl.protocol.outside import REFUSED
+from pearl.errors import ConfigError
+from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role
 from pearl.vllm.link import ServiceLink
 from pearl.vllm.recording import Readiness, Stepped, StepRecorder
-from pearl.vllm.rows import Match, RowTable
+from pearl.vllm.rows import RowTable
+from pearl.vllm.served import ServedTexts
 from pearl.vllm.settings import Place, ProposerSettings
 from pearl.vllm.text import DraftedText
 from pearl.vllm.vocabulary import Vocabulary
@@ -45,7 +31,30 @@ _START_SECONDS = 2.0  # for the service to answer before vLLM's first request
 _FORESEEN_WEIGHT = 0.05  # of one rejection
 _PATIENCE = 1.5  # times the time that the awaited tokens should take
 _LEAST_WAIT_SECONDS = 1e-3
-_STEPS_UNTIL_RETRY = 32  # after the service had no slot for a request
+
+
+class Row(NamedTuple):
+    """A row of vLLM's step.
+
+    Attributes:
+        tokens: all of its request.
+        committed: the number of them that the step committed; 0 while the prompt is being read.
+    """
+
+    tokens: Any
+    committed: int
+
+
+class Step(NamedTuple):
+    """A step of vLLM whose outcome is not known yet.
+
+    Attributes:
+        windows: request -> drafted tokens that it verifies.
+        start: when it began, in nanoseconds; 0: there was none.
+    """
+
+    windows: dict[int, int]
+    start: int
 
 
 class PearlProposer:
@@ -56,70 +65,56 @@ class PearlProposer:
                                  "num_speculative_tokens": 8}' \\
           --additional-config '{"pearl": {"address": "ipc:///run/user/1000/pearl/draft"}}'
 
-    Raises `ConfigError` for settings that are wrong, and where the service's draft has another vocabulary.
+    Raises `ConfigError` for settings that are wrong.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         settings = ProposerSettings.of(vllm_config)
         place = Place.of(vllm_config)
-        model_config = vllm_config.model_config
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._limit = int(model_config.max_model_len)
-        self._vocab_size = int(model_config.get_vocab_size())
-        self._speeds = StepSpeeds(most=self._most)
+        self._limit = int(vllm_config.model_config.max_model_len)
         self._foreseen = 0.5  # how often the draft has prepared for a rejection
-        self._waits_in_vain = False
-        self._texts: dict[int, DraftedText] = {}  # by request
         self._rows = RowTable(secrets.randbits(31) << 32)
-        self._unserved: dict[
-            int, None
-        ] = {}  # requests that wait for a slot at the service, in turn
-        self._pause = 0  # steps until the next of them asks
-        self._window = 0  # c as last used
-        self._outbox: list[object] = []
-        self._returned = 0  # when `propose` last returned, ns
-        self._verified: dict[
-            int, int
-        ] = {}  # request -> drafted tokens that the step under way verifies
-        self._vocabulary = Vocabulary({})
-        self._link: ServiceLink | None = None
-        trace: str | None = None
+        self._step = Step({}, 0)
+        #: None in a rank that need not ask.
+        self._served: ServedTexts | None = None
         if place.asks:
-            self._vocabulary = Vocabulary.of(model_config)
-            self._link = self._connect(settings, place)
-            trace = settings.trace if place.data_rank == 0 else None
-        about = {"target": str(model_config.model), "draft": "service", "tensors": "frames"}
-        self._recorder = StepRecorder(trace, about | {"control": _control(settings.address)})
-        atexit.register(self.close)
+            self._recorder = _recorder(settings, place, vllm_config.model_config)
+            self._served = self._serve(settings, place, vllm_config.model_config)
+            atexit.register(self.close)
 
-    def _connect(self, settings: ProposerSettings, place: Place) -> ServiceLink:
-        vocabulary = self._vocabulary
+    def _serve(self, settings: ProposerSettings, place: Place, model_config: Any) -> ServedTexts:
+        vocabulary = Vocabulary.of(model_config)
         digest = vocabulary.digest(vocabulary.size) if vocabulary.size else b""
         hello = Hello(
             PROTOCOL_VERSION, Role.TARGET, vocabulary.size, self._limit, digest, place.name
         )
-        return ServiceLink(
+        link = ServiceLink(
             settings.address, settings.read_keys(), hello, vocabulary.misfit, settings.timeout
         )
+        vocab_size = int(model_config.get_vocab_size())
+        speeds = StepSpeeds(most=self._most)
+        return ServedTexts(link, speeds, self._limit, vocab_size, self._recorder)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Meet the service, if it is there already. Raises `ConfigError` if its draft does not fit."""
-        if self._link is None:
+        """Meet the service, if it is there already. Raises `ConfigError` if its draft has another vocabulary."""
+        if self._served is None:
             return
+        link = self._served.link
         deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and not self._link.is_ready:
-            self._take(self._link.receive(0.05))
-            if self._link.refusal:
-                raise ConfigError(f"the draft service does not fit: {self._link.refusal}")
-        if not self._link.is_ready:
+        while time.monotonic() < deadline and not link.is_ready:
+            self._served.receive(0.05)
+            if link.refusal:
+                raise ConfigError(f"the draft service does not fit: {link.refusal}")
+        if not link.is_ready:
             log.warning("no draft service answers yet: vLLM goes on alone until it does")
 
     def close(self) -> None:
         """End the connection, and complete the trace."""
-        self._recorder.close()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._served is not None:
+            self._recorder.close()
+            self._served.link.close()
+            self._served = None
 
     # ---- vLLM's call ----
 
@@ -137,224 +132,107 @@ class PearlProposer:
             num_tokens_no_spec: [rows] tokens of each row, these included.
             token_ids_cpu: [rows, max_model_len] their ids; what stands after a row's length is of no meaning.
         """
-        if self._link is None:
+        if self._served is None:
             return [[] for _ in sampled_token_ids]
         began = self._recorder.clock()
-        self._take(self._link.receive())
-        rows = []
-        for row in range(len(sampled_token_ids)):
-            rows.append(token_ids_cpu[row, : int(num_tokens_no_spec[row])])
-        matches = self._rows.follow(rows)
-        is_decoding = [bool(tokens) for tokens in sampled_token_ids]
-        is_whole = True  # whether each row has grown by what was sampled, and by something
-        for tokens, match, sampled in zip(rows, matches, sampled_token_ids, strict=True):
-            is_whole = is_whole and len(tokens) - match.start == len(sampled) > 0
-        self._observe(matches, began, is_whole=is_whole)
-        readiness = self._follow(matches, rows, is_decoding, began)
+        self._served.receive()
+        rows: list[Row] = []
+        for row, sampled in enumerate(sampled_token_ids):
+            length = int(num_tokens_no_spec[row])
+            rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
+        texts, readiness = self._follow(self._served, rows, began)
         decided = self._recorder.clock()
-        numbers = [match.number for match in matches]
-        self._wait(numbers, is_decoding)
-        windows = self._choose(numbers, is_decoding)
+        decoding = [text for text, row in zip(texts, rows, strict=True) if row.committed]
+        self._wait(self._served, decoding)
+        windows = self._choose(self._served, texts, decoding)
         self._recorder.proposed(began, decided, readiness)
-        self._returned = self._recorder.clock()
+        verified = {text.number: len(window) for text, window in zip(texts, windows, strict=True)}
+        self._step = Step(verified, self._recorder.clock())
         return windows
 
-    def _observe(self, matches: Sequence[Match], now: int, *, is_whole: bool) -> None:
-        """Take in how long vLLM's step took, if it only decoded requests that were there before."""
-        numbers = [match.number for match in matches]
-        if is_whole and set(numbers) == self._verified.keys() and self._returned:
-            windows = [self._verified[number] for number in numbers]
-            fed = len(windows) + sum(windows)
-            self._speeds.observe_target(fed, (now - self._returned) / 1e9)
-            self._recorder.step(numbers, windows, self._returned, now)
-        elif self._verified and self._returned:
-            self._recorder.prompts(self._returned, now)
-
     def _follow(
-        self,
-        matches: Sequence[Match],
-        rows: Sequence[Any],
-        is_decoding: Sequence[bool],
-        start: int,
-    ) -> Readiness:
-        """Begin, go on with and end texts as their rows say, and tell the service."""
+        self, served: ServedTexts, rows: Sequence[Row], now: int
+    ) -> tuple[list[DraftedText], Readiness]:
+        """Begin, go on with and end texts as their rows say, and tell the service; return the text of each row."""
+        matches = self._rows.follow([row.tokens for row in rows])
+        numbers = [match.number for match in matches]
+        is_regular = True  # whether each row has grown by what the step committed, and by something
+        for row, match in zip(rows, matches, strict=True):
+            is_regular = is_regular and len(row.tokens) - match.start == row.committed > 0
+        self._observe(served, numbers, now, is_regular=is_regular)
+        for number in served.texts.keys() - set(numbers):
+            served.end(number)
+        texts: list[DraftedText] = []
         readiness = Readiness()
-        lengths: list[int] = []
-        numbers = {match.number for match in matches}
-        for number in self._texts.keys() - numbers:
-            self._end(number)
-        for match, tokens, decodes in zip(matches, rows, is_decoding, strict=True):
+        for row, match in zip(rows, matches, strict=True):
+            tokens = row.tokens[match.start :].tolist()
             if match.start:
-                text = self._texts[match.number]
-                text.draft.beside = len(rows) - 1
-                text.commit(tokens[match.start :].tolist(), self._outbox.append)
-                self._window = text.draft.window
+                text = served.commit(match.number, tokens, len(rows) - 1)
             else:
-                text = self._begin(match.number, tokens.tolist())
-            if decodes:
-                lengths.append(len(tokens) - match.start)
+                text = served.begin(match.number, tokens)
+            texts.append(text)
+            if row.committed:
                 readiness += self._look(text)
-        self._begin_next()
-        commands = list(self._outbox)
-        self._flush()
-        self._recorder.decided(Stepped(tuple(lengths)), commands, start)
-        return readiness
+        commands = served.flush()
+        event = Stepped(tuple(row.committed for row in rows))
+        self._recorder.decided(event, commands, now)
+        return texts, readiness
 
-    def _begin(self, number: int, tokens: list[int]) -> DraftedText:
-        assert self._link is not None
-        context = self._link.context if self._link.is_ready else 0
-        text = DraftedText(number, tokens, self._limit, self._speeds, context, self._window)
-        self._texts[number] = text
-        self._unserved[number] = None
-        self._recorder.begin(number, len(tokens))
-        return text
-
-    def _end(self, number: int) -> None:
-        text = self._texts.pop(number)
-        self._unserved.pop(number, None)
-        if text.is_served:
-            self._pause = 0
-        text.end(self._outbox.append)
-        self._recorder.end(number)
-
-    def _begin_next(self) -> None:
-        """Give the service the texts that it has slots for."""
-        if self._pause or not self._unserved:
-            self._pause = max(0, self._pause - 1)
+    def _observe(
+        self, served: ServedTexts, numbers: Sequence[int], now: int, *, is_regular: bool
+    ) -> None:
+        """Take in how long vLLM's step took, if it only decoded requests that were there before."""
+        windows = self._step.windows
+        if not windows:
+            return  # vLLM may have been idle
+        if not is_regular or set(numbers) != windows.keys():
+            self._recorder.prompts(self._step.start, now)
             return
-        assert self._link is not None
-        served = sum(text.is_served for text in self._texts.values())
-        for number in list(self._unserved)[: max(0, self._link.slots - served)]:
-            del self._unserved[number]
-            self._texts[number].begin(self._outbox.append)
+        fed = len(windows) + sum(windows.values())
+        served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
+        self._recorder.step(windows, self._step.start, now)
 
     def _look(self, text: DraftedText) -> Readiness:
         """Return what the draft has ready, and learn how often it prepares for what happens."""
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
-        is_ready = bool(text.request.sequence.pending)
-        return Readiness(1, int(is_ready), int(text.was_rejected), int(text.was_foreseen))
+        return Readiness(1, int(not text.lacks(1)), int(text.was_rejected), int(text.was_foreseen))
 
-    # ---- waiting and choosing ----
-
-    def _wait(self, numbers: Sequence[int], is_decoding: Sequence[bool]) -> None:
+    def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
         """Wait for first tokens where that makes more tokens a second, for as long as they should take."""
-        lacking = self._lacking(numbers, is_decoding, 1)
-        if not lacking or self._waits_in_vain:
+        empty = [text for text in decoding if text.has_begun and text.lacks(1)]
+        if not empty or not served.has_news:
             return
-        wanted = worth_waiting(self._speeds, self._foreseen, self._most, len(numbers), len(lacking))
-        lacking = self._lacking(lacking, [True] * len(lacking), wanted)
-        if not lacking:
+        speeds = served.speeds
+        wanted = worth_waiting(speeds, self._foreseen, self._most, len(decoding), len(empty))
+        if not wanted:
             return
-        assert self._link is not None
         start = self._recorder.clock()
-        deadline = time.monotonic() + max(
-            _LEAST_WAIT_SECONDS, _PATIENCE * (wanted + 1) * self._speeds.t_draft
-        )
-        while lacking and (seconds := deadline - time.monotonic()) > 0:
-            self._take(self._link.receive(seconds))
-            lacking = self._lacking(lacking, [True] * len(lacking), wanted)
-        self._flush()
-        self._waits_in_vain = bool(lacking)
+        seconds = max(_LEAST_WAIT_SECONDS, _PATIENCE * (wanted + 1) * speeds.t_draft)
+        served.has_news = served.wait(empty, wanted, seconds)
         self._recorder.waited(start)
 
-    def _lacking(
-        self, numbers: Sequence[int], is_decoding: Sequence[bool], wanted: int
-    ) -> list[int]:
-        """Return the requests that have fewer than `wanted` drafted tokens, though their draft is at work."""
-        lacking: list[int] = []
-        for number, decodes in zip(numbers, is_decoding, strict=True):
-            text = self._texts[number]
-            num_drafted = len(text.request.sequence.pending)
-            if decodes and text.has_begun and num_drafted < wanted:
-                lacking.append(number)
-        return lacking
-
-    def _choose(self, numbers: Sequence[int], is_decoding: Sequence[bool]) -> list[list[int]]:
+    def _choose(
+        self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
+    ) -> list[list[int]]:
         """Return the drafted tokens to verify, by row."""
         chances: list[list[float]] = []
-        for number, decodes in zip(numbers, is_decoding, strict=True):
-            text = self._texts[number]
+        for text in decoding:
             room = self._limit - 1 - text.request.sequence.committed
-            chances.append(text.chances(max(0, min(self._most, room))) if decodes else [])
-        lengths = window_lengths(chances, self._speeds)
-        self._verified = dict(zip(numbers, lengths, strict=True))
-        windows: list[list[int]] = []
-        for number, length in zip(numbers, lengths, strict=True):
-            windows.append(self._texts[number].request.sequence.pending[:length])
-        return windows
-
-    # ---- the service ----
-
-    def _take(self, events: Sequence[object]) -> None:
-        """Take in what has arrived from the service."""
-        for event in events:
-            match event:
-                case DraftJoined(context, seconds):
-                    self._speeds.observe_draft(seconds)
-                    self._unserved = dict.fromkeys(self._texts)
-                    self._pause = 0
-                    for text in self._texts.values():
-                        text.draft.context = context
-                case DraftGone(reason):
-                    log.warning("draft lost: %s; vLLM goes on alone", reason)
-                    for text in self._texts.values():
-                        text.draft.context = 0
-                        text.drop()
-                case Pong():
-                    self._recorder.pong(event)
-                case DraftTokens() | Resync() | Error():
-                    self._take_of_request(event)
-
-    def _take_of_request(self, message: DraftTokens | Resync | Error) -> None:
-        text = self._texts.get(message.request)
-        if text is None:
-            return  # it has ended
-        match message:
-            case DraftTokens():
-                self._waits_in_vain = False
-                self._receive(text, message)
-            case Resync(_, epoch):
-                text.resynchronise(epoch, self._outbox.append)
-            case Error(_, kind) if kind == REFUSED:
-                text.drop()
-                self._unserved[message.request] = None
-                self._pause = _STEPS_UNTIL_RETRY
-            case Error(_, kind, why):
-                log.warning("the draft cannot go on with a request: %s: %s", kind, why)
-                text.fail()
-
-    def _receive(self, text: DraftedText, message: DraftTokens) -> None:
-        """Take drafted tokens; a draft that sends what it had no right to send loses the request."""
-        try:
-            if max(message.tokens, default=0) >= self._vocab_size:
-                raise RemoteProtocolError(f"draft sent token {max(message.tokens)}")
-            text.receive(message, self._outbox.append)
-        except RemoteProtocolError as error:
-            log.warning("the draft is not used for a request any more: %s", error)
-            text.fail()
-
-    def _flush(self) -> None:
-        """Send the service what is to be sent, in one message."""
-        start = self._recorder.clock()
-        messages: list[Message] = []
-        for command in self._outbox:
-            if isinstance(command, Send):
-                messages.append(command.message)
-        self._outbox.clear()
-        if messages and self._link is not None:
-            self._link.send(_together(messages))
-            self._recorder.sent(messages, start)
+            chances.append(text.chances(max(0, min(self._most, room))))
+        lengths = dict.fromkeys((text.number for text in texts), 0)
+        for text, length in zip(decoding, window_lengths(chances, served.speeds), strict=True):
+            lengths[text.number] = length
+        return [text.request.sequence.pending[: lengths[text.number]] for text in texts]
 
 
-def _together(messages: Sequence[Message]) -> Outcomes:
-    """Return the messages as one. Those of one request are in this order anyway."""
-    finishes = [message for message in messages if isinstance(message, Finish)]
-    begins = [message for message in messages if isinstance(message, Begin)]
-    verdicts = [message for message in messages if isinstance(message, Verdict)]
-    return Outcomes(tuple(finishes), tuple(begins), tuple(verdicts))
-
-
-def _control(address: str) -> str:
-    """Return the setting of the control channel that a trace of two hosts is known by."""
-    return "ipc" if address.startswith("ipc://") else address
+def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:
+    """Return the recorder of the trace that is asked for: of the first data-parallel engine alone."""
+    control = "ipc" if settings.address.startswith("ipc://") else settings.address
+    about = {
+        "target": str(model_config.model),
+        "draft": "service",
+        "control": control,
+        "tensors": "frames",
+    }
+    return StepRecorder(settings.trace if place.data_rank == 0 else None, about)

@@ -6,7 +6,7 @@ The records are those of PEARL's own target, so its timeline and report are made
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,13 @@ class StepRecorder:
     def clock(self) -> int:
         return time.monotonic_ns()
 
-    def step(self, requests: Sequence[int], windows: Sequence[int], start: int, end: int) -> None:
+    def step(self, windows: Mapping[int, int], start: int, end: int) -> None:
         """A step of vLLM in which each request verified a window of so many drafted tokens."""
         if self._recorder is None:
             return
-        phase = Phase.POST_VERIFY if any(windows) else Phase.PRE_VERIFY
-        args = {"n": len(windows) + sum(windows), "requests": list(requests)}
+        num_drafted = sum(windows.values())
+        phase = Phase.POST_VERIFY if num_drafted else Phase.PRE_VERIFY
+        args = {"n": len(windows) + num_drafted, "requests": list(windows)}
         self._recorder.record(LOOP, "busy", phase.value, start, end, args)
 
     def prompts(self, start: int, end: int) -> None:

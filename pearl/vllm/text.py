@@ -56,8 +56,9 @@ class DraftedText:
         self.draft.known = 0
         self.request.discard_pending()
 
-    def fail(self) -> None:
+    def fail(self, do: Do) -> None:
         """The draft cannot go on with this request."""
+        self.draft.finish(do)
         self.draft.is_lost = True
         self.drop()
 
@@ -132,6 +133,10 @@ class DraftedText:
     def has_begun(self) -> bool:
         """Whether the draft has read the text and drafts: a long prompt takes it a while."""
         return self.is_served and self.draft.has_sent
+
+    def lacks(self, count: int) -> bool:
+        """Whether fewer than `count` drafted tokens are there."""
+        return len(self.request.sequence.tokens) < self.request.sequence.committed + count
 
     def chances(self, most: int) -> list[float]:
         """Return for each of up to `most` drafted tokens the probability that it and all before it are accepted."""

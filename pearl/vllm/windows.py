@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import worthwhile
 
-
 # Of tokens a second, by which waiting must be better: a proposer that waits holds up all of vLLM.
 _LEAST_GAIN = 1.05
 
