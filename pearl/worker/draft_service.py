@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _ABANDONED_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 0.5
 
+Event = Begin | Verdict | Finish
 # Bytes of the digest of the first `size` ids of the draft's vocabulary.
 Digest = Callable[[int], bytes]
 
@@ -109,7 +110,8 @@ class DraftService(DraftWorker):
             case Hello():
                 self._meet_engine(peer, message)
             case Outcomes(finishes, begins, verdicts) if is_known:
-                for event in (*finishes, *begins, *verdicts):
+                events: list[Event] = [*finishes, *begins, *verdicts]
+                for event in events:
                     self._take(peer, event)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
@@ -180,7 +182,7 @@ class DraftService(DraftWorker):
 
     # ---- requests ----
 
-    def _take(self, peer: Peer, event: Begin | Verdict | Finish) -> None:
+    def _take(self, peer: Peer, event: Event) -> None:
         request = event.request
         served = self._served.get(request)
         is_others = served is not None and served.peer != peer
