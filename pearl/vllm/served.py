@@ -1,4 +1,4 @@
-"""The texts of this engine as its draft service knows them: which have slots there, what came, what it is to be sent."""
+"""The texts of this engine as its draft service knows them: which have slots, what has come, what is to be sent."""
 
 from __future__ import annotations
 
