@@ -136,6 +136,7 @@ def test_greedy_texts_are_vllms_own(tmp_path: Path, blocks: int | None) -> None:
     assert drafted["texts"] == alone["texts"]
     assert drafted["calls"]["drafted"] > 0
     assert drafted["steps"] < alone["steps"]
+    assert bool(drafted["calls"]["preempted"]) is (blocks is not None)
 
 
 def test_sampled_texts_keep_vllms_law(tmp_path: Path) -> None:

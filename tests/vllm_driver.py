@@ -65,7 +65,10 @@ class Run:
         self._started: list[subprocess.Popen[bytes]] = []
         worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
         self._drafter = getattr(worker.model_runner, "drafter", None)
-        self._counts = {"calls": 0, "drafted": 0, "rows": 0}
+        self._counts = {"calls": 0, "drafted": 0, "rows": 0, "preempted": 0}
+        scheduler = engine.engine_core.engine_core.scheduler
+        self._preempt = scheduler._preempt_request
+        scheduler._preempt_request = self._counted_preemption
         if self._drafter is not None:
             self._propose = self._drafter.propose
             self._drafter.propose = self._counted
@@ -76,6 +79,10 @@ class Run:
         self._counts["rows"] += len(windows)
         self._counts["drafted"] += sum(map(len, windows))
         return windows
+
+    def _counted_preemption(self, *arguments: Any, **more: Any) -> Any:
+        self._counts["preempted"] += 1
+        return self._preempt(*arguments, **more)
 
     def calls(self) -> dict[str, int]:
         return self._counts
