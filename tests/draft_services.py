@@ -53,6 +53,7 @@ class InstantLink:
     context = CONTEXT
     slots = 8
     refusal = ""
+    take_tokens = None
 
     def __init__(
         self, make_runner: Callable[[int], ModelRunner] = toy_draft, slots: int = 8

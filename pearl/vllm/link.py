@@ -24,7 +24,7 @@ from pearl.protocol.messages import (
 )
 from pearl.silence import SLACK, Silence
 from pearl.transport import connect
-from pearl.transport.base import Connection, Fault
+from pearl.transport.base import Connection, Fault, Peer
 from pearl.transport.keys import Keys
 from pearl.transport.mailbox import Mailbox
 
@@ -35,6 +35,7 @@ _LAST_RETRY_SECONDS = 30.0
 _FLUSH_SECONDS = 0.2  # for what is still queued when the connection is closed
 _CLOCK_PINGS = 8  # they give the offset between the two clocks, for a trace
 
+_TAKEN = Heartbeat(0, "drafting", 0)  # in place of tokens that were taken as they came
 # Of the service's Hello: why its draft does not fit; empty if it does.
 Check = Callable[[Hello], str]
 
@@ -62,6 +63,8 @@ class ServiceLink:
         self._is_met = False
         self.context = 0  # tokens that the draft holds
         self.slots = 0  # requests that it drafts for side by side
+        #: Takes drafted tokens as they come, in the thread of the mailbox; None: `receive` returns them.
+        self.take_tokens: Callable[[DraftTokens], None] | None = None
         #: Whether a draft is connected that drafts.
         self.is_ready = False
         #: Why the last service was refused, or refused us; empty if none.
@@ -89,6 +92,12 @@ class ServiceLink:
         except (TransportError, ProtocolError) as error:
             events += self._lose(str(error))
         return events
+
+    def _arrived(self, _: Peer, message: Message) -> Message:
+        if self.take_tokens is not None and self.is_ready and isinstance(message, DraftTokens):
+            self.take_tokens(message)
+            return _TAKEN
+        return message
 
     def _take(self, message: Message | Fault) -> Iterator[object]:
         match message:
@@ -143,7 +152,7 @@ class ServiceLink:
         except (ConfigError, TransportError) as error:
             self._wait_to_retry(str(error))
             return
-        self._mail = Mailbox(self._endpoint)
+        self._mail = Mailbox(self._endpoint, incoming=self._arrived)
         self._silence.heard()
         self._mail.send(self._hello)
 

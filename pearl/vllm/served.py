@@ -1,8 +1,12 @@
-"""The texts of this engine as its draft service knows them: which have slots, what has come, what is to be sent."""
+"""The texts of this engine as its draft service knows them: which have slots, what has come, what is to be sent.
+
+Drafted tokens are taken in as they come, in the connection's thread while vLLM computes; all else in vLLM's.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 
 from pearl.errors import RemoteProtocolError
@@ -58,6 +62,8 @@ class ServedTexts:
         self._unserved: dict[int, None] = {}
         self._pause = 0  # steps until the next of them asks
         self._outbox: list[object] = []
+        self._lock = threading.Lock()  # held by whoever changes a text, or the outbox
+        link.take_tokens = self._take_early
 
     # ---- vLLM's steps ----
 
@@ -73,24 +79,27 @@ class ServedTexts:
     def commit(self, number: int, tokens: Sequence[int], beside: int) -> DraftedText:
         """Take in what a step has committed to a request. `beside`: the number of other requests in the step."""
         text = self.texts[number]
-        text.draft.beside = beside
-        text.commit(tokens, self._outbox.append)
+        with self._lock:
+            text.draft.beside = beside
+            text.commit(tokens, self._outbox.append)
         self._window = text.draft.window
         return text
 
     def end(self, number: int) -> None:
         """A request's row is gone."""
-        text = self.texts.pop(number)
-        self._unserved.pop(number, None)
-        if text.is_served:
-            self._pause = 0
-        text.end(self._outbox.append)
+        with self._lock:
+            text = self.texts.pop(number)
+            self._unserved.pop(number, None)
+            if text.is_served:
+                self._pause = 0
+            text.end(self._outbox.append)
         self._recorder.end(number)
 
     def flush(self) -> list[object]:
         """Give the service the texts that it has slots for; send it all that is due, in one message, and return it."""
-        self._begin_next()
-        return self._send()
+        with self._lock:
+            self._begin_next()
+            return self._send()
 
     def _begin_next(self) -> None:
         if self._pause or not self._unserved:
@@ -119,18 +128,26 @@ class ServedTexts:
     def receive(self, timeout: float = 0.0) -> None:
         """Take in what has arrived from the service; wait at most `timeout` seconds for it."""
         for event in self.link.receive(timeout):
-            match event:
-                case DraftJoined(context, seconds):
-                    self._join(context, seconds)
-                case DraftGone(reason):
-                    log.warning("draft lost: %s; vLLM goes on alone", reason)
-                    for text in self.texts.values():
-                        text.draft.context = 0
-                        text.drop()
-                case Pong():
-                    self._recorder.pong(event)
-                case DraftTokens() | Resync() | Error():
-                    self._take(event)
+            with self._lock:
+                self._handle(event)
+
+    def _take_early(self, message: DraftTokens) -> None:
+        with self._lock:
+            self._take(message)
+
+    def _handle(self, event: object) -> None:
+        match event:
+            case DraftJoined(context, seconds):
+                self._join(context, seconds)
+            case DraftGone(reason):
+                log.warning("draft lost: %s; vLLM goes on alone", reason)
+                for text in self.texts.values():
+                    text.draft.context = 0
+                    text.drop()
+            case Pong():
+                self._recorder.pong(event)
+            case DraftTokens() | Resync() | Error():
+                self._take(event)
 
     def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
         """Wait until the service has `wanted` tokens for each text; return whether it has, within so many seconds."""
@@ -139,7 +156,8 @@ class ServedTexts:
         while lacking and (left := deadline - self._recorder.clock()) > 0:
             self.receive(left / 1e9)
             lacking = [text for text in lacking if text.lacks(wanted)]
-        self._send()
+        with self._lock:
+            self._send()
         return not lacking
 
     def _join(self, context: int, seconds: float) -> None:
