@@ -183,38 +183,42 @@ class DraftService(DraftWorker):
     # ---- requests ----
 
     def _take(self, peer: Peer, event: Event) -> None:
+        """Take an engine's event for the drafter, if it concerns a request that is the engine's and has a slot."""
         request = event.request
         served = self._served.get(request)
-        is_others = served is not None and served.peer != peer
-        if isinstance(event, Begin) and not is_others:
-            problem = self._admit(peer, event)
+        is_own = served is not None and served.peer == peer
+        if isinstance(event, Begin):
+            problem = self._problem(peer, event)
             if problem:
                 self._mail.send(Error(request, REFUSED, problem), peer)
                 return
-        elif served is None or is_others:
+            self._served[request] = _Served(peer)
+        elif not is_own:
             if isinstance(event, Verdict):
                 self._mail.send(Resync(request, event.epoch), peer)
             return
         elif isinstance(event, Finish):
             del self._served[request]
         else:
-            served.heard = time.monotonic()
+            self._served[request] = _Served(peer)
         try:
             self._handle(event)
         except RemoteProtocolError as error:
             self._refuse(peer, str(error))
 
-    def _admit(self, peer: Peer, begin: Begin) -> str:
-        """Give a request a slot; return why it cannot have one, empty if it has."""
+    def _problem(self, peer: Peer, begin: Begin) -> str:
+        """Return why a request cannot have a slot; empty if it can."""
         if not can_serve(begin.options):
             return "a draft service drafts greedily, by unchanged logits"
         if len(begin.tokens) >= self._hello.context:
             return f"{len(begin.tokens)} tokens do not fit the draft's context of {self._hello.context}"
-        if begin.request not in self._served and len(self._served) >= self._slots:
+        served = self._served.get(begin.request)
+        if served is not None:
+            return "" if served.peer == peer else "another connection has begun this request"
+        if len(self._served) >= self._slots:
             self._free_abandoned()
-            if len(self._served) >= self._slots:
-                return f"all {self._slots} slots are in use: see --slots"
-        self._served[begin.request] = _Served(peer)
+        if len(self._served) >= self._slots:
+            return f"all {self._slots} slots are in use: see --slots"
         return ""
 
     def _free_abandoned(self) -> None:
