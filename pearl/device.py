@@ -54,8 +54,9 @@ class Device:
         if not numbers:
             return self.kind
         is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-        listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-        return f"{self.kind}:{listed}"
+        if is_range:
+            return f"{self.kind}:{numbers[0]}-{numbers[-1]}"
+        return f"{self.kind}:{','.join(map(str, numbers))}"
 
     def __or__(self, device: Device) -> Device:
         """Return both together: GPUs if one has any, otherwise cores; all cores if one of them is not pinned."""
@@ -73,7 +74,9 @@ class Device:
         count = len(self.gpus or self.cores or ())
         if not count:
             return "all cores"
-        return f"1 {unit}" if count == 1 else f"{count} {unit}s"
+        if count > 1:
+            unit += "s"
+        return f"{count} {unit}"
 
 
 def _bad_device(name: str) -> ValueError:
@@ -88,7 +91,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         start, dash, end = part.partition("-")
-        span = range(int(start), int(end if dash else start) + 1)
+        if not dash:
+            end = start
+        span = range(int(start), int(end) + 1)
         if span.stop - span.start + len(numbers) > _MOST_NUMBERS:  # len(span) may overflow
             raise ValueError(text)
         numbers += span

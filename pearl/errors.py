@@ -16,7 +16,10 @@ class PearlError(Exception):
     """
 
     exit_code = 1
-    advice = "Run it again with --log-level debug; if that does not explain it, report it with what that prints."
+    advice = (
+        "Run it again with --log-level debug; if that does not explain it, report it with what "
+        "that prints."
+    )
 
 
 class ConfigError(PearlError):
@@ -111,7 +114,10 @@ class ProtocolError(PearlError):
     """Base of the two below. Raising one leaves the state machine unchanged."""
 
     exit_code = 5
-    advice = "This is a bug: report it, with what --log-level debug prints and, if it can be repeated, a --trace FILE."
+    advice = (
+        "This is a bug: report it, with what --log-level debug prints and, if it can be "
+        "repeated, a --trace FILE."
+    )
 
 
 class LocalProtocolError(ProtocolError):

@@ -152,7 +152,9 @@ class Sums:
     def mean_run_length(self) -> float | None:
         """Committed tokens per run, its correction or bonus included."""
         accepted = self.accepted_per_run
-        return None if accepted is None else 1 + accepted
+        if accepted is None:
+            return None
+        return 1 + accepted
 
 
 @dataclass(frozen=True)
@@ -174,17 +176,9 @@ class Figure:
     def text(self, s: Statistics) -> str | None:
         """The value as text; None if there is no value."""
         value = self.value(s)
-        return None if value is None else self.form.format(value)
-
-    def labelled(self, s: Statistics) -> str | None:
-        """Text, name and remark; None if there is no value."""
-        text = self.text(s)
-        if text is None:
+        if value is None:
             return None
-        remark = self.remark(s)
-        if remark:
-            remark = f" ({remark})"
-        return f"{text} {self.name}{remark}"
+        return self.form.format(value)
 
 
 def _waited(s: Statistics) -> float:
@@ -196,7 +190,7 @@ def _share(s: Statistics, seconds: float) -> float | None:
 
 
 def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+    return seconds and 1e3 * seconds
 
 
 def _siblings(s: Statistics) -> str | None:
@@ -256,9 +250,11 @@ def brief(s: Statistics) -> str:
     """
     parts = [f"{s.num_generated_tokens} tokens"]
     for figure in FIGURES:
-        label = figure.labelled(s) if figure.is_brief else None
-        if label is not None:
-            parts.append(label)
+        text = figure.text(s)
+        if figure.is_brief and text is not None:
+            parts.append(f"{text} {figure.name}")
+            if figure.remark(s):
+                parts[-1] += f" ({figure.remark(s)})"
     if s.settled and not METHODS[s.settled].drafts:
         parts.append(f"auto settled on the target alone ({s.settled})")
     return " · ".join(parts)
@@ -297,9 +293,6 @@ class Stopwatch:
         self.last = now
         self.generated += tokens
 
-    def waited(self, cause: str, seconds: float) -> None:
-        self.waits[cause] = self.waits.get(cause, 0.0) + seconds
-
     def wait(self, cause: str, now: float) -> None:
         """Note that the request waits from `now` on, unless it waits already."""
         self.waiting = self.waiting or (cause, now)
@@ -308,7 +301,7 @@ class Stopwatch:
         """Note that the wait has ended."""
         if self.waiting is not None:
             cause, since = self.waiting
-            self.waited(cause, now - since)
+            self.waits[cause] = self.waits.get(cause, 0.0) + (now - since)
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:

@@ -33,8 +33,9 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.cpu.native import Native
-from pearl.models.forward.linear_layers import Plain, Quantised, Rounding, SideBySide
+from pearl.models.forward.linear_layers import KernelMatrix, Rounding, SideBySide
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.own_forward import own_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
@@ -61,7 +62,7 @@ def _load(model: str, device: torch.device, dtype: str, forwards: str, context: 
     is_bfloat16 = rounding or dtype == "auto"
     random = random_model(model, device, torch.bfloat16 if is_bfloat16 else getattr(torch, dtype))
     if forwards == "auto":
-        return ForwardRunner(random, context, rounding=rounding)
+        return own_runner(random, context, rounding=rounding)
     return HFRunner(random, context)
 
 
@@ -122,9 +123,10 @@ def bytes_of(matrix: object) -> int:
         return sum(map(bytes_of, matrix.parts))
     if isinstance(matrix, Native):
         return matrix.nbytes
-    if isinstance(matrix, Quantised):
-        return matrix.weight.nbytes + matrix.scales.nbytes
-    return matrix.weight.nbytes if isinstance(matrix, Plain) else 0
+    if isinstance(matrix, KernelMatrix):
+        scales = 0 if matrix.scales is None else matrix.scales.nbytes
+        return matrix.weight.nbytes + scales
+    return 0
 
 
 def forward_times(

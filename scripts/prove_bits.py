@@ -17,10 +17,12 @@ from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
 from pearl.lab.bench.exactness import compare_cuts
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.gpu.recordings import FED, Record, Rows, ends, record_on_gpu
+from pearl.models.gpu.recordings import FED, PREFILL, Rows, record_on_gpu
 from pearl.models.gpu.row_table import SIZES
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
@@ -47,7 +49,7 @@ class Scale:
         wide: shape of few layers, for steps that hold two models at once. timed: shapes whose forwards are timed.
         pairs: shapes of the engine's targets: with a draft that equals it, and one that differs. A draft has a quarter
             of the layers.
-        starts: tokens in the cache when forwards are compared: around the ends of recordings.
+        starts: tokens in the cache when forwards are compared: where parts become longer.
         prompts: their lengths. chain, text, cut: tokens of a chain, of a text, and of a sequence cut at random.
     """
 
@@ -68,11 +70,6 @@ class Scale:
         return self.device.type == "cpu"
 
     @property
-    def record(self) -> Record | None:
-        """In a rehearsal nothing is recorded, each replay computes."""
-        return (lambda work: work) if self.rehearses else None
-
-    @property
     def wider(self) -> torch.dtype:
         return torch.float64 if self.dtype is torch.float32 else torch.float32
 
@@ -81,10 +78,12 @@ class Scale:
         return "" if self.rehearses else words
 
     def ours(self, model: Any, context: int, **options: Any) -> ForwardRunner:
-        kernels = None if self.rehearses else True
-        return ForwardRunner(
-            model, context, **({"record": self.record, "kernels": kernels} | options)
-        )
+        """In a rehearsal by our C, which records nothing."""
+        if not self.rehearses:
+            return KernelRunner(model, context, **options)
+        for name in ("record", "records"):
+            options.pop(name, None)
+        return CpuRunner(model, context, **options)
 
     def runner(self, shape: str, context: int, **options: Any) -> ForwardRunner:
         return self.ours(random_model(shape, self.device, self.dtype), context, **options)
@@ -157,8 +156,8 @@ def rows(scale: Scale) -> Iterator[Measurement]:
 
 
 def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Measurement:
-    """Return the rows of the largest table, fewer without our kernels or where larger ones have been given up."""
-    most = runner._decode.most if runner._decode else FED
+    """Return the rows of the largest table, fewer where larger ones have been given up."""
+    most = FED if scale.rehearses else runner.capabilities.tree_nodes
     must = scale.bound(f"{max(SIZES)}")
     return Measurement(
         f"{name or 'bfloat16'}: rows of a table",
@@ -227,10 +226,10 @@ def families(scale: Scale) -> Iterator[Measurement]:
             off = max(off, _distance(ours_rows, theirs_rows))
             rounding = max(rounding, _distance(theirs_rows, exact_rows))
             start += count
-        has_kernels = ours._decode is not None and _has_prompts(ours)
+        has_prompts = ours.capabilities.prompt_piece == PREFILL
         must = scale.bound("1")
-        passed = has_kernels or scale.rehearses
-        yield Measurement(f"{name}: our kernels", float(has_kernels), "", must, passed)
+        passed = has_prompts or scale.rehearses
+        yield Measurement(f"{name}: our kernels of prompts", float(has_prompts), "", must, passed)
         most = _TOLERANCE * rounding
         what = f"{name}: off from transformers"
         yield Measurement(what, off, "of the norm", f"at most {most:.2g}", off <= most)
@@ -239,17 +238,14 @@ def families(scale: Scale) -> Iterator[Measurement]:
     yield Measurement(f"off from transformers, over that from {scale.wider}", worst, summary=words)
 
 
-def _has_prompts(runner: ForwardRunner) -> bool:
-    return runner._graphs is not None and runner._graphs.prompts is not None
-
-
 def recordings(scale: Scale) -> Iterator[Measurement]:
     """Measure number, time and memory of the recordings made when a model is loaded; none is made later."""
     milliseconds: list[float] = []
     sizes: list[float] = []
-    plain = scale.record or record_on_gpu(scale.device)
+    plain = None if scale.rehearses else record_on_gpu(scale.device)
 
     def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
+        assert plain is not None
         reserved = _reserved(scale)
         began = time.perf_counter()
         replay = plain(work)
@@ -260,8 +256,7 @@ def recordings(scale: Scale) -> Iterator[Measurement]:
 
     context = 8192
     runner = scale.runner(scale.wide, context, record=record)
-    expected = len(SIZES) if runner._decode is not None else len(ends(context, runner._room))
-    expected += _has_prompts(runner)  # one for all pieces of prompts
+    expected = 0 if scale.rehearses else len(SIZES) + 1  # one for all pieces of prompts
     count = len(sizes)
     memory = sum(sizes) / 1e6
     yield _table_of(scale, runner, "")
@@ -316,7 +311,7 @@ def graphs(scale: Scale) -> Iterator[Measurement]:
             gaps += gap[ours_rows.argmax(-1) != theirs_rows.argmax(-1)].tolist()
         with torch.inference_mode():
             recorded._slots.keys[..., start:, :] = torch.nan
-        recorded._slots.wrote(0, recorded._room)
+        recorded._slots.wrote(0, recorded._slots.keys.shape[3])
         recorded.rollback(start - 1)
         not_finite += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
     most = _TOLERANCE * rounding

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from pearl.cache import silent
 from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
+from pearl.execution.target import Event
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.metrics import Sums
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
-from pearl.protocol.events import Forward
+from pearl.protocol.events import Forwarded
 from pearl.protocol.messages import Submit
 
 CPU = torch.device("cpu")
@@ -76,12 +78,13 @@ class TimedGuesses(Simulation):
     head: CountedHead | None = None
     t_head = 0.0
 
-    def _seconds(self, command: object) -> float:
-        seconds = super()._seconds(command)
-        if isinstance(command, Forward) and self.head is not None:
+    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
+        event, seconds = super()._compute(actor, command)
+        if isinstance(event, Forwarded) and self.head is not None:
             seconds += self.head.forwards * self.t_head
+            event = replace(event, seconds=seconds, at=self._now + seconds)
             self.head.forwards = 0
-        return seconds
+        return event, seconds
 
 
 def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:

@@ -199,7 +199,7 @@ class Soak:
         """Wait for the restarted draft: faults need a live worker."""
         _, draft = workers(engine)
         deadline = time.monotonic() + PATIENCE
-        while not (draft.worker.alive and draft.worker.reached("ready")):
+        while not (draft.worker.alive and draft.worker.ready_since):
             if time.monotonic() > deadline:
                 self.wrong.append("a draft has not come back")
                 return

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pearl.errors import ModelError
-from pearl.models.forward.runner import has_own_forward
+from pearl.models.own_forward import has_own_forward
 from pearl.models.runner import feed_chain
 from pearl.models.transformers.runner import HFRunner
 from pearl.printable import cause_of

@@ -262,10 +262,9 @@ def pearl_here(
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels have only the smaller tables and are not checked at load, which takes seconds in the interpreter."""
     decode = pytest.importorskip("pearl.models.gpu.token_forward")
-    monkeypatch.setattr(decode.Decode, "problem", lambda self, expected: "")
-    for made in (decode.make_decode, decode.Decode.__init__):
-        *others, sizes = made.__defaults__
-        monkeypatch.setattr(made, "__defaults__", (*others, sizes[:1]))
+    monkeypatch.setattr(decode.Decode, "problem", lambda self: "")
+    (sizes,) = decode.Decode.__init__.__defaults__
+    monkeypatch.setattr(decode.Decode.__init__, "__defaults__", (sizes[:1],))
 
 
 def gone(pid: int) -> bool:

@@ -10,6 +10,8 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_state import DraftState
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
+from pearl.protocol.fed_tokens import FedTokens
+from pearl.protocol.look_ahead import LookAhead
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
 from pearl.protocol.method_choice import Auto
 from pearl.protocol.method_trials import AutoText
@@ -19,7 +21,6 @@ from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_steps import FedTokens, TargetSteps
 from tests.options import drawn_by
 from tests.protocol_pair import Pair, check_counts
 from tests.replace import replace
@@ -34,7 +35,7 @@ OPEN_UP = (
         Request,
         DraftState,
         AutoText,
-        TargetSteps,
+        LookAhead,
         FedTokens,
         Scheduler,
         ProposalStore,
@@ -54,6 +55,7 @@ _LEFT_OUT = (
     "_running",
     "_machines",
     "_request",
+    "_trust",
     "_draft",
     "_sequence",
 )
@@ -149,6 +151,8 @@ class FaultyPair(Pair):
                 return self.stall
             case "fail" if self.target_answer is not None:
                 return self.fail_target
+            case "fail to judge" if not self.target.chokes:
+                return partial(setattr, self.target, "chokes", True)
             case "choke" if isinstance(self.draft_answer, Drafted) and self.draft_answer.tokens:
                 return partial(setattr, self, "draft_answer", Drafted(failure="not finite"))
             case "cancel" | "cancel next":

@@ -4,7 +4,7 @@ A test module that imports this one is skipped where there is no Triton, or wher
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -15,9 +15,15 @@ import transformers
 from transformers import PreTrainedModel
 
 from pearl.execution import pair
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
+from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.forward.slot_attention import TorchAttention
+from pearl.models.forward.slots import Slots
+from pearl.models.gpu.recordings import Record, Rows, not_recorded
 from pearl.models.gpu.row_table import SIZES
+from pearl.models.gpu.runner import KernelRunner
 from pearl.protocol.messages import Submit
 
 pytest.importorskip("triton")
@@ -121,8 +127,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def no_prompts() -> Iterator[None]:
     """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pearl.models.gpu.prefill.make_prompts", lambda *given: None)
+        patch.setattr("pearl.models.gpu.prefill.Prompts", TorchPrompts)
         yield
+
+
+class TorchPrompts:
+    """In place of our kernels of prompts, by torch's operations."""
+
+    def __init__(
+        self, layers: DecoderLayers, slots: Slots, ropes: Mapping[str, Rope], record: Record
+    ) -> None:
+        self.layers, self.slots, self.ropes = layers, slots, ropes
+
+    def problem(self) -> str:
+        return ""
+
+    def forward(self, feed: Feed) -> Rows:
+        start, count = self.slots.lengths[feed.slot], len(feed.tokens)
+        self.slots.wrote(feed.slot, start + count)
+        attends = TorchAttention(self.slots, feed.slot, start, self.layers.scoring)
+        hidden = self.layers.hidden_states(torch.as_tensor(feed.tokens), self.ropes, attends)
+        return self.layers.logits(hidden[count - feed.rows :]), self.layers.features
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -138,9 +163,10 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
-    """Without our kernels: in torch's operations and C."""
-    record = (lambda work: work) if kernels else None
-    return ForwardRunner(model_of(name), context, slots=3, record=record, kernels=kernels)
+    """Without our kernels: in C."""
+    if kernels:
+        return KernelRunner(model_of(name), context, slots=3, record=not_recorded)
+    return CpuRunner(model_of(name), context, slots=3)
 
 
 @cache

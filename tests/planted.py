@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from pearl.decoding.rules import ratio
+from pearl.decoding.rules import Proposed, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
 from pearl.models import feeds
-from pearl.models.forward import runner as forward_runner
+from pearl.models.cpu import runner as cpu_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.events import Judged
@@ -82,10 +82,8 @@ def lay_out(plain: Any) -> Any:
 
 
 def sampled(plain: Any) -> Any:
-    return lambda self, request, command: plain(
-        self,
-        request,
-        command if command.follow else replace(command, node=max(0, command.node - 1)),
+    return lambda self, sample: plain(
+        self, sample if sample.follow else replace(sample, node=max(0, sample.node - 1))
     )
 
 
@@ -118,9 +116,11 @@ def forward(plain: Any) -> Any:
 
 
 def judge(plain: Any) -> Any:
-    def forgives_the_last(self: DirectTarget, logits: Any, tokens: Any, *more: Any) -> Judged:
-        found = plain(self, logits, tokens, *more)
-        return Judged(len(tokens), None) if found.accepted == len(tokens) - 1 else found
+    def forgives_the_last(self: DirectTarget, proposed: Proposed) -> Judged:
+        judged: Judged = plain(self, proposed)
+        if judged.accepted == len(proposed.tokens) - 1:
+            return Judged(len(proposed.tokens), None)
+        return judged
 
     return forgives_the_last
 
@@ -128,7 +128,7 @@ def judge(plain: Any) -> Any:
 def plant(bug: str) -> None:
     """And a forward takes as long whatever it is fed, so that trees are fed on any machine."""
     BUGS[bug]()
-    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore[method-assign]
+    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore
 
 
 BUGS = {
@@ -136,8 +136,8 @@ BUGS = {
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
     "a tree's node that sees a sibling, not its parent": wrapped(feeds, "parent_rows", parent_rows),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
-    "positions too far on behind a fork of a tree": wrapped(forward_runner, "lay_out", lay_out),
-    "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
+    "positions too far on behind a fork of a tree": wrapped(cpu_runner, "lay_out", lay_out),
+    "a bonus token from the row before": wrapped(TargetExecutor, "sample", sampled),
     "an end of text inside of a window passed over": wrapped(Request, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),
     "a grammar that is not rolled back": wrapped(Guide, "cut", lambda _: lambda self, length: None),

@@ -77,12 +77,12 @@ class Pair:
     def __init__(
         self,
         submits: Iterable[Submit],
-        target: Executor,
+        target: ScriptTarget,
         draft: Callable[[], Executor],
         draft_context: int | None = 1 << 20,
     ) -> None:
         # Where nothing is known yet auto does without a draft, and these texts are too short to try one.
-        self.coordinator = Coordinator(Speeds(auto=Auto("pearl")))
+        self.coordinator = Coordinator(target, Speeds(auto=Auto("pearl")))
         self.drafter: Drafter | None = None
         self.target = target
         self.draft: Executor | None = None
@@ -171,7 +171,7 @@ class Pair:
         draft = self.drafter.machines[0] if self.drafter else None
         for sequence in [text] + ([draft.sequence] if draft else []):
             # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
-            waits = sequence is text and any(machine._steps._fed._children for machine in running)
+            waits = sequence is text and any(machine._fed.parents for machine in running)
             assert sequence.fed >= 0
             assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)

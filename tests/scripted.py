@@ -4,8 +4,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from pearl.config import RequestOptions
+from pearl.errors import NumericalError
 from pearl.protocol import events as e
 from pearl.protocol.acceptance_estimates import Seen
+from pearl.protocol.fed_tokens import FedTokens
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.proposals import Proposal
 from tests.options import resolved
@@ -40,6 +42,26 @@ class Executor(Protocol):
     def execute(self, command: object) -> object | None: ...
 
 
+class Told:
+    """A verifier that answers what it is told beforehand, in turn."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = [*answers]
+        self.asked: list[e.Judge | e.Sample] = []
+
+    def judge(self, question: e.Judge) -> e.Judged:
+        assert isinstance(self.answers[0], e.Judged), question
+        return self._next(question)
+
+    def sample(self, question: e.Sample) -> e.Sampled:
+        assert isinstance(self.answers[0], e.Sampled), question
+        return self._next(question)
+
+    def _next(self, question: Any) -> Any:
+        self.asked.append(question)
+        return self.answers.pop(0)
+
+
 class Cache:
     """The mirror of a KV cache: tokens instead of keys and values."""
 
@@ -69,13 +91,14 @@ class ScriptTarget:
         self.unguessed = frozenset(unguessed)
         self.trees = trees
         self.cache = Cache()
-        self.indexed: list[int] = list(text)  # the text as of the last Guess command
+        self.indexed: list[int] = list(text)  # the text as of the last guesses
         self.contexts: list[
             tuple[int, ...]
         ] = []  # of each token of the last forward, itself included
         self.fed: tuple[int, ...] = ()
         self.parents: tuple[int, ...] | None = None  # of a tree that waits
         self.rows = 0
+        self.chokes = False  # on the next question
 
     def execute(self, command: object) -> object | None:
         match command:
@@ -91,36 +114,58 @@ class ScriptTarget:
                 self.cache.tokens += [self.fed[node] for node in path]
                 self.parents = None
                 return None
-            case e.Guess():
-                return self._guess(command)
             case e.Forward():
                 return self._forward(command)
-            case e.Judge(start, tokens, _, nodes):
-                for i, (token, node) in enumerate(zip(tokens, nodes, strict=True)):
-                    if token != self._says(start + i, node):
-                        return e.Judged(i, self._says(start + i, node), request=command.request)
-                return e.Judged(len(tokens), None, request=command.request)
-            case e.Sample(position, node, follow):
-                return self._sample(position, node, follow, command.request)
         raise AssertionError(command)
 
+    def judge(self, judge: e.Judge) -> e.Judged:
+        self._choke()
+        for i, (token, node) in enumerate(zip(judge.tokens, judge.nodes, strict=True)):
+            if token != self._says(judge.start + i, node):
+                return e.Judged(i, self._says(judge.start + i, node))
+        return e.Judged(len(judge.tokens), None)
+
+    def _choke(self) -> None:
+        if self.chokes:
+            self.chokes = False
+            raise NumericalError("on purpose")
+
     def _forward(self, command: e.Forward) -> e.Forwarded:
-        start, tokens, parents = command.start, command.tokens, command.parents
-        assert 0 <= command.rows <= len(tokens)
-        assert len(self.cache.tokens) == start, "the cache does not hold what the command says"
-        self.contexts, self.fed, self.rows, self.parents = [], tokens, command.rows, parents
+        fed = self._fed(command)
+        tokens, parents = fed.tokens, fed.parents
+        rows = command.rows + len(fed.guessers)
+        assert 0 <= rows <= len(tokens)
+        assert len(self.cache.tokens) == command.start, (
+            "the cache does not hold what the command says"
+        )
+        self.contexts, self.fed, self.rows, self.parents = [], tokens, rows, parents
         for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
             self.contexts.append(
                 (*(self.contexts[parent] if parent >= 0 else self.cache.tokens), token)
             )
         assert len(set(self.contexts)) == len(self.contexts), "one token twice"
         if parents is None:
-            self.cache.feed(start, tokens)
+            self.cache.feed(command.start, tokens)
         else:
             assert self.trees
-        return e.Forwarded(request=command.request)
+        return e.Forwarded(fed=fed if fed.guessers else None, request=command.request)
 
-    def _guess(self, command: e.Guess) -> e.Guessed:
+    def _fed(self, command: e.Forward) -> FedTokens:
+        if command.guess is None:
+            return FedTokens(command.start, command.tokens)
+        tokens, parents, sources = self._guess(command.guess)
+        count = command.guess.worth((0.5,) * len(tokens), len(command.tokens))
+        length, chain = len(self.indexed), len(command.tokens)
+        nodes = list(range(-1, chain - 1))
+        for parent in parents[:count]:
+            nodes.append(parent - command.start if parent < length else parent - length + chain)
+        every = (*command.tokens, *tokens[:count])
+        is_chain = nodes == list(range(-1, len(every) - 1))
+        return FedTokens(
+            command.start, every, None if is_chain else tuple(nodes), tuple(sources[:count])
+        )
+
+    def _guess(self, command: e.Guess) -> tuple[list[int], list[int], list[Source]]:
         text = self.indexed[: command.base] + list(command.tokens)
         assert len(self.indexed) >= command.base
         self.indexed = text
@@ -153,20 +198,16 @@ class ScriptTarget:
                     parents.append(above)
                     sources.append(Source.RUNNER_UP)
                 above = len(text) + list(zip(parents, tokens, strict=True)).index((above, token))
-        return e.Guessed(
-            tuple(tokens),
-            tuple(parents),
-            (0.5,) * len(tokens),
-            tuple(sources),
-            request=command.request,
-        )
+        return tokens, parents, sources
 
-    def _sample(self, position: int, node: int, follow: bool, request: int) -> e.Sampled:
-        says = [self._says(position, node)]
-        while follow and (*self.contexts[node], says[-1]) in self.contexts:
+    def sample(self, sample: e.Sample) -> e.Sampled:
+        self._choke()
+        node = sample.node
+        says = [self._says(sample.position, node)]
+        while sample.follow and (*self.contexts[node], says[-1]) in self.contexts:
             node = self.contexts.index((*self.contexts[node], says[-1]))
-            says.append(self._says(position + len(says), node))
-        return e.Sampled(tuple(says), request=request)
+            says.append(self._says(sample.position + len(says), node))
+        return e.Sampled(tuple(says))
 
     def _says(self, position: int, node: int) -> int:
         assert node >= len(self.fed) - self.rows, "no row was kept for this position"
@@ -179,6 +220,7 @@ class ScriptDraft:
 
     `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
     `stops`: positions behind which its stop policy ends drafting; where it withholds tokens, those that it withholds.
+    `twice`: positions at which one forward gives two tokens, as where it confirms a guess.
 
     Its runner-up, where it says so, is the right token where its own is wrong.
     """
@@ -189,8 +231,10 @@ class ScriptDraft:
         wrong: Collection[int] = (),
         foresees: Collection[int] = (),
         stops: Collection[int] = (),
+        twice: Collection[int] = (),
     ) -> None:
         self.text = tuple(text)
+        self.twice = frozenset(twice)
         self.wrong = frozenset(wrong)
         self.foresees = frozenset(foresees)
         self.stops = frozenset(stops)
@@ -224,6 +268,10 @@ class ScriptDraft:
                     return e.Drafted(paused=True)
                 branches = self._prepared(known - pending, known + budget)
                 said = self._says(self.cache.tokens)
+                if known in self.twice and budget > 1 and not self.ranks and not branches:
+                    self.cache.tokens.append(said)
+                    more = self._says(self.cache.tokens)
+                    return e.Drafted((said, more), cached=1, paused=known + 1 in self.stops)
                 seen = (
                     (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),)
                     if self.ranks

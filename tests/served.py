@@ -18,7 +18,7 @@ from typing import Any, Literal
 import httpx
 import openai
 
-from pearl.config import EngineConfig, RequestOptions, Settings
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.server.app import App
 from pearl.server.listen import Door, Server, bind
@@ -30,7 +30,7 @@ from tests.tiny import changed_model
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
-SETUP = Setup(MODEL, Settings(EngineConfig(), RequestOptions()))
+SETUP = Setup(MODEL, RequestOptions())
 SLOWLY: dict[str, Any] = {
     "target_pace": 0.15,
     "draft_pace": 0.05,
@@ -55,9 +55,9 @@ class Served:
         self.service = Service(engine, MODEL)
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
-        settings = Settings(engine.config, RequestOptions(method=method))
         tools = format_of(engine.tokenizer, door.tool_parser)
-        self.app = App(self.service, Setup(MODEL, settings, tools), door.access)
+        setup = Setup(MODEL, RequestOptions(method=method), tools)
+        self.app = App(self.service, setup, door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
 
@@ -134,15 +134,12 @@ class Served:
     @contextmanager
     def writing(self, regex: str) -> Iterator[None]:
         """Texts of chats and completions match it meanwhile: as of `pearl serve --regex`."""
-        before = self.app._setup
-        self.app._setup = replace(
-            before,
-            settings=replace(before.settings, options=before.settings.options.changed(regex=regex)),
-        )
+        before = self.app.setup
+        self.app.setup = replace(before, options=before.options.changed(regex=regex))
         try:
             yield
         finally:
-            self.app._setup = before
+            self.app.setup = before
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:

@@ -15,7 +15,7 @@ from pearl.drafting.step import Step
 from pearl.execution import early_drafts as module
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
-from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
@@ -254,13 +254,8 @@ SAMPLINGS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_launch_does_not_wait_for_the_gpu(
-    rule: str, sampling: RequestOptions, dtype: torch.dtype
-) -> None:
-    """By torch's operations in float32, by our kernels in bfloat16."""
-    runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
-    assert (runner._decode is not None) == (dtype == torch.bfloat16)
+def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: RequestOptions) -> None:
+    runner = KernelRunner(random_llama(128, torch.bfloat16).to("cuda:0"), 128)  # type: ignore[arg-type]
     chained = ModelProposer(runner, runner.vocab_size, chains=True)
     chained.open(Open(PROMPT, resolved(rule=rule, sampling=sampling)))
     last = chained.launch(Draft(0, PROMPT, 3))
@@ -276,14 +271,11 @@ def test_a_launch_does_not_wait_for_the_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chained_on_a_gpu_as_one_by_one(
-    rule: str, sampling: RequestOptions, dtype: torch.dtype
-) -> None:
+def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: RequestOptions) -> None:
     prompt = tuple(range(5, 25))
     texts = []
     for chains in (False, True):
-        runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
+        runner = KernelRunner(random_llama(128, torch.bfloat16).to("cuda:0"), 128)  # type: ignore[arg-type]
         with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
             ahead.execute(Open(prompt, resolved(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0

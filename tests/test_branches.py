@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
-from pearl.drafting.drawing import DrawStep
 from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.studies.simulate import Outcome, Timing
@@ -62,7 +61,7 @@ def test_a_foreseen_rejection_costs_no_window(
 
     def launch(proposer: ModelProposer, command: Draft, after: Step | None = None) -> Step:
         step = real(proposer, command, after)
-        kind = "waited for" if isinstance(step, DrawStep) and step.following is None else "launched"
+        kind = "waited for" if command.budget and step.following is None else "launched"
         launched.append("hedge" if command.hedge else "chained" if after else kind)
         return step
 

@@ -17,7 +17,7 @@ from pearl.config import SamplingParams
 from pearl.drafting import datastore_build
 from pearl.drafting.datastore import HEADER, Datastore, DatastoreHeader, check_tokenizer, width_of
 from pearl.drafting.fused_guesses import Guesser
-from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
+from pearl.drafting.ngram import MOST_MATCHED, Candidate, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench.exactness import check_texts
@@ -247,6 +247,12 @@ def test_a_tree_goes_on_by_both_sources(tmp_path: Path) -> None:
     assert sources[nodes.index((three, 5))] is Source.DATASTORE
 
 
+def without_origin(candidate: Candidate) -> Candidate:
+    """What two indexes, each with sources of its own, have in common."""
+    also = tuple(map(without_origin, candidate.also))
+    return candidate._replace(origin=None, also=also)
+
+
 def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     chance = random.Random(2)
     store = make(tmp_path, [[chance.randrange(VOCAB) for _ in range(200)]])
@@ -258,9 +264,9 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     index.cut(20)
     index.extend(text[20:])
     plain.extend(text)
-    assert [index.candidates(i) for i in range(1, 31)] == [
-        plain.candidates(i) for i in range(1, 31)
-    ]
+    for position in range(1, 31):
+        candidates = map(without_origin, index.candidates(position))
+        assert list(candidates) == list(map(without_origin, plain.candidates(position)))
 
 
 # ---- texts ----

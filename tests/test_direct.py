@@ -18,6 +18,7 @@ from pearl.models.checkpoints.formats import mxfp4
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close
@@ -37,7 +38,7 @@ KINDS = [
 
 
 def logits(model: Any) -> torch.Tensor:
-    return feed_chain(ForwardRunner(model, 256), [5, 9, 2, 7, 100, 31, 8], 7)
+    return feed_chain(CpuRunner(model, 256), [5, 9, 2, 7, 100, 31, 8], 7)
 
 
 def check_same(directory: Path, dtype: str = "auto") -> None:

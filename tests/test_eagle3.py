@@ -15,10 +15,14 @@ from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.cpu import native
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads import eagle3
 from pearl.models.heads.head import Head
+from pearl.models.heads.kinds import KINDS, kind_of
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
 from tests.eagle3 import (
@@ -326,7 +330,7 @@ NUMBERS = torch.ones(HIDDEN)
             {"d2t": torch.zeros(95, dtype=torch.long)},
             {},
             {},
-            "its d2t has 95 tokens and its lm_head 96",
+            r"its d2t has the shape \[95\], not \[96\]",
         ),
         (
             {"embed_tokens.weight": torch.zeros(99, 32)},
@@ -409,6 +413,16 @@ def test_other_drafters_of_specforge_are_refused(architecture: str, tmp_path: Pa
     directory = native_layout(tmp_path / "head", architectures=[architecture])
     with pytest.raises(ModelError, match="such heads are not read yet"):
         loaded(directory)
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert is_head(str(directory)), "its class alone says so"
+
+
+def test_kinds_that_are_read_have_their_functions() -> None:
+    for name, kind in KINDS.items():
+        if kind.module:
+            read = kind_of({"speculators_model_type": name})
+            assert callable(read.make), name
+            assert callable(read.target_layers), name
 
 
 def test_a_refusal_names_tensors_as_the_file_does(tmp_path: Path) -> None:
@@ -437,7 +451,7 @@ def target() -> Path:
     return tiny_model("llama-tied", layers=LAYERS, chat=True)
 
 
-@pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
+@pytest.mark.parametrize("how", ["in C", "kernels"])
 def test_a_target_keeps_the_states_that_a_head_names(
     how: str, request: pytest.FixtureRequest
 ) -> None:
@@ -450,19 +464,17 @@ def test_a_target_keeps_the_states_that_a_head_names(
     with torch.inference_mode():
         theirs = model.model(ids[None], output_hidden_states=True).hidden_states
     wanted = torch.cat((before_norm[0], theirs[0][0], theirs[3][0]), -1)
-    more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
+    own: ForwardRunner
     if how == "kernels":
         request.getfixturevalue("small_tables")
-        more["kernels"] = True
-    own = ForwardRunner(model, 256, taps=(LAYERS, 0, 3), **more)
+        own = KernelRunner(model, 256, taps=(LAYERS, 0, 3), record=not_recorded)
+    else:
+        own = CpuRunner(model, 256, taps=(LAYERS, 0, 3))
     feed_chain(own, ids[:6].tolist(), 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
-    if own.capabilities.tree_nodes:
-        own.forward([Feed((200, int(ids[6]), int(ids[7])), 1, parents=(-1, -1, 1))])
-        torch.testing.assert_close(own.features()[1:], wanted[6:8], rtol=1e-4, atol=1e-4)
-        own.keep((1, 2))
-    else:
-        feed_chain(own, ids[6:8].tolist(), 1)
+    own.forward([Feed((200, int(ids[6]), int(ids[7])), 1, parents=(-1, -1, 1))])
+    torch.testing.assert_close(own.features()[1:], wanted[6:8], rtol=1e-4, atol=1e-4)
+    own.keep((1, 2))
     feed_chain(own, ids[8:].tolist(), 1)
     torch.testing.assert_close(own.features(), wanted[8:], rtol=1e-4, atol=1e-4)
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from pearl.drafting.ngram import GuessTree
 from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.metrics import Stopwatch, fold
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner
-from pearl.protocol.events import Guess, Guessed
+from pearl.protocol.events import Guess
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
 from pearl.protocol.request import Counts
 from pearl.protocol.scheduler import PREFILL_CHUNK
@@ -51,13 +52,13 @@ def runner(text: Sequence[int], wrong: Sequence[int] = (), says: int = GARBAGE) 
 class Foresees(TargetExecutor):
     """It guesses the next four tokens of `TEXT`, and a wrong one beside the first."""
 
-    def _guess(self, command: Guess) -> Guessed:
-        place = command.base + len(command.tokens)
-        right = TEXT[place : min(place + 4, command.limit)]
+    def _guess(self, request: object, guess: Guess) -> GuessTree:
+        place = guess.base + len(guess.tokens)
+        right = TEXT[place : min(place + 4, guess.limit)]
         tokens = (*right, GARBAGE) if right else ()
         parents = (place - 1, *range(place, place + len(right) - 1), place - 1) if right else ()
-        sources = (Source.NGRAM,) * len(tokens)
-        return Guessed(tokens, parents, (0.9,) * len(tokens), sources, request=command.request)
+        sources = [Source.NGRAM] * len(tokens)
+        return GuessTree([*tokens], [*parents], [0.9] * len(tokens), sources)
 
 
 def run(

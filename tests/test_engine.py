@@ -27,7 +27,6 @@ from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
-from tests.loops import simulated
 from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
@@ -85,21 +84,6 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
         assert outcome.tokens == tokens
         for runner in runners:
             runner.rollback(0)
-
-
-def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
-    """Dense distributions over gloo leave no trace in the text either."""
-    spec = "toy:vocab=512,alpha=0.7"
-    params = WARM.changed(max_tokens=150)
-    with Engine(spec, spec, tensors="gloo") as engine:
-        assert (engine.directory / "group").exists()
-        result = one(
-            engine, params.overridden_by(AS_PUBLISHED)
-        )  # otherwise the target would not wait for its draft
-    submit = Submit(1, tuple(PROMPT), 153, resolved(sampling=drawn_by(1.0, seed=11)))
-    assert result.tokens == simulated(submit, 512, 0.7)
-    assert result.statistics.num_accepted_draft_tokens > 0
-    assert not result.statistics.draft_lost
 
 
 def test_a_sampled_text_is_one_of_seed_and_sample(toy: Engine) -> None:

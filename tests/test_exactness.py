@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts, text_cases
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import Rounding, gated, matrix, normalise
-from pearl.models.forward.runner import ForwardRunner
-from pearl.models.gpu.recordings import FED
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
-from tests.conftest import TOY
-from tests.forwards import KINDS, replayed
+from tests.conftest import TOY, Quiet
+from tests.forwards import KINDS
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.runner_contract import some_tokens
@@ -115,7 +114,7 @@ def test_a_tree_gives_each_node_the_bits_of_its_path_alone(
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
     """Chains and trees of several slots in one forward; one slot forked from another."""
-    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind)), 256, slots=3)
+    runner = CpuRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind)), 256, slots=3)
     tokens = [11 * i % runner.vocab_size for i in range(200)]
     wanted = feed_chain(runner, tokens, 200)
     runner.rollback(0)
@@ -160,13 +159,6 @@ def test_the_check_notices_a_forward_whose_rows_depend_on_one_another(kind: str)
     assert "position" in found.first
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
-    """In a GPU's fixed sizes, here carried out each time."""
-    runner = replayed(kind)
-    assert compare_cuts(runner, kind, runner.context, piece=FED).passed
-
-
 # ---- the parts ----
 
 
@@ -188,7 +180,7 @@ def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> 
 def test_rounding_refuses_widths_that_its_kernel_cannot_take(rounding: Rounding) -> None:
     layer = torch.nn.Linear(36, 300, bias=False)
     with pytest.raises(ModelError, match=r"multiple of 32; one of this model takes 36"):
-        matrix(layer, dtype=torch.float32, rounding=rounding)
+        matrix(layer, dtype=torch.float32, is_native=True, rounding=rounding)
 
 
 # ---- whole pairs ----
@@ -216,18 +208,17 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
 
 @pytest.mark.parametrize(("draft", "quick"), [(TOY, True), (TOY, False), ("none", False)])
 def test_the_number_of_comparisons_is_told_before_the_first(draft: str, quick: bool) -> None:
-    totals: list[int] = []
+    watcher = Quiet()
     config = EngineConfig(target=TOY, draft=draft, log_level="error", draft_restarts=1000)
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
     kinds = set()
     for number, finding in enumerate(
-        check_pair(config, [[1, 2, 3]], params, kill=True, quick=quick, begin=totals.append)
+        check_pair(config, [[1, 2, 3]], params, kill=True, quick=quick, watcher=watcher)
     ):
-        assert len(totals) == 1, "before the first"
         assert finding.passed
-        assert number < totals[0]
+        assert number < watcher.total, "it is told before the first"
         kinds.add(finding.what.partition(":")[0])
-    assert totals == [number + 1]
+    assert watcher.total == number + 1
     assert {"greedy", "coupled"} <= kinds
     assert ("ratio" in kinds) == (draft != "none")
     cases = [len(text_cases(config, kill=True, quick=is_quick)) for is_quick in (True, False)]
@@ -270,7 +261,7 @@ def test_the_check_notices_bugs_that_change_a_text(
         "an inner thing, then another one and the hat in the tin and the"
     )  # texts that repeat, and branch
     longest = 0
-    with closing(check_pair(config, prompts, params, kill=False)) as findings:
+    with closing(check_pair(config, prompts, params, kill=False, watcher=Quiet())) as findings:
         for finding in findings:
             longest = max(longest, finding.longest)
             if not finding.passed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,12 +13,16 @@ from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.cpu import native
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import rounding_for
-from pearl.models.forward.runner import ForwardRunner, has_own_forward
+from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.check import KernelsUnfit
+from pearl.models.gpu.runner import KernelRunner
+from pearl.models.own_forward import has_own_forward
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner
 from pearl.models.transformers.runner import HFRunner
-from tests.forwards import KINDS, into_one_buffer, replayed
+from tests.forwards import KINDS
 from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import CPU, on_cpu, tiny_model
@@ -58,10 +63,8 @@ def toy() -> ToyRunner:
     return ToyRunner(64, lambda tokens: toy_distribution(tuple(tokens)), 64)
 
 
-def several(record: Any) -> ForwardRunner:
-    return ForwardRunner(
-        AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record
-    )
+def several() -> ForwardRunner:
+    return CpuRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2)
 
 
 class TestContract(RunnerContract):
@@ -70,14 +73,10 @@ class TestContract(RunnerContract):
         "llama": load,
         "qwen3": partial(load, "qwen3"),
         "gemma3": partial(load, "gemma3-short"),
-        "recorded": partial(replayed, "llama"),
-        "recorded, a window": partial(replayed, "gemma3-short"),
     }
     others: ClassVar[Kinds] = {
         **{kind: partial(load, kind) for kind in KINDS if kind not in ("llama", "qwen3")},
-        **{f"recorded {kind}": partial(replayed, kind) for kind in KINDS if kind != "llama"},
-        "several": partial(several, None),
-        "several recorded": partial(several, into_one_buffer),
+        "several": several,
     }
 
 
@@ -89,34 +88,18 @@ class TestContractCuda(RunnerContract):
     }
 
 
-@pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_those_of_transformers(
-    kind: str, make: Callable[[str], ForwardRunner]
-) -> None:
-    close(logits(make(kind)), logits(reference(kind, "float32")))
+def test_logits_equal_those_of_transformers(kind: str) -> None:
+    close(logits(load(kind)), logits(reference(kind, "float32")))
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-moe", "gemma2-short"])
-def test_a_prompt_in_pieces_has_the_logits_of_transformers(kind: str) -> None:
-    """Padded to the size that a GPU computes; the next token looks at what they wrote."""
-    runners = replayed(kind), reference(kind, "float32")
-    tokens = some_tokens(runners[0], 41)
-    close(*(feed_chain(runner, tokens[:40], 40, prompt=True) for runner in runners))
-    close(*(feed_chain(runner, tokens[40:], 1) for runner in runners))
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed])
-)
-def test_rounding_is_no_worse_than_that_of_transformers(
-    kind: str, dtype: str, make: Callable[[str, str], ForwardRunner]
-) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), pairwise(KINDS, ["bfloat16", "float16"]))
+def test_rounding_is_no_worse_than_that_of_transformers(kind: str, dtype: str) -> None:
     """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
     weights = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
     exact = logits(HFRunner(weights.float(), 64))
     theirs, ours = (
-        (logits(runner) - exact).abs() for runner in (reference(kind, dtype), make(kind, dtype))
+        (logits(runner) - exact).abs() for runner in (reference(kind, dtype), load(kind, dtype))
     )
     assert theirs.max() > 0, "nothing was rounded, so nothing was tested"
     assert ours.max() <= 1.5 * theirs.max()
@@ -146,7 +129,7 @@ def test_quantised_models_are_left_to_transformers() -> None:
 def test_weights_are_there_once() -> None:
     """A model that fills a device must not be copied on it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    runner = ForwardRunner(model, 64)
+    runner = CpuRunner(model, 64)
     assert {name.split(".")[-2] for name, _ in model.named_parameters()} == {
         "embed_tokens",
         "input_layernorm",
@@ -156,27 +139,10 @@ def test_weights_are_there_once() -> None:
     assert feed_chain(runner, [3, 4], 1).isfinite().all()
 
 
-def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.gpu.recordings._LEAST_VISIBLE", 64)
-    runners = [
-        ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
-        for record in (None, into_one_buffer)
-    ]
-    tokens = some_tokens(runners[0], 200)
-    whole, found = feed_chain(runners[0], tokens, 200), [feed_chain(runners[1], tokens[:50], 50)]
-    found += [feed_chain(runners[1], tokens[i : i + 3], 3) for i in range(50, 200, 3)]
-    close(torch.cat(found), whole)
-    assert runners[1]._graphs is not None
-    assert list(runners[1]._graphs._known) == [(0, end) for end in (256, 128, 64)]
-
-
-@pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kept", [0, 1, 5])
-def test_what_a_rejected_forward_left_is_not_seen(
-    kept: int, make: Callable[[str], ForwardRunner]
-) -> None:
-    """Nor a NaN: a forward looks at whole blocks of positions, a recorded one beyond; 0 times NaN is not 0."""
-    runner = make("llama")
+def test_what_a_rejected_forward_left_is_not_seen(kept: int) -> None:
+    """Nor a NaN: a forward looks at whole blocks of positions, and 0 times NaN is not 0."""
+    runner = load("llama")
     wanted = feed_chain(runner, some_tokens(runner, kept + 4), 4)
     feed_chain(runner, some_tokens(runner, 36 - kept), 1)
     with torch.inference_mode():
@@ -184,38 +150,6 @@ def test_what_a_rejected_forward_left_is_not_seen(
         runner._slots.values[..., kept:40, :] = torch.nan
     runner.rollback(kept)
     assert torch.equal(feed_chain(runner, some_tokens(runner, 4, kept), 4), wanted)
-
-
-@pytest.mark.parametrize(("context", "recordings"), [(200, 1), (256, 2)])
-def test_all_recordings_are_made_at_load(
-    context: int, recordings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for each number of positions looked at, whatever is fed: which rows stand beside a row must not matter.
-
-    One that was made amid a text would hold it up for a tenth of a second.
-    """
-    monkeypatch.setattr(
-        "pearl.models.gpu.recordings._LEAST_VISIBLE", 128 if recordings > 1 else 512
-    )
-    made = []
-
-    def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        made.append(work)
-        return into_one_buffer(work)
-
-    runner = ForwardRunner(
-        AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, spare=3, record=record
-    )
-    assert len(made) == 2 * recordings
-    assert runner.capabilities.slots == 2, "a spare slot would have recordings of its own"
-    assert not runner.capabilities.together
-    assert not runner.capabilities.tree_nodes, "whose nodes would have other bits than their path"
-    assert not runner._slots.keys.any(), "what recording has written is forgotten"
-    for slot in (0, 1):
-        for fed in (1, 3, 8, 16, 20, 1, 3, 8, 16, 20, 40):
-            feed_chain(runner, some_tokens(runner, fed), 1, slot)
-        feed_chain(runner, some_tokens(runner, context - 1 - runner.length(slot)), 1, slot)
-    assert len(made) == 2 * recordings
 
 
 def in_8_bits(weight: torch.Tensor) -> torch.Tensor:
@@ -305,3 +239,24 @@ def test_what_only_our_forward_has_is_refused_elsewhere(
 ) -> None:
     with pytest.raises(ModelError, match=said):
         on_cpu(tiny_model(kind), forwards=forwards, **asked)
+
+
+def test_a_model_that_our_kernels_do_not_fit_runs_through_transformers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose refusals name what our own forward alone has."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise KernelsUnfit("our kernels give wrong rows here")
+
+    monkeypatch.setattr("pearl.models.own_forward.own_runner", refuse)
+    assert isinstance(on_cpu(tiny_model(), max_context=64), HFRunner)
+    assert "runs through transformers, slower: our kernels give wrong rows here" in caplog.text
+    with pytest.raises(ModelError, match="leave slots at 1"):
+        on_cpu(tiny_model(), max_context=64, slots=2)
+
+
+def test_kernels_of_a_gpu_take_bfloat16_alone() -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    with pytest.raises(KernelsUnfit, match="take bfloat16, and this is float16"):
+        KernelRunner(model, 64)

@@ -1,6 +1,8 @@
 """What can be told of the path on GPUs without one: what CUDA, NCCL and torch are asked for, and in which order."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,18 +17,19 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.studies.simulate import Timing, VirtualProposer
 from pearl.models.checkpoints.loading import load_model, load_runner
-from pearl.models.forward.runner import ForwardRunner
-from pearl.models.gpu import recordings
+from pearl.models.cpu.runner import CpuRunner
+from pearl.models.feeds import Feed
+from pearl.models.gpu.recordings import PREFILL
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Submit
-from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
 from tests.options import drawn_by, resolved
 from tests.replace import replace
-from tests.runner_contract import close, some_tokens
+from tests.runner_contract import some_tokens
 from tests.tiny import random_llama, tiny_model
 from tests.virtual import Turns
 
@@ -56,7 +59,7 @@ def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = EngineConfig(target_device="cuda:0", draft_device="cuda:1", tensors=tensors)  # type: ignore[arg-type]
     settings = WorkerSettings(role="target", config=config, directory=tmp_path)
-    channel = build._channel(settings, 0, GPU, Tracer(None, lambda number: None))  # type: ignore[arg-type,return-value]
+    channel = build._channel(settings, 0, GPU)
     assert (channel is not None) == (tensors == "nccl")
 
 
@@ -67,9 +70,9 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half(
-        "target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ()
-    )
+    options = drawn_by(1.0, seed=3)
+    parameters = {"epsilon": epsilon} if epsilon else {}
+    half = make_half("target", options.changed(rule=rule, parameters=parameters))
     assert isinstance(half, RatioTarget)
     target, draft, tokens = (
         torch.softmax(LOGITS, -1),
@@ -83,31 +86,13 @@ def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: fl
 # ---- forwards in fixed sizes ----
 
 
-@pytest.mark.parametrize("chunks", [(1100,), (300, 512, 288), (512, 512, 76)])
-def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) -> None:
-    """Of 512 tokens at most, however it comes: in one piece its mask alone would be a gigabyte at 8,192 tokens."""
-    whole = ForwardRunner(random_llama(1101), 1101)
-    largest: list[int] = []
-    cut = ForwardRunner(random_llama(1101), 1101, record=lambda work: work)
-    fixed = cut._fixed
-    cut._graphs._step = lambda piece, *sizes: largest.append(len(piece.ids)) or fixed(piece, *sizes)  # type: ignore[union-attr]
-    tokens, found, fed = some_tokens(whole, 1101), [], 0
-    for count in (*chunks, 1):
-        found.append(feed_chain(cut, tokens[fed : fed + count], count, prompt=True))
-        fed += count
-    close(torch.cat(found), feed_chain(whole, tokens, 1101))
-    assert max(largest) == recordings.PREFILL
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtype) -> None:
-    """Across the ends of two recordings, after rollbacks too; our kernels', in tables of both sizes, and torch's."""
+def test_recorded_forwards_give_the_bits_of_those_that_are_not() -> None:
+    """Across the limits of parts, after rollbacks too, in tables of both sizes."""
     runners = [
-        ForwardRunner(random_llama(1200, dtype).to(GPU), 1200, records=records, kernels=True)  # type: ignore[arg-type]
+        KernelRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, records=records)  # type: ignore[arg-type]
         for records in (True, False)
     ]
-    assert {runner._decode is not None for runner in runners} == {dtype == torch.bfloat16}
     tokens = some_tokens(runners[0], 1200)
     for runner in runners:
         feed_chain(runner, tokens[:490], 1)
@@ -123,22 +108,19 @@ def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-def test_prompts_by_our_kernels_are_those_of_torch() -> None:
+def test_prompts_by_our_kernels_are_those_of_tables() -> None:
     """Recorded and not, in two slots, whose bits are the same."""
-    given = {"slots": 2, "kernels": True}, {"kernels": True, "records": False}, {"kernels": False}
+    given: list[dict[str, Any]] = [{"slots": 2}, {"records": False}]
     runners = [
-        ForwardRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, **some) for some in given
+        KernelRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, **some) for some in given
     ]  # type: ignore
-    assert [each._graphs is not None and each._graphs.prompts is not None for each in runners] == [
-        True,
-        True,
-        False,
-    ]
     tokens = some_tokens(runners[0], 1100)
     rows = [feed_chain(runner, tokens, 600, prompt=True) for runner in runners]
     assert torch.equal(rows[0], feed_chain(runners[0], tokens, 600, 1, prompt=True))
-    for some in rows[:2]:
-        assert (some - rows[2]).norm() < 0.03 * rows[2].norm()
+    runners[1].rollback(0)
+    tabled = feed_chain(runners[1], tokens, 600)
+    for some in rows:
+        assert (some - tabled).norm() < 0.03 * tabled.norm()
 
 
 def test_announced_rows_are_received_where_messages_are_read() -> None:
@@ -154,22 +136,30 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     assert torch.equal(message.rows[0], row)
 
 
-def other_bits_by_size(seed: int) -> ForwardRunner:
-    """In the fixed sizes of a GPU, whose kernels give other bits for few rows than for many: here quite other ones."""
-    torch.manual_seed(seed)
-    runner = ForwardRunner(random_llama(1600), 1600, slots=2, record=lambda work: work)
-    graphs_of, embedding = runner._graphs, runner._layers.embedding
-    assert graphs_of is not None
-    plain = graphs_of._step
+class OtherBitsInPrompts(CpuRunner):
+    """Computes prompts in the pieces of a GPU, whose kernels give other bits there: here quite other ones."""
 
-    def step(piece: recordings.PieceInputs, slot: int, end: int, rows: int) -> torch.Tensor:
-        runner._layers.embedding = (
-            embedding if len(piece.ids) == recordings.FED else embedding.roll(1, 0)
+    def __init__(self) -> None:
+        super().__init__(random_llama(1600), 1600, slots=2)
+        self.capabilities = replace(
+            self.capabilities, tree_nodes=0, launches=True, prompt_piece=PREFILL
         )
-        return plain(piece, slot, end, rows)
 
-    graphs_of._step = step
-    return runner
+    def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        return [self._one(feed) for feed in feeds]
+
+    def _one(self, feed: Feed) -> torch.Tensor:
+        embedding = self._layers.embedding
+        if feed.prompt:
+            self._layers.embedding = embedding.roll(1, 0)
+        (logits,) = super()._compute([feed])
+        self._layers.embedding = embedding
+        return logits
+
+
+def other_bits_by_size(seed: int) -> OtherBitsInPrompts:
+    torch.manual_seed(seed)
+    return OtherBitsInPrompts()
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("ar", 1.0), ("sd", 0.0), ("pearl", 1.0)])

@@ -26,13 +26,15 @@ from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Forward, Forwarded, Guess, Judge, Keep, Open, Phase
+from pearl.protocol.events import Forward, Forwarded, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
 from pearl.spec.methods import METHODS
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.datastores import VOCAB, make
 from tests.options import drawn_by, resolved
+from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
+from tests.trees import TreeExecutor, guess_after
 from tests.virtual import decoded
 
 
@@ -64,9 +66,9 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(
         len(text.tokens),
         resolved("ngram", look_ahead=8, sampling=drawn_by(1.0, seed=4)),
     )
-    drawn, sampled = list[object](), TargetExecutor._sampled
+    drawn, sample = list[object](), TargetExecutor.sample
     monkeypatch.setattr(
-        TargetExecutor, "_sampled", lambda *given: drawn.append(given) or sampled(*given)
+        TargetExecutor, "sample", lambda *given: drawn.append(given) or sample(*given)
     )
     outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
@@ -112,7 +114,7 @@ def test_what_followed_the_longest_known_context_is_named() -> None:
     assert [c.token for c in habits.candidates([9, 9, 2])] == [0, 3, 4], "of 2 all that followed it"
     assert habits.candidates([2, 9]) == habits.candidates([]) == []
     three = habits.candidates([7, 1, 2])[0]
-    assert (three.context, three.matched) == ((1, 2, 3), 2)
+    assert (three.context, three.rate[0]) == ((1, 2, 3), 1)
     assert sum(c.chance for c in habits.candidates([2])) <= 1
 
 
@@ -123,10 +125,10 @@ def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
         habits.learn((7,), 8)
     assert len(habits) == 30
     assert habits.candidates((7,))[0].token == 8
-    assert habits.candidates((25, 1))[0].matched == 1, (
+    assert habits.candidates((25, 1))[0].rate[0] == 0, (
         "25 1 is forgotten, and 1 has been seen all the time"
     )
-    assert habits.candidates((3, 1))[0].matched == 2
+    assert habits.candidates((3, 1))[0].rate[0] == 1
     assert max(map(len, habits._followers.values())) <= 16
 
 
@@ -186,7 +188,8 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
     config = EngineConfig(target=TOY, draft="none", datastore=str(directory))
     asked = [Task("x", 1, ("123",)), Task("x", 2, ("321",))]
-    tables, _ = guesses.measure_guesses(config, asked, 20, Quiet(), most_batch=2, most_context=300)
+    report = guesses.measure(config, asked, 20, Quiet(), most_batch=2, most_context=300)
+    tables = report.tables
     for table in tables:
         assert {len(row) for row in table.rows} <= {len(table.columns)}
     assert all(float(row[3]) >= 1 and float(row[-1]) > 0 for row in tables[0].rows)
@@ -302,11 +305,11 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     assert draws[0] == agreed
     executor.execute(Open(prompt, resolved("ouroboros", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, prompt[:-1], 0, request=1))
-    executor.execute(Guess(0, (*prompt, *window), len(prompt), 99, (0.5,) * 4, 16, request=1))
+    guess = replace(guess_after((*prompt, *window), pending=4), worth=lambda chances, fed: 0)
     executor.execute(
-        Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, request=1)
+        Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, guess, request=1)
     )
-    executor.execute(Judge(len(prompt), window, (None,) * 4, (0, 1, 2, 3), request=1))
+    executor.judge(Judge(len(prompt), window, (None,) * 4, (0, 1, 2, 3), request=1))
     pool = executor._requests[1].index._pool  # type: ignore[union-attr]
     assert pool[wrong] == [(agreed, draws[1])]
     assert pool[agreed][-1] == (draws[1],)
@@ -325,20 +328,20 @@ PROMPT = (5, 40, 7, 93, 11, 12, 200, 3)
 def test_the_window_is_the_targets_own_writing() -> None:
     """Each new level is what the target draws behind each column, beside guesses and without them."""
     runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
-    executor = TargetExecutor(runner)
+    executor = TreeExecutor(runner)
     executor.execute(Open(PROMPT, resolved("lookahead", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:-1], 0, request=1))
+    request = executor._requests[1]
+    request.index = executor._make_index(request)
     text = [*PROMPT]
     for step in range(3 * LEVELS):
         known = len(text) - 1 if step else 0
-        executor.execute(Guess(known, tuple(text[known:]), len(text), 99, (), 16, request=1))
-        index = executor._requests[1].index
+        index = request.index
         before = [list(level) for level in index._levels]
         start, guesses = len(text) - 1, (7, 9) if step % 2 else ()
-        parents = (-1, *(0 for _ in guesses)) if guesses else None
-        command = Forward(
-            Phase.PRE_VERIFY, start, (text[-1], *guesses), 1 + len(guesses), parents, request=1
-        )
+        executor.tokens, executor.parents = guesses, (start,) * len(guesses)
+        guess = guess_after(text, known)
+        command = Forward(Phase.PRE_VERIFY, start, (text[-1],), 1, guess, request=1)
         forwarded = executor.execute(command)
         assert isinstance(forwarded, Forwarded)
         assert forwarded.beside == COLUMNS * LEVELS, "it passed for a forward of one token"

@@ -22,9 +22,12 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads.loading import load_draft_head, load_head
 from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import feed_chain
@@ -34,6 +37,7 @@ from pearl.protocol.messages import Submit, Verdict
 from tests.conftest import Quiet
 from tests.options import resolved
 from tests.tiny import CPU, on_cpu, tiny_model
+from tests.trees import TreeExecutor, guess_after
 
 KNOWN = 96  # tokens of the head's own vocabulary
 TEXT = [5, 40, 7, 93, 11, 12, 200, 3, 17, 60, 61, 5, 40]
@@ -106,30 +110,22 @@ def tapped_states(model: Any) -> torch.Tensor:
     return torch.cat([states[layer][0] for layer in tapped(4)], -1)
 
 
-@pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
+@pytest.mark.parametrize("how", ["in C", "kernels"])
 def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.FixtureRequest) -> None:
-    """Of chains in any cut and of trees, in each of the ways that our own forward computes.
-
-    Without our kernels it takes no trees in fixed sizes.
-    """
+    """Of chains in any cut and of trees, in each of the ways that our own forward computes."""
     model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
     wanted = tapped_states(model)
-    more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
+    own: ForwardRunner
     if how == "kernels":
         request.getfixturevalue("small_tables")
-        more["kernels"] = True
-    own = ForwardRunner(model, 256, taps=tapped(4), **more)
-    assert (own._decode is not None) == (how == "kernels")
+        own = KernelRunner(model, 256, taps=tapped(4), record=not_recorded)
+    else:
+        own = CpuRunner(model, 256, taps=tapped(4))
     feed_chain(own, TEXT[:6], 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
-    takes_trees = own.capabilities.tree_nodes > 0
-    assert takes_trees == (how != "fixed sizes")
-    if takes_trees:
-        own.forward([Feed((200, TEXT[6], TEXT[7], 9), 4, parents=(-1, -1, 1, 0))])
-        torch.testing.assert_close(own.features()[[1, 2]], wanted[6:8], rtol=1e-4, atol=1e-4)
-        own.keep((1, 2))
-    else:
-        feed_chain(own, TEXT[6:8], 1)
+    own.forward([Feed((200, TEXT[6], TEXT[7], 9), 4, parents=(-1, -1, 1, 0))])
+    torch.testing.assert_close(own.features()[[1, 2]], wanted[6:8], rtol=1e-4, atol=1e-4)
+    own.keep((1, 2))
     feed_chain(own, TEXT[8:], 1)
     torch.testing.assert_close(own.features(), wanted[8:], rtol=1e-4, atol=1e-4)
 
@@ -144,8 +140,8 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     weights = load_file(trained / "model.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(target())
     model = HeadModel(theirs.config, own.embedding, head.ids, 0)
-    for name, weight in model.weights.items():
-        weight.detach().copy_(weights[f"{name}.weight"])
+    for name, weight in model.named_parameters():
+        weight.detach().copy_(weights[name])
     feed_chain(own, TEXT, 1)
     features, ids = own.features(), torch.tensor(TEXT)
     turns = torch.cat(theirs.model.rotary_emb(features, torch.arange(len(TEXT))[None]))
@@ -202,18 +198,17 @@ def test_a_head_reads_each_tree_before_it_guesses_again(
         HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1]
     )
     executor = TargetExecutor(own, head=load_head(str(trained), own, lambda what: None))
-    coordinator, trees = Coordinator(piece=own.capabilities.prompt_piece), 0
+    coordinator, trees = Coordinator(executor, piece=own.capabilities.prompt_piece), 0
     events: list[object] = [
         Submit(1, tuple(TEXT), 80, resolved("head", look_ahead=8, rule="coupled"))
     ]
     with torch.inference_mode():
         while events:
             for command in coordinator.handle(events.pop()):
-                if isinstance(command, Forward):
-                    trees += command.parents is not None
                 if not isinstance(command, Deliver | Wait | End) and (
                     answer := executor.execute(command)
                 ):
+                    trees += bool(answer.fed and answer.fed.parents)  # type: ignore[union-attr]
                     events.append(answer)
     assert trees > 1
     assert all(was_read)
@@ -408,7 +403,7 @@ def test_what_was_read_without_states_is_read_again_with_them(
 
 def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settled() -> None:
     own = runner()
-    executor = TargetExecutor(own, gives_states=True)
+    executor = TreeExecutor(own, gives_states=True)
     verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
     with torch.inference_mode():
         wanted = tapped_states(
@@ -418,10 +413,9 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
         executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
         executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
         given = [*executor.states(verdict(5, TEXT[5]))]
-        tree = Forward(
-            Phase.PRE_VERIFY, 5, (TEXT[5], 201, TEXT[6], TEXT[7]), 4, (-1, 0, 0, 2), request=1
-        )
-        executor.forward([tree])
+        executor.tokens, executor.parents = (201, TEXT[6], TEXT[7]), (5, 5, 7)
+        guess = guess_after(TEXT[:6])
+        executor.forward([Forward(Phase.PRE_VERIFY, 5, (TEXT[5],), 1, guess, request=1)])
         given += executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))
         assert not [*executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))]
         executor.execute(Keep((0, 2, 3), request=1))

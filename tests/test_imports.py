@@ -137,6 +137,18 @@ def test_the_rules_are_declared_without_torch() -> None:
     assert set(imported(name, modules()[name])) & {"torch", "numpy"} == set()
 
 
+def test_no_files_of_models_import_each_other() -> None:
+    """Nor over others: imports inside of functions and of types count, too."""
+    imports: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        if belongs(name, "pearl.models"):
+            imports[name] = set(imported(name, tree)) - {name}
+    while free := {name for name, needs in imports.items() if not needs & imports.keys()}:
+        for name in free:
+            del imports[name]
+    assert not imports, imports
+
+
 def test_forwards_do_not_know_where_weights_come_from() -> None:
     """Checkpoints import the forwards: an import the other way round, even of a type, would be a circle."""
     forwards = ("pearl.models.forward", "pearl.models.cpu", "pearl.models.gpu")

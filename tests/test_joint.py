@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from pearl.config import RequestOptions
-from pearl.decoding.rules import make_half
+from pearl.decoding.rules import Proposed, make_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
 from pearl.lab.studies import mjgd
@@ -19,10 +19,13 @@ from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance
 from tests.joint import DRAFT, PAIR, TARGET, decode, parameters
 from tests.options import resolved, shaped
-from tests.replace import replace
 from tests.virtual import NEVER, WARM, Chains
 
 # ---- what is judged ----
+
+
+def joint(options: RequestOptions, **values: int) -> RequestOptions:
+    return options.changed(rule="joint", parameters=parameters(**values))
 
 
 @cache
@@ -41,7 +44,7 @@ def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("first", range(4))
 def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth: int) -> None:
-    half = make_half("draft", "joint", WARM, parameters(depth=depth, width=16))
+    half = make_half("draft", joint(WARM, depth=depth, width=16))
     search, runner = Search(half, 1, first, depth), ToyRunner(4, PAIR[1])
     feed_chain(runner, [first], 0)
     while not search.is_done:
@@ -61,7 +64,7 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
 
 
 def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -> None:
-    half = make_half("draft", "joint", WARM, parameters(width=1))
+    half = make_half("draft", joint(WARM, width=1))
     search = Search(half, 1, 0, 2)
     search.tree()
     search.grow(DRAFT[:1].log())
@@ -73,12 +76,12 @@ def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -
 
 def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> None:
     """A draft that gives its tokens next to nothing makes the joint ratio infinite; that times 0 passed for 1."""
-    half = make_half("target", "joint", replace(WARM, top_k=1), parameters(depth=8))
+    half = make_half("target", joint(WARM.changed(top_k=1), depth=8))
     logits = torch.zeros(8, 4)
     logits[:, 2] = 1.0
     tokens = [2] * 7 + [3]
     rows = [torch.zeros(4).index_fill_(0, torch.tensor([token]), 1e-45) for token in tokens]
-    judged = half.judge(logits, tokens, rows, 1)
+    judged = half.judge(Proposed(logits, tokens, rows, 1))
     assert (judged.accepted, judged.token) == (7, 2)
 
 

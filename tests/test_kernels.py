@@ -12,10 +12,12 @@ from torch.nn.functional import linear, silu
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.linear_layers import Rounding, matrix, packed_together
-from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.messages import Submit
 from tests.kernels import (
@@ -33,14 +35,12 @@ from tests.kernels import no_prompts as no_prompts  # a fixture for all
 from tests.options import drawn_by, resolved
 
 from pearl.decoding import draw_kernels  # isort: skip
-from pearl.models.gpu import autotune, product_kernels, tile_kernels, token_forward  # isort: skip
+from pearl.models.gpu import autotune, product_kernels, tile_kernels  # isort: skip
 
 
 def test_forwards_are_those_of_torch() -> None:
     """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
     both = shared("one layer"), runner_of("one layer", kernels=False)
-    assert both[0]._decode is not None
-    assert both[1]._decode is None
     for slot in range(3):
         both[0].rollback(0, slot)
     for runner in both:
@@ -67,7 +67,6 @@ def test_every_family(name: str) -> None:
     tree alone; and a text.
     """
     both = runner_of(name, context=160), runner_of(name, kernels=False, context=160)
-    assert both[0]._decode is not None
     for runner in both:
         feed_chain(runner, text(126), 1, prompt=True)
         feed_chain(runner, text(75, 5), 1, 1, prompt=True)
@@ -109,7 +108,7 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
         MODELS[name][0],
         SMALL | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64},
     )
-    one = partial(matrix, dtype=torch.float32, rounding=rounding, plain=True)
+    one = partial(matrix, dtype=torch.float32, rounding=rounding, is_native=False)
     both = []
     for kernels_ in (True, False):
         torch.manual_seed(0)
@@ -129,38 +128,32 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
     assert len(asked[0].unique()) == config["num_experts_per_tok"]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("adds", "bias"), [(False, False), (False, True), (True, False)])
-def test_products(parts: int, adds: bool, bias: bool) -> None:
-    """With a last tile that is not full, where nothing is added; twice, for what parts leave behind."""
+def test_products(adds: bool, bias: bool) -> None:
+    """With a last tile that is not full, where nothing is added; twice."""
     torch.manual_seed(1)
     inputs, outputs = 64, 48 if adds else 41
     x, w = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
     norm, more, out = torch.rand(inputs), torch.randn(outputs), torch.randn(ROWS, outputs)
-    squares, sums, counts = (
-        x.view(ROWS, -1, 16).square().sum(2).T.contiguous(),
-        torch.empty(9999),
-        torch.zeros(9).int(),
-    )
+    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
     expected = linear(
         x if adds else x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w
     )
     after = torch.zeros(outputs // 16, ROWS)
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
-        product_kernels.multiply[(-(-outputs // 16), parts)](
-            FULL_TABLE, x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
-            BK=16, S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32,
+        product_kernels.multiply[(-(-outputs // 16),)](
+            FULL_TABLE, x, squares, norm, w, w, more, out, after, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
+            BK=16, S=2, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32,
             EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
-        assert not counts.any()
     if adds:
         torch.testing.assert_close(after, out.view(ROWS, -1, 16).square().sum(2).T)
 
 
 @pytest.mark.parametrize(("rounding", "inputs"), [("int4", 768), ("int4", 192), ("int8", 256)])
-def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int) -> None:
+def test_products_of_quantised_weights(rounding: Rounding, inputs: int) -> None:
     """With as many inputs packed together as the kernels like, and fewer; and where few rows are needed."""
     torch.manual_seed(1)
     x, layer, out = (
@@ -168,18 +161,18 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
         torch.nn.Linear(inputs, 41, bias=False),
         torch.zeros(ROWS, 41),
     )
-    parts = 1 if inputs == 192 else 2
     at_once = 4 * packed_together(inputs, 32) if rounding == "int4" else 64
-    sums, counts = torch.empty(9999), torch.zeros(9).int()
-    found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
+    found = matrix(
+        layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, is_native=False
+    )
     few, fed = (
         torch.zeros(ROWS, 41),
         torch.where(torch.arange(1 + 3 * ROWS) < 1 + 2 * ROWS + 5, FULL_TABLE, 0),
     )
     for table, to in ((FULL_TABLE, out), (fed, few)):
-        product_kernels.multiply[(3, parts)](
-            table, x, x, x, found.weight, found.scales, x, to, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16,
-            BK=at_once, S=4, PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False,
+        product_kernels.multiply[(3,)](
+            table, x, x, x, found.weight, found.scales, x, to, x, 1.0, 1e-5, K=inputs, N=41, BN=16,
+            BK=at_once, S=4, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False,
             **found.options(),
         )  # fmt: skip
     torch.testing.assert_close(out, linear(x, found.dequantised()))
@@ -193,8 +186,7 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
         assert torch.equal(weights, found.dequantised())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_gate_and_up(parts: int) -> None:
+def test_gate_and_up() -> None:
     torch.manual_seed(2)
     x, w, norm, out = (
         torch.randn(ROWS, 32),
@@ -202,19 +194,14 @@ def test_gate_and_up(parts: int) -> None:
         torch.rand(32),
         torch.zeros(ROWS, 40),
     )
-    squares, sums, counts = (
-        x.view(ROWS, -1, 16).square().sum(2).T.contiguous(),
-        torch.empty(9999),
-        torch.zeros(9).int(),
-    )
+    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
     for _ in range(2):
-        product_kernels.gate_up[(3, parts)](
-            FULL_TABLE, x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts,
-            ROWS=ROWS, NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
+        product_kernels.gate_up[(3,)](
+            FULL_TABLE, x, squares, norm, w, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, S=2, ROWS=ROWS,
+            NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
         torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
-        assert not counts.any()
 
 
 @pytest.mark.parametrize(
@@ -222,10 +209,9 @@ def test_gate_and_up(parts: int) -> None:
 )
 def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
     kind = tuple({"BITS": 16, "GROUP": shape[1]}.items())
-    for name in token_forward.PRODUCTS:
+    for name in ("qkv", "out", "gate_up", "down", "head"):
         for cut in autotune.candidates(autotune.Product(name, shape, kind, ROWS)):
             assert shape[1] % cut.inputs == 0
-            assert shape[1] >= cut.parts * cut.inputs
             assert name not in ("out", "down") or shape[0] % cut.columns == 0
     assert bool(autotune.candidates(autotune.Product("down", shape, kind, ROWS))) == fits
 
@@ -234,7 +220,7 @@ def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
 def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_for(
     rounding: Rounding,
 ) -> None:
-    """Products with parts and norms, gate-up, the head, prompts; sizes that no tile divides."""
+    """Products with norms, gate-up, the head, prompts; sizes that no tile divides."""
     sizes = SMALL | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
     models = []
     for _ in range(2):
@@ -244,13 +230,10 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
     for linear_ in (each for each in models[1].modules() if isinstance(each, torch.nn.Linear)):
         copy = torch.nn.Linear(1, 1, bias=False)
         copy.weight = torch.nn.Parameter(linear_.weight.detach().clone(), requires_grad=False)
-        stood_for = matrix(copy, dtype=torch.float32, rounding=rounding, plain=True)
+        stood_for = matrix(copy, dtype=torch.float32, rounding=rounding, is_native=False)
         linear_.weight = torch.nn.Parameter(stood_for.dequantised(), requires_grad=False)
-    ours = ForwardRunner(
-        models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding
-    )
-    theirs = ForwardRunner(models[1], 600, slots=2, record=lambda work: work, kernels=False)
-    assert ours._decode is not None
+    ours = KernelRunner(models[0], 600, slots=2, record=not_recorded, rounding=rounding)
+    theirs = CpuRunner(models[1], 600, slots=2)
     for runner in (ours, theirs):
         feed_chain(runner, text(30), 1, prompt=True)
     fed_both((ours, theirs), Feed(text(5, 1), 5), Feed(text(6, 2), 2, 1))

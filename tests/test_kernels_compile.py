@@ -15,11 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pearl.models.gpu import attention_kernels, expert_kernels, prefill_kernels, product_kernels, tile_kernels
 
-TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
+TYPES = {"table": "*i64", "ids": "*i64"}
 TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
 TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
 TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
-SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40, "S": 4}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40, "S": 4}
 SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
 SIZES |= {"NORMS": 2, "CAP": 30.0}
 
@@ -41,7 +41,7 @@ for bits, words, group, extra, beside, rows in (  # products of each kind of wei
     sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0, "ROWS": rows}
     for kernel in (product_kernels.multiply, *beside):
         compile(kernel, sizes, words)
-TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
+TYPES = {"inputs": "*i64", "inner": "fp32", "outer": "fp32"}
 for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
     tile = prefill_kernels.tile_of(dim)
     sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from pearl.errors import ConfigError, TransportError
@@ -162,8 +163,8 @@ def test_nobody_is_let_in_once_the_authenticator_is_gone(
     """ZeroMQ's own default would admit every key then: while the listener closes, say."""
     # Where the authenticator has taken the question and not answered, it is refused when the handshake is overdue.
     monkeypatch.setattr("pearl.transport.zeromq._HANDSHAKE_SECONDS", 2)
+    monkeypatch.setattr(ThreadAuthenticator, "start", lambda authenticator: None)
     listener = ZmqListener("tcp://127.0.0.1:*", keys)
-    listener._authenticator.stop()
     connection = ZmqConnection(listener.address, keys)
     try:
         assert "did not let us in" in told(connection)

@@ -14,6 +14,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed
+from pearl.models.forward.attention import whole_blocks
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.recordings import PREFILL
 from tests.tiny import on_cpu, tiny_model, tiny_wrapper
@@ -40,9 +41,9 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
     need = needed(tiny_model(kind), dtype, 200, 8192)
     weights = sum(weight.numel() for weight in model.parameters()) * 2 * halves
     assert need.weights == pytest.approx(weights, rel=0.1), "the files have heads of their own"
-    runner = ForwardRunner(
-        model.to(torch.float32 if halves == 2 else torch.bfloat16), 200, record=lambda work: work
-    )
+    model = model.to(torch.float32 if halves == 2 else torch.bfloat16)
+    room = whole_blocks(200) + PREFILL  # as on a GPU
+    runner = ForwardRunner(model, 200, slots=1, room=room, is_native=False)
     slots = runner._slots
     assert slots.keys.shape[3] >= 200 + PREFILL
     assert need.cache == pytest.approx(slots.keys.nbytes + slots.values.nbytes, rel=0.15), (

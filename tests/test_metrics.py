@@ -23,6 +23,7 @@ from tests.joint import parameters
 from tests.options import resolved
 from tests.plans import plan_of, row_of
 from tests.replace import replace
+from tests.scripted import Told
 from tests.virtual import FOUR_TO_ONE
 
 RISING = Timing(1.0, lambda fed: 3.0 + fed)
@@ -127,11 +128,10 @@ def test_a_disturbed_reply_has_no_speedup() -> None:
 
 
 def test_a_step_beside_another_request_is_a_shared_one() -> None:
-    coordinator = Coordinator(slots=2)
+    coordinator = Coordinator(Told(Sampled((5,)), Sampled((5,)), Sampled((6,))), slots=2)
     for number in (1, 2):
         coordinator.handle(replace(asked("ar", 20), request=number))
         coordinator.handle(Forwarded(0.1, 1.0, request=number))
-        coordinator.handle(Sampled((5,), request=number))
     first, second = coordinator.running.values()
     assert not first.request.counts.was_shared
     coordinator.handle(Forwarded(0.1, 2.0, request=2))

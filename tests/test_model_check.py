@@ -16,14 +16,14 @@ import pytest
 from pearl.errors import ProtocolError
 from pearl.protocol.draft_state import DraftState
 from pearl.protocol.drafter import DraftMachine
-from pearl.protocol.events import Drafted
+from pearl.protocol.events import Drafted, Sampled
 from pearl.protocol.messages import FinishReason, Provenance, Resync
 from pearl.protocol.request import Request
 from pearl.protocol.request_machine import RequestMachine
-from pearl.protocol.target_steps import TargetSteps
 from pearl.spec.methods import METHODS
 from tests.exploration import DRAFTED, TEXT, Exploration, FaultyPair, explore
 from tests.pairwise import combined
+from tests.replace import replace
 from tests.scripted import PROMPT, ScriptDraft, ScriptTarget, submission
 
 DRAFTING = [name for name, method in METHODS.items() if method.drafts]
@@ -151,10 +151,12 @@ def test_the_table_of_faults_names_those_of_branches() -> None:
     "faults",
     [
         ("fail",),
+        ("fail to judge",),
         ("cancel",),
         ("choke",),
         ("fail", "kill"),
         ("fail", "cancel next"),
+        ("fail to judge", "lose to target"),
         ("fail", "lose to target"),
     ],
     ids=str,
@@ -181,7 +183,7 @@ def test_a_request_that_ends_early_at_any_time_harms_no_other(
             assert result.end.reason is FinishReason.CANCELLED or len(result.tokens) == len(
                 text
             ) - len(PROMPT)
-        assert cut <= len({"fail", "cancel", "cancel next"} & set(faults))
+        assert cut <= len({"fail", "fail to judge", "cancel", "cancel next"} & set(faults))
 
 
 def keep_epoch(self: Request) -> None:
@@ -195,14 +197,19 @@ def hasty(self: DraftMachine, event: Drafted, do: Callable[[object], None]) -> N
         self.sequence.accept()
 
 
-def credulous(self: TargetSteps, tokens: tuple[int, ...], stops: list[bool]) -> None:
+def credulous(self: RequestMachine, sampled: Sampled, node: int) -> None:
     """Takes the last of the runners-up that were fed for the position."""
-    alternatives = self._alternatives(self._trust(len(self._sequence.pending)))
-    said = [other.tokens[0] for other in alternatives if other.position == self._sequence.committed]
-    _COMMIT(self, (*said[-1:], *tokens)[: len(tokens)], stops)
+    committed = self.sequence.committed
+    said = [
+        other.tokens[0]
+        for other in self._look_ahead.guess().alternatives
+        if other.position == committed
+    ]
+    count = len(sampled.tokens)
+    _COMMIT(self, replace(sampled, tokens=(*said[-1:], *sampled.tokens)[:count]), node)
 
 
-_COMMIT = TargetSteps.commit_draws
+_COMMIT = RequestMachine._commit_draws
 _DRAFTED, _GRANT = DraftMachine._drafted, DraftState._grant
 PLANTED: dict[
     str, tuple[object, object, Any, tuple[Any, ...]]
@@ -220,7 +227,7 @@ PLANTED: dict[
         ("pearl", "stream", 2, (2,)),
     ),
     "a runner-up is committed though the target draws another token": (
-        *(TargetSteps, "commit_draws", credulous),
+        *(RequestMachine, "_commit_draws", credulous),
         ("pearl", "stream", 2, (2,), TEXT, (), None),
     ),
     "what was drafted before a rejection is kept, as if no epoch had begun": (

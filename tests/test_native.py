@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from pearl.models.checkpoints.formats import FP4, GGUF_BLOCKS, from_gguf
 from pearl.models.cpu import native
 from pearl.models.cpu.native import Native
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed, depths, lay_out, paths
 from pearl.models.forward import linear_layers
 from pearl.models.forward.attention import Heads, Scoring
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
-from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Slots
 from tests.pairwise import pairwise
@@ -234,7 +234,7 @@ def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
         (part.dequantised(), module.bias) for part, module in zip((q, k, v), modules, strict=True)
     ]
     x = irregular(3, 512, torch.bfloat16)
-    found = linear_layers.matrix(*modules, dtype=torch.bfloat16, wide=True)(x, None)
+    found = linear_layers.matrix(*modules, dtype=torch.bfloat16, is_native=True, wide=True)(x)
     torch.testing.assert_close(
         found, torch.cat([linear(x.float(), *each) for each in wanted], 1), rtol=1e-4, atol=1e-3
     )
@@ -395,7 +395,7 @@ def test_layers_in_one_call(kind: str, rounding: linear_layers.Rounding) -> None
     found: list[list[torch.Tensor]] = []
     for is_in_one_call in (True, False):
         model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.bfloat16)
-        runner = ForwardRunner(model, 64, slots=2, rounding=rounding, taps=(2, 0, 1))
+        runner = CpuRunner(model, 64, slots=2, rounding=rounding, taps=(2, 0, 1))
         layers = runner._layers
         assert (layers.in_one_call is None) == (kind == "qwen3-moe")
         layers.in_one_call = layers.in_one_call if is_in_one_call else None
@@ -416,14 +416,11 @@ def test_layers_in_one_call(kind: str, rounding: linear_layers.Rounding) -> None
 def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     """In bytes where the table has whole numbers, else dequantised; beside weights of another kind too."""
     one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
-    found = linear_layers.Quantised.of(one, None, torch.float32)
-    assert isinstance(found, linear_layers.Plain if kind == "table" else linear_layers.Quantised)
+    found = linear_layers.KernelMatrix.of(one, None, torch.float32)
+    assert (found.scales is None) == (kind == "table")
     both = linear_layers._for_kernels([one, other], None, torch.float32)
-    assert type(both) is type(found)
-    weights = [
-        each.weight if isinstance(each, linear_layers.Plain) else each.dequantised()
-        for each in (found, both)
-    ]
+    assert (both.scales is None) == (found.scales is None)
+    weights = [each.dequantised() for each in (found, both)]
     torch.testing.assert_close(weights[0], one.dequantised())
     torch.testing.assert_close(weights[1], torch.cat((one.dequantised(), other.dequantised())))
 
@@ -433,13 +430,11 @@ def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
     """What is no whole number of 8 bits, or has its inputs in another order, is dequantised beside others."""
     one, other = quantised(kind, 64, 256), quantised("int8", 64, 256)
     both = linear_layers._for_kernels([one, other], None, torch.float32)
-    assert isinstance(
-        both, linear_layers.Quantised if kind == "bytes with zeros" else linear_layers.Plain
-    )
-    weights = both.weight if isinstance(both, linear_layers.Plain) else both.dequantised()
+    assert (both.scales is None) == (kind != "bytes with zeros")
+    weights = both.dequantised()
     torch.testing.assert_close(
         weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True
     )
     alone = linear_layers._for_kernels([one], None, torch.float32)
-    weights = alone.weight if isinstance(alone, linear_layers.Plain) else alone.dequantised()
+    weights = alone.dequantised()
     torch.testing.assert_close(weights, one.dequantised(), equal_nan=True)

@@ -26,6 +26,7 @@ from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
+from pearl.worker.settings import WorkerSettings
 from tests.conftest import BOUND, TOY, children, eventually, gone, greedy_text
 
 PROMPT = [1, 2, 5]
@@ -204,8 +205,9 @@ def test_a_draft_is_restarted_with_back_off(
 ) -> None:
     """Which starts again after one that lived long."""
     launch, closing = Mock(side_effect=drafts), Mock(wait=Mock(return_value=False))
-    monkeypatch.setattr(DraftKeeper, "_launch", launch)
-    keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)
+    monkeypatch.setattr("pearl.engine.processes.Worker", launch)
+    config = EngineConfig(draft_restarts=restarts)
+    keeper = DraftKeeper(WorkerSettings(role="draft", config=config, directory=tmp_path))
     keeper._closing = closing
     keeper._watch()
     assert launch.call_count == len(drafts)

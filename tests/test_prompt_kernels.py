@@ -3,22 +3,29 @@
 In float32, because of what `test_interpreter` shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward import attention
-from pearl.models.forward.runner import ForwardRunner
-from pearl.models.forward.slot_attention import PromptAttention
 from pearl.models.forward.slots import Slots
 from pearl.models.gpu import prefill_kernels
-from pearl.models.gpu.recordings import FED, PREFILL, Rows
+from pearl.models.gpu.check import KernelsUnfit
+from pearl.models.gpu.prefill_kernels import PromptAttention
+from pearl.models.gpu.recordings import FED, PREFILL, Record, Rows, not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
-from tests.kernels import SMALL, model_of, text  # skips where there is no Triton, or a GPU
+from tests.kernels import (  # skips where there is no Triton, or a GPU
+    SMALL,
+    TorchPrompts,
+    model_of,
+    text,
+)
 from tests.tiny import attended
 
 ROWS, ROOM, DIM, LAYERS = 32, 256, 16, 2
@@ -41,7 +48,7 @@ class Piece:
     def ours(self, slot: int, start: int, count: int) -> torch.Tensor:
         given = torch.tensor([slot, start, count, *range(ROWS)])
         attends, rows = PromptAttention(given, self.slots, self.scoring), slice(start, start + ROWS)
-        return attends.attend_unturned(1, self.facing[rows], self.values[rows], self.rope)
+        return attends.attend(1, self.facing[rows], self.values[rows], self.rope)
 
     def torchs(self, slot: int, start: int) -> torch.Tensor:
         """And what must be in the cache then."""
@@ -114,24 +121,38 @@ WINDOWS = "windows, caps, gelu, norms behind"
 NAMES = ["one layer", WINDOWS, "experts with biases, windows and sinks"]
 
 
+class TorchTables:
+    """In place of our kernels of tables, which are tested elsewhere, and take seconds to check."""
+
+    most = 64
+
+    def __init__(self, *given: Any) -> None:
+        self.prompts = TorchPrompts(*given)
+
+    def problem(self) -> str:
+        return ""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
+        return [self.prompts.forward(feed) for feed in feeds]
+
+
 @pytest.fixture(autouse=True)
 def _only_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our other kernels are tested elsewhere, and take seconds to check."""
-    monkeypatch.setattr("pearl.models.gpu.token_forward.make_decode", lambda *given: None)
+    monkeypatch.setattr("pearl.models.gpu.token_forward.Decode", TorchTables)
 
 
-def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> ForwardRunner:
-    return ForwardRunner(
-        model, 700, slots=2, kernels=kernels, **({"record": lambda work: work} | options)
-    )
+def runner_of(
+    model: PreTrainedModel, record: Record = not_recorded, taps: tuple[int, ...] = ()
+) -> KernelRunner:
+    return KernelRunner(model, 700, slots=2, record=record, taps=taps)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two pieces, with rows of both, beside a token of another slot; and the same bits in that slot."""
-    ours, theirs = (runner_of(model_of(name), kernels, taps=(1, 0)) for kernels in (True, False))
-    assert ours._graphs.prompts is not None
-    assert theirs._graphs.prompts is None
+    ours = runner_of(model_of(name), taps=(1, 0))
+    theirs = CpuRunner(model_of(name), 700, slots=2, taps=(1, 0))
+    assert ours.capabilities.prompt_piece == PREFILL
     assert not ours._slots.keys.any(), "what the check has written is forgotten"
     found = []
     for runner in (ours, theirs):
@@ -167,29 +188,28 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_one_recording_serves_every_slot_and_start(name: str) -> None:
-    """But none is made where the host reads which experts are chosen; others are of a slot and an end."""
+    """But none is made where the host reads which experts are chosen."""
     made = []
 
     def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
         made.append(work)
         return work
 
-    runner = runner_of(model_of(name), record=record)
-    assert runner._graphs.prompts is not None
-    assert len(made) == len(runner._graphs._known) + ("experts" not in name)
-    before = len(made)
+    runner = runner_of(model_of(name), record)
     feed_chain(runner, text(PREFILL + 9), 1, 1, prompt=True)
-    assert len(made) == before
+    assert len(made) == ("experts" not in name)
 
 
-def test_heads_that_do_not_fit_keep_torchs_operations(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_rows_of_tables_where_heads_do_not_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Without a word: nothing is wrong."""
     for dim in (8, 24):
         config = LlamaConfig(**SMALL | {"head_dim": dim, "num_hidden_layers": 1})
         runner = runner_of(LlamaForCausalLM(config).eval())
-        assert runner._graphs.prompts is None
+        assert runner.capabilities.prompt_piece == 1
         assert feed_chain(runner, text(3), 2, prompt=True).shape == (2, 90)
-    assert "of prompts" not in caplog.text
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -197,19 +217,16 @@ def test_heads_that_do_not_fit_keep_torchs_operations(caplog: pytest.LogCaptureF
     [("in a slot", "wrong rows"), ("everywhere", "wrong rows"), ("none", "no such instruction")],
 )
 def test_kernels_that_are_wrong_are_refused(
-    fault: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = PromptAttention.attend_unturned
+    true = PromptAttention.attend
 
     def faulty(self: PromptAttention, *given: Any) -> torch.Tensor:
         if fault == "none":
             raise RuntimeError("no such instruction")
         found = true(self, *given)
-        return found.flip(-1) if fault == "everywhere" else found + 1e-4 * self._given[0]
+        return found.flip(-1) if fault == "everywhere" else found + 1e-4 * self._inputs[0]
 
-    monkeypatch.setattr(PromptAttention, "attend_unturned", faulty)
-    runner = runner_of(model_of(WINDOWS))
-    assert runner._graphs.prompts is None
-    assert said in caplog.text
-    assert not runner._slots.keys.any()
-    assert feed_chain(runner, text(3), 2, 1, prompt=True).isfinite().all()
+    monkeypatch.setattr(PromptAttention, "attend", faulty)
+    with pytest.raises(KernelsUnfit, match=said):
+        runner_of(model_of(WINDOWS))

@@ -168,9 +168,6 @@ TARGET_EVENTS = {
     Submit: submission(TEXT, request=9),
     Cancel: Cancel(9),
     e.Forwarded: e.Forwarded(request=1),
-    e.Judged: e.Judged(0, 1, request=1),
-    e.Sampled: e.Sampled((1,), request=1),
-    e.Guessed: e.Guessed(request=1),
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
     e.DraftJoined: e.DraftJoined(100),
     e.DraftGone: e.DraftGone("test"),
@@ -261,7 +258,7 @@ TROUBLES = (
     "garble verdict",
     "lose to target",
 )
-TROUBLES += ("lose to draft", "resync", "fail", "cancel", "cancel next")
+TROUBLES += ("lose to draft", "resync", "fail", "fail to judge", "cancel", "cancel next")
 
 
 def eventful_run(seed: int, withholds: bool = False) -> None:
@@ -292,7 +289,12 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     ]
     target = ScriptTarget(text, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
     draft = partial(
-        ScriptDraft, text, wrong, foresees if options["branches"] else (), foresees * withholds
+        ScriptDraft,
+        text,
+        wrong,
+        foresees if options["branches"] else (),
+        foresees * withholds,
+        foresees if seed % 7 == 1 and not withholds else (),
     )
     pair = FaultyPair(submits, target, draft, chance.choice((2, 7, 1000, None)))
     picker, rare, pair.next_context = (
@@ -322,6 +324,11 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
         check_counts(result, runs_ahead=bool(options["look_ahead"]))
 
 
+def full_prefix(machine: Drafter) -> None:
+    """A prefix that leaves nothing to draft: the target knew another draft's context when it sent this."""
+    machine.handle(Begin(1, 2, PROMPT, len(PROMPT), extend_digest(0, PROMPT), resolved()))
+
+
 Reached = tuple[set[tuple[object, type, object]], set[tuple[object, type, object]]]
 
 
@@ -348,6 +355,12 @@ def reached() -> Reached:
             eventful_run(seed)
         for seed in range(100):
             eventful_run(seed, withholds=True)
+        for state in (
+            draft_side.DrafterState.IDLE,
+            draft_side.DrafterState.WAITING,
+            draft_side.DrafterState.LOST,
+        ):
+            full_prefix(draft_in(state))
     return target, draft
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models.forward.runner import has_own_forward
+from pearl.models.own_forward import has_own_forward
 from pearl.models.transformers.runner import HFRunner
 from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import on_cpu, tiny_model

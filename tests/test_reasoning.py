@@ -1,6 +1,7 @@
 """The reasoning of thinking models apart from their answers: as text, in a conversation and in the server's answers."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -17,12 +18,12 @@ from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.conversation import Conversation
-from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
+from pearl.text.reasoning import TAGS, Splitter, Tags, split, splitter_of, tags_of
 from tests.served import Served, message
 from tests.tokenizers import Characters
 
-THINK = Tags("<think>", "</think>")
-HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary")
+THINK = TAGS["think"]
+HARMONY = TAGS["harmony"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
     assert all(wanted)
     params, splitter = SamplingParams(max_tokens=40, ignore_eos=True), Splitter(tags)
     with engine.stream("123", params) as stream:
-        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True), quiet=False)
+        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True))
     shown = capsys.readouterr()
     assert shown.out == wanted[1] + "\n"
     assert shown.err.strip() == wanted[0]
@@ -231,7 +232,7 @@ def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     text = choice["message"]["content"]
     tags = Tags(text[:2], text[10:12])
     monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
-    monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
+    monkeypatch.setattr(reasoning, "TAGS", {"test": replace(tags, marks=("it thinks",))})
     for most in (60, 11):  # the second ends in half of a tag
         (choice,) = served.post(path, max_tokens=most, ignore_eos=True).json()["choices"]
         found = choice["message"].get("reasoning_content", ""), choice["message"]["content"]
@@ -257,7 +258,7 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     conversation = Conversation(engine.tokenizer)
     tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
-    monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
+    monkeypatch.setattr(reasoning, "TAGS", {"test": replace(tags, marks=("it thinks",))})
     chat = ChatSession(
         engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO())
     )

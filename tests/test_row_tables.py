@@ -12,8 +12,10 @@ import torch
 
 from pearl.models.feeds import Feed, paths
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.gpu.recordings import FED
+from pearl.models.gpu.check import KernelsUnfit
+from pearl.models.gpu.recordings import FED, not_recorded
 from pearl.models.gpu.row_table import MOST_PARTS, lay_tables, numbers, numbers_of
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from tests.kernels import (  # skips without Triton
     ROWS,
@@ -202,8 +204,7 @@ def test_two_trees_in_one_table() -> None:
 
 @pytest.mark.usefixtures("small_tables")
 def test_features_of_a_tree_behind_another_feed() -> None:
-    record = {"record": lambda work: work}
-    runner = ForwardRunner(model_of(WINDOWS), 100, slots=2, kernels=True, taps=(2, 0, 1), **record)  # type: ignore[arg-type]
+    runner = KernelRunner(model_of(WINDOWS), 100, slots=2, record=not_recorded, taps=(2, 0, 1))
     tree, found = Feed(text(4, 1), 1, 1, (-1, 0, 0, 2)), []
     for beside in ([Feed(text(3), 1)], []):
         feed_chain(runner, text(20, 2), 1, 1, prompt=True)
@@ -214,7 +215,7 @@ def test_features_of_a_tree_behind_another_feed() -> None:
 
 
 @pytest.mark.usefixtures("small_tables")
-def test_all_feeds_are_one_forward_in_spare_slots_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_feeds_are_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
     def run(self: token_forward.Decode, which: int, *given: Any) -> Any:
@@ -222,10 +223,7 @@ def test_all_feeds_are_one_forward_in_spare_slots_too(monkeypatch: pytest.Monkey
         return _RUN(self, which, *given)
 
     monkeypatch.setattr(token_forward.Decode, "_run", run)
-    runner = ForwardRunner(
-        model_of("one layer"), 100, slots=1, spare=3, record=lambda work: work, kernels=True
-    )
-    assert runner.capabilities.slots == 4
+    runner = KernelRunner(model_of("one layer"), 100, slots=4, record=not_recorded)
     feed_chain(runner, text(20), 1, prompt=True)
     runner.fork(0, 3)
     ran.clear()
@@ -305,28 +303,29 @@ def by_tree(self: token_forward.Decode, feeds: Sequence[Feed]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "planted", "said", "most"),
+    ("method", "planted", "said"),
     [
-        ("_run", other_bits, "other bits", ROWS),
-        ("_run", wrong_rows, "wrong rows", 0),
-        ("forward", by_length, "depend on their company", 0),
-        ("forward", by_tree, "depend on their company", 0),
+        ("_run", wrong_rows, "wrong rows"),
+        ("forward", by_length, "depend on their company"),
+        ("forward", by_tree, "depend on their company"),
     ],
 )
-def test_kernels_that_are_wrong_are_given_up_or_their_larger_tables(
-    method: str,
-    planted: Any,
-    said: str,
-    most: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_kernels_that_are_wrong_are_refused(
+    method: str, planted: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_forward.Decode, method, planted)
+    with pytest.raises(KernelsUnfit, match=said):
+        runner_of("one layer", context=100)
+
+
+def test_larger_tables_with_other_bits_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_forward.Decode, "_run", other_bits)
     with caplog.at_level("INFO"):
         found = runner_of("one layer", context=100)
-    assert said in caplog.text
-    assert (found._decode.most if found._decode else 0) == most
-    assert not most or found.capabilities.tree_nodes == most
+    assert "other bits" in caplog.text
+    assert found.capabilities.tree_nodes == ROWS
 
 
 _ADD_WARPS = tile_kernels._add_warps
@@ -348,14 +347,6 @@ def test_a_kernel_that_adds_in_another_order_for_64_rows_is_found(
     assert found.capabilities.tree_nodes == ROWS
 
 
-def test_spare_slots_are_given_up_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.gpu.token_forward.make_decode", lambda *given: None)
-    runner = ForwardRunner(
-        model_of("one layer"), 100, slots=2, spare=3, record=lambda work: work, kernels=True
-    )
-    assert runner.capabilities.slots == 2
-
-
 def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -369,16 +360,25 @@ def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(
         return work
 
     with caplog.at_level("INFO"):
-        found = ForwardRunner(model_of("one layer"), 100, record=record, kernels=True)
-    assert found._decode.most == ROWS
+        found = KernelRunner(model_of("one layer"), 100, record=record)
+    assert found.capabilities.tree_nodes == ROWS
     assert "tables have 16 rows at most here" in caplog.text
 
 
-def test_kernels_that_do_not_compile_are_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_do_not_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pearl.models.gpu.autotune.candidates", lambda product, fewer: [])
-    found = runner_of("one layer")
-    assert found._decode is None
-    assert "no cut fits" in caplog.text
-    assert feed_chain(found, text(3), 3).shape == (3, 90)
+    with pytest.raises(KernelsUnfit, match="no cut fits"):
+        runner_of("one layer")
+
+
+def test_a_row_does_not_see_a_nan_that_a_rollback_removed() -> None:
+    """A tile looks at positions beyond its rows' own, and 0 times NaN is not 0."""
+    runner = shared("one layer")
+    runner.rollback(0)
+    feed_chain(runner, text(20), 1)
+    wanted = feed_chain(runner, text(4, 1), 4)
+    with torch.inference_mode():
+        runner._slots.keys[..., 20:24, :] = torch.nan
+        runner._slots.values[..., 20:24, :] = torch.nan
+    runner.rollback(20)
+    assert torch.equal(feed_chain(runner, text(4, 1), 4), wanted)

@@ -25,7 +25,7 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
-from pearl.server.http import AnswerWriter
+from pearl.server.http import CompletionWriter
 from pearl.server.metrics import ServerMetrics
 from pearl.server.timeline import Timeline
 from tests.browser import CHROMIUM, Browser
@@ -212,15 +212,15 @@ def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: En
 
 def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checking a schema, or writing many texts with 20 log probabilities a token: no stream went on for 20 s."""
-    ended, whole = threading.Event(), AnswerWriter.whole
+    ended, whole = threading.Event(), CompletionWriter.whole
 
-    def slowly(answer: AnswerWriter, *given: Any) -> Any:
+    def slowly(answer: CompletionWriter, *given: Any) -> Any:
         assert ended.wait(BOUND)
         return whole(answer, *given)
 
     for place, work in (
         ("pearl.server.app.read_request", lambda *_: ended.wait(BOUND)),
-        (AnswerWriter, slowly),
+        (CompletionWriter, slowly),
     ):
         ended.clear()
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
@@ -516,7 +516,9 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 
 def test_a_viewer_learns_why_there_is_nothing_to_see(tmp_path: Path) -> None:
     async def look() -> None:
-        timeline = Timeline(Recording(Mock(), tmp_path, is_taken=True))  # no other can begin
+        timeline = Timeline(
+            Recording(Mock(), Mock(), tmp_path, is_taken=True)
+        )  # no other can begin
         with timeline.viewed() as viewer:
             assert "problem" in await asyncio.wait_for(viewer.get(), BOUND)
 

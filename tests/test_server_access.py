@@ -7,7 +7,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from pearl.config import Settings
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.server.listen import bind, name_of
@@ -135,7 +135,7 @@ def test_addresses() -> None:
     other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}")
     door.bound.listen()
     with pytest.raises(ConfigError, match="cannot listen"):
-        other.serve(cast(Engine, None), cast(Settings, None))
+        other.serve(cast(Engine, None), RequestOptions())
     other.close()
     door.close()
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pearl.cli.serve import serve
-from pearl.config import RequestOptions, Settings
+from pearl.config import RequestOptions
 from pearl.errors import ConfigError, TargetLost, installing
 from pearl.server import listen
 from pearl.server.listen import bind
@@ -109,7 +109,7 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
     with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
         door = bind("127.0.0.1:0")
-        ended = pool.submit(door.serve, engine, Settings(engine.config, RequestOptions()))
+        ended = pool.submit(door.serve, engine, RequestOptions())
         eventually(answers)
         os.kill(target_of(engine), signal.SIGKILL)
         assert isinstance(ended.exception(BOUND), TargetLost)

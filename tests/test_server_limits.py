@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pearl.server import app
+from pearl.server import http
 from pearl.server.listen import bind
 from tests.conftest import eventually
 from tests.served import BOUND, LONG, MODEL, SLOWLY, Served, body, raw_post, received, serving
@@ -65,7 +65,7 @@ def test_one_that_waits_may_leave(slow: Served) -> None:
 
 
 def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
     assert answer(served, raw_post(body())[:-5]).startswith(b"HTTP/1.1 408")
     assert served.is_well()
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat
-from pearl.server import app, responses
+from pearl.server import http, responses
 from pearl.server.errors import ApiError
-from pearl.server.requests import Setup, read_request
+from pearl.server.requests import Setup, TextBody, read_request
+from pearl.server.schemas import ChatCompletionRequest, CompletionRequest
 from tests.served import BOUND, MODEL, SETUP, Served, body, message
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
@@ -35,8 +36,10 @@ def refusal_of(read: Callable[[], object]) -> ApiError | None:
     return None
 
 
-def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = SETUP) -> ApiError | None:
-    return refusal_of(lambda: read_request(asked, is_chat, given))
+def refusal(
+    asked: dict[str, Any], schema: type[TextBody] = CompletionRequest, given: Setup = SETUP
+) -> ApiError | None:
+    return refusal_of(lambda: read_request(asked, schema, given))
 
 
 # ---- fields ----
@@ -138,7 +141,7 @@ def test_bad_fields_are_refused_by_name(stream: bool) -> None:
     for fields, param in IN_CHATS + [
         ({"messages": messages}, param) for messages, param in MESSAGES
     ]:
-        error = refusal(body("chat/completions") | fields, True)
+        error = refusal(body("chat/completions") | fields, ChatCompletionRequest)
         assert error is not None, fields
         assert (error.status, error.param) == (400, param)
 
@@ -224,8 +227,8 @@ FIELDS += [
 ]
 FIELDS += ["input", "text", "reasoning", "stream"]
 READERS: dict[str, Callable[[Any], object]] = {
-    "completions": lambda asked: read_request(asked, False, SETUP),
-    "chat/completions": lambda asked: read_request(asked, True, SETUP),
+    "completions": lambda asked: read_request(asked, CompletionRequest, SETUP),
+    "chat/completions": lambda asked: read_request(asked, ChatCompletionRequest, SETUP),
     "responses": lambda asked: responses.Responses(SETUP).read(asked),
 }
 
@@ -269,14 +272,16 @@ def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixt
         "store": True,
     }
     for _ in range(2):
-        assert refusal(body("chat/completions") | unknown, True, SETUP) is None
+        assert refusal(body("chat/completions") | unknown, ChatCompletionRequest, SETUP) is None
     for field in ("mood", "color", "prompt_tempo"):
         assert caplog.text.count(repr(field)) == 1
     assert "store" not in caplog.text
     refused = refusal(body() | {"best_of": 2}, given=SETUP)
     assert refused.code == "unsupported_parameter"
     picture = {"type": "image_url", "image_url": {"url": "x"}}
-    refused = refusal(body("chat/completions") | {"messages": [message([picture])]}, True, SETUP)
+    refused = refusal(
+        body("chat/completions") | {"messages": [message([picture])]}, ChatCompletionRequest, SETUP
+    )
     assert "image_url is not supported" in refused.message
     many = refusal(body() | {f"x{number}": 1 for number in range(100_000)}, given=SETUP)
     assert many is None
@@ -304,18 +309,18 @@ def test_tools_and_their_calls_reach_the_template() -> None:
     wanted = [message("1\n2"), thought | {"content": ""}, answer]
     for tools, prompt in (
         ({"tools": [strict]}, Chat(wanted, [tool])),
-        ({"tools": []}, wanted),
-        ({"tools": [tool], "tool_choice": "none"}, wanted),
+        ({"tools": []}, Chat(wanted, [])),
+        ({"tools": [tool], "tool_choice": "none"}, Chat(wanted, [])),
     ):
-        assert read_request(asked | tools, True, SETUP).prompts == (prompt,)
+        assert read_request(asked | tools, ChatCompletionRequest, SETUP).prompts == [prompt]
 
 
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    longer = replace(SETUP.settings, options=SamplingParams(max_tokens=30))
-    assert read_request(asked, False, SETUP).params.max_tokens == 16
-    assert read_request(asked, False, replace(SETUP, settings=longer)).params.max_tokens == 30
+    longer = replace(SETUP, options=SamplingParams(max_tokens=30))
+    assert read_request(asked, CompletionRequest, SETUP).params.max_tokens == 16
+    assert read_request(asked, CompletionRequest, longer).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()
     assert answer["usage"]["completion_tokens"] == 7
     error = served.post(max_tokens=510).json()["error"]
@@ -367,7 +372,7 @@ def test_what_is_accepted_is_described(served: Served) -> None:
 
 def test_bodies_that_are_no_request(served: Served) -> None:
     def endless() -> Iterator[bytes]:
-        for _ in range(app.MOST_BODY // 65536 + 2):
+        for _ in range(http.MOST_BODY // 65536 + 2):
             yield b" " * 65536
 
     bad: list[bytes] = [
@@ -383,7 +388,7 @@ def test_bodies_that_are_no_request(served: Served) -> None:
     bad += [b'{"model": "toy-model", "prompt": "1", "temperature": NaN}']
     for content, status in (
         *((each, 400) for each in bad),
-        (b" " * (app.MOST_BODY + 1), 413),
+        (b" " * (http.MOST_BODY + 1), 413),
         (endless(), 413),
     ):
         response = served.send(content)

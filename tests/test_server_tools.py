@@ -13,6 +13,7 @@ from pearl.config import SamplingParams
 from pearl.server import responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import read_request
+from pearl.server.schemas import ChatCompletionRequest
 from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
@@ -285,11 +286,17 @@ def test_what_a_reply_begins_with_is_part_of_the_prompt(served: Served) -> None:
     """A continued message, and variables of the template."""
     encode, decode = served.service.engine.encode, served.service.engine.tokenizer.decode
     body = {"model": MODEL, "messages": [message("Hi"), message("I am", "assistant")]}
-    (prompt,) = read_request(body | {"continue_final_message": True}, True, SETUP).prompts
+    (prompt,) = read_request(
+        body | {"continue_final_message": True}, ChatCompletionRequest, SETUP
+    ).prompts
     assert decode(encode(prompt)).endswith("assistant\nI am")
-    (prompt,) = read_request(body | {"chat_template_kwargs": {"mood": "Joy"}}, True, SETUP).prompts
+    (prompt,) = read_request(
+        body | {"chat_template_kwargs": {"mood": "Joy"}}, ChatCompletionRequest, SETUP
+    ).prompts
     assert decode(encode(prompt)).endswith("assistant\nJoy")
-    (prompt,) = read_request(body | {"reasoning_effort": "none"}, True, SETUP).prompts
+    (prompt,) = read_request(
+        body | {"reasoning_effort": "none"}, ChatCompletionRequest, SETUP
+    ).prompts
     assert prompt.variables == {"reasoning_effort": "none", "enable_thinking": False}
 
 
@@ -359,7 +366,7 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
         {"type": "reasoning", "summary": [{"text": "Hm"}]},
         message("Well", "assistant"),
     ]
-    (one,) = responses._messages([*message_first, call.model_dump(), result])[:-1]
+    (one,) = responses.chat_messages([*message_first, call.model_dump(), result])[:-1]
     assert (one["reasoning_content"], one["content"], len(one["tool_calls"])) == ("Hm", "Well", 1)
     with client.stream(
         input="Hi", tool_choice="required", model=MODEL, tools=FUNCTIONS, temperature=1.0
@@ -429,14 +436,17 @@ def test_values_may_be_nested_deep(depth: int) -> None:
     asked = {"model": MODEL, "messages": [message("Hi")]}
     for read, body in (
         (
-            lambda body: read_request(body, True, SETUP),
+            lambda body: read_request(body, ChatCompletionRequest, SETUP),
             asked | {"tools": [tool], "tool_choice": "required"},
         ),
         (
             responses.Responses(SETUP).read,
             {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep},
         ),
-        (lambda body: read_request(body, True, SETUP), asked | {"messages": [called]}),
+        (
+            lambda body: read_request(body, ChatCompletionRequest, SETUP),
+            asked | {"messages": [called]},
+        ),
     ):
         with suppress(ApiError):
             read(body)

@@ -1,7 +1,6 @@
 """Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
 
-import os
-import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,17 +18,27 @@ from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sample, Sampled
+from pearl.protocol.events import (
+    Draft,
+    DraftJoined,
+    Forward,
+    Forwarded,
+    Open,
+    Phase,
+    Rollback,
+    Sampled,
+)
 from pearl.protocol.messages import Begin, Submit
-from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
+from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Batch, Scheduler
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.speeds import Cores
-from pearl.trace.chrome import committed
+from pearl.protocol.speeds import Cores, ForwardTimes, Speeds
+from pearl.trace.outcomes import messages
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.forwards import KINDS
 from tests.options import drawn_by, resolved
 from tests.replace import replace
+from tests.scripted import Told
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
 from tests.wrapped import WrappedRunner
@@ -120,7 +129,7 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
         for stream in streams:
             next(stream)
-        os.kill(engine.draft_pid, signal.SIGKILL)
+        engine.draft.worker.kill()
         for stream in streams:
             list(stream)
         assert [stream.result.tokens for stream in streams] == wanted
@@ -152,13 +161,12 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
         results = engine.generate(PROMPTS, SEEDED.overridden_by(AS_PUBLISHED))
     trace = read(path)
-    decided = [each for one in trace.target if one.name == "decide" for each in committed(one.args)]
-    written = {
-        one.args["request"]: sum(
-            len(of) for request, of in decided if request == one.args["request"]
-        )
-        for one in trace.requests
-    }
+    written = Counter[int]()
+    for piece in trace.target:
+        if piece.name == "decide":
+            for message in messages(piece.args, "Deliver", "Committed"):
+                written[message["request"]] += len(message["provenance"])
+    assert sorted(written) == sorted(request.args["request"] for request in trace.requests)
     assert list(written.values()) == [24] * len(PROMPTS)
     assert [one.args["prompt_tokens"] for one in trace.requests] == [
         len(prompt) for prompt in PROMPTS
@@ -180,7 +188,7 @@ def submitted(number: int, prompt: Sequence[int]) -> Submit:
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
     """So that none of their tokens waits for more than one part."""
-    coordinator = Coordinator(slots=2)
+    coordinator = Coordinator(Told(), slots=2)
     (*_, whole) = coordinator.handle(submitted(1, [1] * 2000))
     assert isinstance(whole, Forward)
     assert len(whole.tokens) == PREFILL_CHUNK
@@ -222,22 +230,20 @@ def test_a_request_gets_the_slot_that_has_read_most_of_its_prompt() -> None:
 
 
 def test_forward_times_are_those_of_all_that_was_fed() -> None:
-    coordinator = Coordinator(slots=2)
+    coordinator = Coordinator(Told(*[Sampled((5,))] * 3), slots=2)
     for number in (1, 2):
         coordinator.handle(submitted(number, (number, 3)))
     for number in (1, 2):  # parts of a prompt beside it: this says nothing of what a window takes
-        (sample,) = coordinator.handle(Forwarded(0.5, beside=None, request=number))
-        assert isinstance(sample, Sample)
+        coordinator.handle(Forwarded(0.5, beside=None, request=number))
     assert coordinator.speeds.target.measured == ()
-    coordinator.handle(Sampled((5,), request=1))
     coordinator.handle(Forwarded(0.25, beside=3, request=1))
     assert coordinator.speeds.target.measured == ((4, 0.25),)
-    assert coordinator.running[1].draft.beside == 3
+    assert coordinator.running[1].request.beside == 3
 
 
 def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     """Of two that change over at will neither would know what made it faster."""
-    coordinator = Coordinator(slots=3)
+    coordinator = Coordinator(Told(), slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
     auto = resolved("auto", "stream", None, "coupled", (), 8, sampling=drawn_by())
     for number in (1, 2):
@@ -253,6 +259,29 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     assert coordinator.speeds.cores is Cores.OWN, (
         "the draft still drafts for others, on its own cores"
     )
+
+
+def test_a_forward_waits_for_others_no_longer_than_what_that_saves() -> None:
+    """One draft forward and a fifth at most, from when it was due on, and never more than the forwards saved."""
+    speeds = Speeds(t_draft=1.0, target=ForwardTimes([(1, 4.0)]))
+    due = Forward(Phase.PRE_VERIFY, 3, (7,), 1, request=1)
+    batch: Batch[Forward] = Batch()
+    batch.commands.append(due)
+    assert batch.delay((), 10.0, speeds) == 0
+    delays = [batch.delay([2], now, speeds) for now in (10.0, 10.7, 11.3)]
+    assert delays == pytest.approx([1.2, 0.5, 0.0])
+    assert batch.take() == [due]
+    batch.commands += [due] * 8
+    assert batch.delay([2], 20.0, speeds) == 0.5, "one forward of 4 s saved, eight requests wait"
+
+
+def test_what_is_due_is_computed_before_another_request_takes_its_slot() -> None:
+    batch: Batch[Draft] = Batch()
+    opened = Open((1, 2), resolved(), request=2)
+    assert not batch.precedes(opened)
+    batch.commands.append(Draft(3, (7,), 4, request=1))
+    assert batch.precedes(opened)
+    assert not batch.precedes(Rollback(3, request=1))
 
 
 # ---- what fails alone ----

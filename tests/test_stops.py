@@ -24,7 +24,6 @@ from pearl.drafting.disco import (
     read_classifier,
 )
 from pearl.drafting.stops import (
-    Doubtful,
     Features,
     Heuristic,
     StopWindow,
@@ -36,7 +35,7 @@ from pearl.errors import ConfigError, RequestError
 from pearl.lab.studies import stops
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts, record
 from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate, timing_of
-from pearl.lab.studies.workload import TextPlan, run
+from pearl.lab.studies.workload import TextPlan, decode
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
@@ -108,7 +107,7 @@ def test_heuristic_grows_by_2_and_shrinks_by_1_as_transformers_does() -> None:
 
 
 def test_disco_goes_by_confidence_and_cap() -> None:
-    policy = Doubtful(classifier())
+    policy = classifier()
     sure, unsure = features(top=(0.6, 0.4)), features(top=(0.2, 0.2))
     assert classifier().confidence(sure) > 0.9 > 0.5 > classifier().confidence(unsure)
     assert [
@@ -244,9 +243,7 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), tmp_path / "it.disco"
-    monkeypatch.setattr(
-        "pearl.lab.studies.recorded_texts.record_pair", lambda *_, **__: (known, [])
-    )
+    monkeypatch.setattr("pearl.lab.studies.recorded_texts.record_pair", lambda *_, **__: known)
     (tmp_path / "some.txt").write_text("a")
     trained = ran("disco", "train", tmp_path / "some.txt", "--out", out)
     assert "for embedded-draft and embedded; trained on 540 tokens" in trained.output
@@ -294,7 +291,7 @@ def recorded(temperature: float) -> RecordedTexts:
     tokenizer, _ = load_tokenizer(str(tiny_model("llama", noise=0.0)))
     pair = [runner(role) for role in ("target", "draft")]
     found = record(pair, tokenizer, PROMPTS, sampled(temperature, 0), (1,), TOKENS)
-    return RecordedTexts("tiny", "tiny", [text for _, text in found])
+    return RecordedTexts("tiny", "tiny", list(found))
 
 
 def sampled(temperature: float, number: int) -> RequestOptions:
@@ -354,7 +351,9 @@ def test_as_published_a_simulation_is_the_run(
     """With the models, and with coins that know where the draft is right."""
     (temperature, known), decoding = both, replace(PEARL, window=window)
     real = [decoded(temperature, number, decoding) for number in range(1, 4)]
-    coins = run([TextPlan(len(text.prompt), text.right) for text in known.texts], TIMING, decoding)
+    coins = decode(
+        [TextPlan(len(text.prompt), text.right) for text in known.texts], TIMING, decoding
+    )
     for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
         assert coins.total(name) == pytest.approx(
             sum(getattr(one.statistics, name) for one in real)

@@ -200,17 +200,18 @@ def test_runners_up_catch_rejections_and_change_nothing_else(
     submit = Submit(1, (1, 2, 0), 63, replace(asked, siblings=16, sampling=drawn_by(1.0, seed=5)))
     found = simulate(submit, *paired_executors(*pair), dear)
     assert (found.tokens, found.counts.num_siblings) == (plain.tokens, 0)
-    real = TargetExecutor._sampled
+    real = TargetExecutor.sample
 
-    def credulous(self: TargetExecutor, request: Any, command: Sample) -> Sampled:
-        fed = request.children().get(command.node, {})
-        return (
-            Sampled((list(fed)[-1],), request=command.request)
-            if len(fed) > 1
-            else real(self, request, command)
-        )
+    def credulous(self: TargetExecutor, sample: Sample) -> Sampled:
+        fed = self._requests[sample.request].fed
+        siblings = [
+            token
+            for token, parent in zip(fed.tokens, fed.parents or (), strict=False)
+            if parent == sample.node
+        ]
+        return Sampled((siblings[-1],)) if len(siblings) > 1 else real(self, sample)
 
-    monkeypatch.setattr(TargetExecutor, "_sampled", credulous)
+    monkeypatch.setattr(TargetExecutor, "sample", credulous)
     assert outcome(asked.changed(siblings=16)).tokens != plain.tokens, (
         "the last sibling, whatever the target draws"
     )

@@ -1,16 +1,14 @@
-"""Rows over a process group, and torchrun's store with a real server."""
+"""Rows between two workers, and torchrun's store with a real server."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,16 +42,14 @@ def ends(store_path: Path) -> Iterator[Ends]:
     """Makes both ends of a channel, the target's and the draft's, which meet as those of two processes do."""
     made: list[ProcessGroupChannel] = []
 
-    def make(
-        name: str = "one", backend: Any = "gloo", devices: Sequence[str] = ("cpu", "cpu")
-    ) -> Any:
+    def make(devices: Sequence[str] = ("cpu", "cpu"), timeout: float = WAIT) -> Any:
         def end(rank: int) -> ProcessGroupChannel:
-            return ProcessGroupChannel(
-                backend, store_path, name, rank, VOCAB, torch.device(devices[rank]), WAIT
-            )
+            device = torch.device(devices[rank])
+            return ProcessGroupChannel(store_path, "one", rank, VOCAB, device, timeout)
 
         with ThreadPoolExecutor(2) as pool:
-            made.extend(pair := list(pool.map(end, (0, 1))))
+            pair = list(pool.map(end, (0, 1)))
+        made.extend(pair)
         return pair
 
     yield make
@@ -61,42 +57,50 @@ def ends(store_path: Path) -> Iterator[Ends]:
         channel.close()
 
 
-def send_for_ever(channel: ProcessGroupChannel) -> None:
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
-        channel.send(known_rows()[0])
-        time.sleep(0.01)
+class PairedGroup:
+    """A group of two in one process."""
+
+    def __init__(self, queues: Sequence[SimpleQueue[torch.Tensor]], rank: int) -> None:
+        self._arrivals = queues[rank]
+        self.departures = queues[1 - rank]
+
+    def send(self, row: torch.Tensor) -> None:
+        self.departures.put(row)
+
+    def receive(self, rows: torch.Tensor, deadline: float) -> None:
+        for row in rows:
+            try:
+                arrived = self._arrivals.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except Empty:
+                raise TimeoutError("deadline exceeded") from None
+            row[: len(arrived)] = arrived
+
+    def close(self) -> None:
+        pass
 
 
-DRAFT = """
-import sys, torch
-from pathlib import Path
-from pearl.transport.torch_dist import ProcessGroupChannel
-path, vocab, timeout = sys.argv[1:]
-channel = ProcessGroupChannel("gloo", Path(path), "one", 1, int(vocab), torch.device("cpu"), float(timeout))
-print("here", flush=True)
-sys.stdin.read()
-"""
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[PairedGroup]:
+    """In place of NCCL's, in the order in which they are made."""
+    queues: list[SimpleQueue[torch.Tensor]] = [SimpleQueue(), SimpleQueue()]
+    made: list[PairedGroup] = []
+
+    def make(store: object, rank: int, device: object, timeout: float) -> PairedGroup:
+        made.append(PairedGroup(queues, rank))
+        return made[-1]
+
+    monkeypatch.setattr(torch_dist, "NcclGroup", make)
+    return made
 
 
-class TestGloo:
-    def test_rows_go_both_ways_and_wait_for_their_receiver(self, ends: Ends) -> None:
-        """In order, bit for bit. The draft drafts on while the target is in a forward: a row overwritten or freed early
-        would show. Gloo's default address may be reachable for others, and the default group is the launcher's.
-        """
-        before = {one.laddr for one in psutil.Process().net_connections("tcp")}
+class TestRows:
+    @pytest.mark.usefixtures("groups")
+    def test_rows_go_both_ways_and_only_as_they_are_declared(self, ends: Ends) -> None:
+        """In order, bit for bit; and the default group is the launcher's."""
         target, draft = ends()
         for row in known_rows():
             draft.send(row.clone())
-        assert [torch.full((20, VOCAB), 7.0) for _ in range(20)], "junk"
         assert same_bits(torch.cat([target.receive(count) for count in (1, 7, 12)]), known_rows())
-        addresses = {
-            one.laddr.ip
-            for one in psutil.Process().net_connections("tcp")
-            if one.laddr not in before
-        }
-        assert addresses
-        assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
         for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
             with pytest.raises(LocalProtocolError):
                 target.send(row)
@@ -105,67 +109,39 @@ class TestGloo:
         assert same_bits(draft.receive(2), known_rows()[:2])
         assert not dist.is_initialized()
 
-    def test_the_end_of_a_row_that_is_too_short_is_no_number(self, ends: Ends) -> None:
+    def test_the_end_of_a_row_that_is_too_short_is_no_number(
+        self, ends: Ends, groups: list[PairedGroup]
+    ) -> None:
         """It was whatever stood in this process's memory, and was judged if that looked like probabilities."""
-        target, draft = ends()
-        group: Any = draft._group
-        sent = [group._group.send([torch.ones(3)], 0, 0) for _ in range(3)]
-        for _ in sent:
-            row = target.receive(1)[0]
-            assert row[:3].tolist() == [1.0] * 3
-            assert row[3:].isnan().all()
+        target, _ = ends()
+        for queue in {group.departures for group in groups}:
+            queue.put(torch.ones(3))
+        row = target.receive(1)[0]
+        assert row[:3].tolist() == [1.0] * 3
+        assert row[3:].isnan().all()
 
+    @pytest.mark.usefixtures("groups")
     def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, ends: Ends) -> None:
-        """Rows that arrive later must not be taken for other tokens' rows. A new name makes a new group over the same
-        file, in which the addresses of the dead one still are.
-        """
-        target, draft = ends()
-        target._timeout = 0.3
+        """Rows that arrive later must not be taken for other tokens' rows."""
+        target, draft = ends(timeout=0.3)
         with pytest.raises(TransportError, match=r"did not come within 0\.3 s"):
             target.receive(1)
-        with pytest.raises(TransportError):
-            send_for_ever(draft)
-        for act in (
-            lambda: target.receive(1),
-            lambda: target.receive(1),
-            lambda: target.send(torch.zeros(VOCAB)),
-        ):
+        draft.send(known_rows()[0])
+        for act in (lambda: target.receive(1), lambda: target.send(torch.zeros(VOCAB))):
             with pytest.raises(TransportError, match="dead"):
                 act()
-        target, draft = ends("two")
-        draft.send(known_rows()[3])
-        assert torch.equal(target.receive(1)[0], known_rows()[3])
 
-    def test_a_draft_that_dies_is_noticed_before_the_deadline(self, store_path: Path) -> None:
-        command = [sys.executable, "-c", DRAFT, str(store_path), str(VOCAB), str(WAIT)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as draft:
-            target = ProcessGroupChannel(
-                "gloo", store_path, "one", 0, VOCAB, torch.device("cpu"), WAIT
-            )
-            assert draft.stdout.readline() == b"here\n"
-            draft.kill()
-        started = time.monotonic()
-        with pytest.raises(TransportError):
-            target.receive(1)
-        assert time.monotonic() - started < WAIT
+    def test_a_peer_that_never_comes(
+        self, store_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def alone(store: dist.Store, rank: int, device: object, timeout: float) -> PairedGroup:
+            store.set(f"rank{rank}", "here")
+            store.wait(["rank0", "rank1"], timedelta(seconds=timeout))
+            raise AssertionError("nobody came")
 
-    def test_closing_with_rows_unsent_leaves_no_thread_behind(self, ends: Ends) -> None:
-        """Gloo's wait cannot be cancelled, so the thread that keeps the rows must be released in another way."""
-        target, draft = ends()
-        target.send(known_rows()[0])
-        for channel in (target, target, draft):
-            channel.close()
-        for thread in threading.enumerate():
-            if thread.name == "pearl-gloo-rows":
-                thread.join(WAIT)
-                assert not thread.is_alive()
-        with pytest.raises(TransportError, match="closed"):
-            target.receive(1)
-
-    def test_a_peer_that_never_comes(self, store_path: Path) -> None:
-        cpu = torch.device("cpu")
-        with pytest.raises(TransportError, match="no gloo group"):
-            ProcessGroupChannel("gloo", store_path, "alone", 0, VOCAB, cpu, 0.5)
+        monkeypatch.setattr(torch_dist, "NcclGroup", alone)
+        with pytest.raises(TransportError, match="no group 'alone' with the other worker"):
+            ProcessGroupChannel(store_path, "alone", 0, VOCAB, torch.device("cpu"), 0.5)
 
 
 class NotingGroup:
@@ -192,16 +168,16 @@ class NotingGroup:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist, "_BACKENDS", {"nccl": NotingGroup})
+    monkeypatch.setattr(torch_dist, "NcclGroup", NotingGroup)
 
 
 def opened(path: Path, rank: int) -> tuple[ProcessGroupChannel, NotingGroup]:
-    channel = ProcessGroupChannel("nccl", path, "one", rank, VOCAB, torch.device("cpu"), WAIT)
+    channel = ProcessGroupChannel(path, "one", rank, VOCAB, torch.device("cpu"), WAIT)
     return channel, channel._group
 
 
 @pytest.mark.usefixtures("told")
-class TestAnyBackend:
+class TestOpeningAndClosing:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_row_goes_each_way_when_it_is_opened(self, store_path: Path, rank: int) -> None:
         """NCCL connects at the first one, and blocks meanwhile: not amid a text."""
@@ -226,7 +202,7 @@ class TestAnyBackend:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
 class TestNccl:
     def test_rows_arrive_in_order_bit_for_bit(self, ends: Ends) -> None:
-        target, draft = ends(backend="nccl", devices=("cuda:0", "cuda:1"))
+        target, draft = ends(devices=("cuda:0", "cuda:1"))
         for row in known_rows():
             draft.send(row.to("cuda:1"))
         assert same_bits(torch.cat([target.receive(count) for count in (1, 7, 12)]), known_rows())

@@ -194,7 +194,8 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     r = recorder(tmp_path / "p")
     with pytest.raises(TraceError, match="cannot write the trace"):
         recorder(tmp_path / "p")
-    r.record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": Verdict(1, 0, 3, (4,), 9, 7)})
+    event = Verdict(1, 0, 3, (4,), 9, 7)
+    r.record(TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": event}))
     r.close()
     r.close()
     part = Part(tmp_path / "p")
@@ -210,13 +211,13 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     assert [*part.records()] == [
         TraceRecord(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})
     ]
-    assert part.end is not None
+    assert part.has_ended
 
 
 def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
     r = recorder(tmp_path / "p")
     for i in range(100):
-        r.record(LOOP, "busy", "judge", i, i + 1)
+        r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, {}))
     r.close()
     data = (tmp_path / "p").read_bytes()
     for cut, least in ((1, 100), (5, 100), (40, 99), (3000, 10)):
@@ -225,7 +226,7 @@ def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
         starts = [record.start for record in part.records()]
         assert starts == list(range(len(starts)))
         assert len(starts) >= least
-        assert part.end is None
+        assert not part.has_ended
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(
@@ -235,7 +236,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     r._file.close()
     r._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     for i in range(1000):
-        r.record(LOOP, "busy", "judge", i, i + 1)
+        r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, {}))
     r.close()
     assert "the trace ends here" in caplog.text
     assert len(caplog.records) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pearl.config import RequestOptions
-from pearl.decoding.rules import ratio, several
+from pearl.decoding.rules import Proposed, ratio, several
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
@@ -72,7 +72,7 @@ def committed(
             continue
         chance = Fraction(weight, 64) / GRID
         monkeypatch.setattr(ratio, "uniform", lambda key, k=k: k / GRID)
-        if rule.judge(target_probs[None], [token], [draft_probs], 0).accepted:
+        if rule.judge(Proposed(target_probs[None], [token], [draft_probs], 0)).accepted:
             result[token] += chance
             continue
         rest, corrected = [Fraction(float(r)) for r in rests.pop()], corrected + chance
@@ -106,9 +106,9 @@ def test_bias_and_rejections_are_as_told(
     judge = rule(drawn_by(1.0), *([] if rule is RatioTarget else [parameter / 64]))
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
-    told = judge.judge(
-        torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0
-    ).odds
+    likeliest = draft.index(max(draft))
+    rows = [torch.tensor(draft) / 64]
+    told = judge.judge(Proposed(torch.tensor([target]) / 64, [likeliest], rows, 0)).odds
     bias = distance(law, p)
     assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
     assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
@@ -181,7 +181,7 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
-        assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
+        assert executor.sample(Sample(position, position - 1)) == Sampled((expected,))
 
 
 # ---- whole runs ----
@@ -335,7 +335,7 @@ class Outcomes:
             for accepted in range(count + 1 if weight else 0):
                 self._drawn, self._told, self._rest = drawn, [], []
                 self._script = [number == accepted for number in range(count)]
-                verdict = rule.judge(target[None], [drawn[0]], [draft], 7)
+                verdict = rule.judge(Proposed(target[None], [drawn[0]], [draft], 7))
                 chance = weight * prod(self._told)
                 if (
                     accepted < count and len(self._told) <= accepted
@@ -368,7 +368,7 @@ def test_several_candidates_are_judged_exactly(
     law, corrected = Outcomes(monkeypatch).law(p, q, judge, count)
     assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
     judge._next = -1
-    odds = judge.judge(p[None], [draft.index(max(draft))], [q], 7).odds
+    odds = judge.judge(Proposed(p[None], [draft.index(max(draft))], [q], 7)).odds
     assert odds.rejections == pytest.approx(corrected, abs=1e-6)
 
 

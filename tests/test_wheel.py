@@ -77,6 +77,7 @@ def test_it_has_what_belongs_to_it(installed: Path) -> None:
         "py.typed",
         "config/toy.yaml",
         "server/page.html",
+        "server/series.yaml",
         "models/checkpoints/embedded_draft/README.md",
     ):
         assert (installed / "pearl" / name).is_file(), name

@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from pearl.protocol import messages as m
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.spec import methods
-from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.draft_rows import RowPacker, packed
@@ -46,6 +44,7 @@ from tests.loops import (
     sparse,
     submission,
 )
+from tests.memory_transport import MemoryRows
 from tests.options import drawn_by, resolved
 from tests.pairwise import pairwise
 from tests.replace import replace
@@ -53,15 +52,14 @@ from tests.tiny import tiny_model
 from tests.wrapped import WrappedRunner
 
 VOCAB = 512  # large enough for distributions to be dense
-CARRIERS = {"frames": "dense", "sparse": "sparse", "gloo": "announced"}
+CARRIERS = {"frames": "dense", "sparse": "sparse", "channel": "announced"}
 
 
-def channels(carrier: str, directory: Path) -> Channels | None:
+def channels(carrier: str) -> Channels | None:
     """The tensor channel of each rank; None: rows travel in the messages."""
-    path, cpu = directory / "group", torch.device("cpu")
-    if carrier != "gloo":
+    if carrier != "channel":
         return None
-    return lambda rank: ProcessGroupChannel("gloo", path, "rows", rank, VOCAB, cpu, BOUND)
+    return MemoryRows.pair(BOUND).__getitem__
 
 
 class Launched(WrappedRunner):
@@ -88,7 +86,6 @@ class Launched(WrappedRunner):
 )
 def test_text_is_the_simulators(
     loops: MakeLoops,
-    tmp_path: Path,
     carrier: str,
     control: str,
     chains: bool,
@@ -100,7 +97,7 @@ def test_text_is_the_simulators(
 ) -> None:
     """Invariant 5: threads, timing and transport leave no trace. A row that came late, twice or to the wrong position
     would change what is accepted."""
-    carried = channels(carrier, tmp_path)
+    carried = channels(carrier)
     pair = loops(control, vocab=VOCAB, alpha=0.7, channel=carried, launches=launches, wrap=Launched)
     pair.draft(chains=chains)
     front, sampled = pair.front(), replace(WARM, top_k=20 if carrier == "sparse" else 0)
@@ -440,7 +437,6 @@ def test_a_row_is_judged_alike_on_the_host_or_on_the_device(device: str) -> None
     for row in (dense, few):
         forms = row.to(device), pack(row).unpack(runner.vocab_size)
         judged, other = [
-            executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,)))
-            for each in forms
+            executor.judge(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms
         ]
         assert other == judged

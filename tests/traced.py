@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -17,8 +17,9 @@ from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
 from pearl.trace import chrome
 from pearl.trace.reading import RunTrace, read
-from pearl.trace.recorder import Recorder, part_path, where_and_what
+from pearl.trace.recorder import Recorder, part_path, part_paths, where_and_what
 from pearl.trace.tracer import Tracer, identity
+from tests.conftest import eventually
 from tests.options import drawn_by, resolved
 from tests.replace import replace
 
@@ -29,12 +30,32 @@ VOCAB, PROMPT = 12, (1, 2, 3)
 def recording_of(engine: Engine, path: Path) -> Iterator[None]:
     """What is done meanwhile, in one file, as of a recording that the page shows."""
     recording = engine.client.recording
-    recording.start()
+    name = recording.start()
     try:
         yield
     finally:
-        parts = recording.complete()
-    chrome.merge(path, parts)
+        # Removed by `stop`, before the workers have written their ends.
+        files = {part.name.replace(name.name, path.name): part.open() for part in part_paths(name)}
+        recording.stop()
+    for part, file in files.items():
+        pid = part.removesuffix(".part").rpartition("-")[2]
+        path.with_name(part).write_text(_whole(file, Path("/proc", pid)))
+    chrome.merge(path)
+
+
+def _whole(part: TextIO, process: Path) -> str:
+    """What a worker writes until it ends its part, or has been killed."""
+    text = ""
+
+    def is_complete() -> bool:
+        nonlocal text
+        is_killed = not process.exists()
+        text += part.read()
+        return is_killed or '\n["end"' in text
+
+    with part:
+        eventually(is_complete)
+    return text
 
 
 class _TracedSimulation(Simulation):
@@ -44,8 +65,6 @@ class _TracedSimulation(Simulation):
         self._tracers = [
             self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)
         ]
-        target, draft = self._tracers
-        self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
         self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
         outcome = self.run(submit)
         for tracer in self._tracers:
@@ -67,7 +86,8 @@ class _TracedSimulation(Simulation):
             tracer.note("communication", "read", tracer.clock(), messages=[identity(event)])
         if since is not None or isinstance(event, (Forwarded, Drafted)):
             self._free_since[actor] = tracer.clock()
-        return self._deciders[actor](event)
+        machine = self._drafter if actor else self._coordinator
+        return tracer.decide(machine, event)
 
     def _carry_out(self, actor: int, command: object) -> None:
         if isinstance(command, Send):

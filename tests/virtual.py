@@ -154,7 +154,7 @@ class Turns:
     ) -> None:
         piece = target.runner.capabilities.prompt_piece
         self._machines = (
-            Coordinator(known_speeds(timing), slots, piece),
+            Coordinator(target, known_speeds(timing), slots, piece),
             Drafter(context, slots, piece),
         )
         self._target, self._draft, self._joined = target, draft, DraftJoined(context)

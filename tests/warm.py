@@ -162,7 +162,7 @@ def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
 def _serve(requests: socket.socket) -> None:
     import transformers
 
-    import pearl.models.forward.runner
+    import pearl.models.own_forward
     import pearl.models.transformers.runner
     import pearl.worker.__main__
     import pearl.worker.build  # noqa: F401

@@ -45,22 +45,15 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # for the shell's completion
+                return None
+            nearest = get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = "".join(f" Did you mean {name!r}?" for name in nearest)
+            raise click.UsageError(f"No such command {cmd_name!r}.{hint}", ctx)
         module, _, function = COMMANDS[cmd_name].place.partition(":")
         command = getattr(import_module(f"{__name__}.{module}"), function)
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            nearest = get_close_matches(args[0], COMMANDS, n=1)
-            if not nearest:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {nearest[0]!r}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in SECTIONS:

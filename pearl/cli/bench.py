@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from pearl.cli.commands import example
-from pearl.cli.console import Bars, Column, print_columns, shown
+from pearl.cli.console import Bars, print_table, shown
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
 from pearl.config import Settings
@@ -132,7 +131,7 @@ def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
         rows = figures(plan, measured, surprise)
     if reported(to, document(plan, measured, rows, conditions)):
         notes = _notes(measured, rows) + _result_lines(plan, measured, conditions)
-        print_columns(_columns(plan, measured), rows, *notes, words=2)
+        _print_rows(plan, measured, rows, notes)
 
 
 def _benched(
@@ -166,54 +165,40 @@ def _benched(
     )
 
 
-def _columns(plan: Plan, measured: Measured) -> list[Column[Figures]]:
-    """Return the table's columns, with the speedup on each set if there are several."""
-
-    def method(row: Figures) -> str:
-        if row.name == "sd":
-            return f"sd, gamma {measured.gamma}"
-        if row.name == "published,window=fixed":
-            return f"published, window {row.window}"
-        return row.name
-
+def _print_rows(plan: Plan, measured: Measured, rows: Sequence[Figures], notes: list[str]) -> None:
+    """Print the table, with the speedup on each set if there are several."""
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
-    columns: list[Column[Figures]] = [
-        ("method", method),
-        ("on", lambda row: row.devices),
-        ("tokens/s", lambda row: shown(row.rate)),
-        ("95%", lambda row: _interval(row.rate)),
-        ("over\nar", lambda row: shown(row.speedup)),
-        ("95%", lambda row: _interval(row.speedup)),
-        ("biased\nby", lambda row: "" if row.exact else f"{row.bias.value:.3f}"),
-        ("perplexity", lambda row: str(row.perplexity or "")),
-    ]
-    if len(sets) > 1:
-        columns += [(name, partial(_speedup_on, name)) for name in sets]
-    columns += [
-        ("first\ntoken", lambda row: _milliseconds(row.first_seconds)),
-        ("ITL\np50", lambda row: _milliseconds(row.itl_p50)),
-        ("ITL\np99", lambda row: _milliseconds(row.itl_p99)),
-        ("accepted", lambda row: shown(row.acceptance)),
-        ("accepted\nlength", lambda row: shown(row.tokens_per_run)),
-        ("tokens\na step", lambda row: shown(row.tokens_per_step)),
-    ]
-    return columns
-
-
-def _speedup_on(name: str, row: Figures) -> str:
-    return shown(row.by_set.get(name))
+    if len(sets) == 1:
+        sets = []
+    columns = ["method", "on", "tokens/s", "95%", "over\nar", "95%", "biased\nby", "perplexity"]
+    columns += sets
+    columns += ["first\ntoken", "ITL\np50", "ITL\np99"]
+    columns += ["accepted", "accepted\nlength", "tokens\na step"]
+    table = []
+    for row in rows:
+        method = row.name
+        bias = ""
+        if method == "sd":
+            method = f"sd, gamma {measured.gamma}"
+        if method == "published,window=fixed":
+            method = f"published, window {row.window}"
+        if not row.exact:
+            bias = f"{row.bias.value:.3f}"
+        cells = [method, row.devices, shown(row.rate), _interval(row.rate)]
+        cells += [shown(row.speedup), _interval(row.speedup), bias, str(row.perplexity or "")]
+        for name in sets:
+            cells.append(shown(row.by_set.get(name)))
+        for seconds in (row.first_seconds, row.itl_p50, row.itl_p99):
+            cells.append("-" if seconds is None else f"{seconds * 1e3:.0f}")
+        cells += [shown(row.acceptance), shown(row.tokens_per_run), shown(row.tokens_per_step)]
+        table.append(cells)
+    print_table(columns, table, *notes, words=2)
 
 
 def _interval(estimate: Estimate | None) -> str:
     if estimate is None or estimate.low == estimate.high:
         return ""
     return f"{estimate.low:.2f}-{estimate.high:.2f}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.0f}"
 
 
 def _notes(measured: Measured, rows: Sequence[Figures]) -> list[str]:
@@ -311,12 +296,9 @@ def _print_calibration(calibration: Calibration, conditions: Conditions, file: P
     Args:
         file: where the profile is kept; None: it is not.
     """
-    columns: list[Column[Figures]] = [
-        ("method", lambda row: row.name),
-        ("on", lambda row: row.devices),
-        ("tokens/s", lambda row: shown(row.rate, 1)),
-        ("over ar, 95%", lambda row: str(row.speedup)),
-    ]
+    rows = []
+    for row in calibration.rows:
+        rows.append([row.name, row.devices, shown(row.rate, 1), str(row.speedup)])
     profile = calibration.profile
     times = ", ".join(f"t_target({n}) {seconds * 1e3:.2f}" for n, seconds in profile.t_target)
     notes = [
@@ -329,7 +311,7 @@ def _print_calibration(calibration: Calibration, conditions: Conditions, file: P
         notes.append("not kept: calibrate again when the machine has nothing else to do")
     if file is not None:
         notes.append(f"kept: engines of this pair begin with it (--profile none: afresh): {file}")
-    print_columns(columns, calibration.rows, *notes, words=2)
+    print_table(("method", "on", "tokens/s", "over ar, 95%"), rows, *notes, words=2)
 
 
 @click.command(
@@ -393,13 +375,7 @@ def check_bits(
     with Bars() as bars:
         bars.begin("loading the models", None)
         for finding in check_pair(
-            config,
-            first_turns,
-            params,
-            kill=kill,
-            quick=quick,
-            tick=lambda comparison: bars.advance(0, comparison),
-            begin=lambda total: bars.begin("checking", total),
+            config, first_turns, params, kill=kill, quick=quick, watcher=bars
         ):
             findings.append(finding)
             bars.advance(1, f"{finding.what}: {finding.equal} of {finding.count} equal")
@@ -410,22 +386,24 @@ def check_bits(
 
 
 def _print_findings(findings: list[Finding], seed: int | None) -> None:
-    columns: list[Column[Finding]] = [
-        ("compared", lambda finding: finding.what),
-        ("with", lambda finding: finding.reference),
-        ("equal", lambda finding: f"{finding.equal} of {finding.count}"),
-        ("tokens guessed", _guesses),
-        ("longest step", lambda finding: str(finding.longest or "")),
-        ("first difference", lambda finding: finding.first),
-    ]
-    num_failed = sum(not finding.passed for finding in findings)
+    columns = (
+        "compared",
+        "with",
+        "equal",
+        "tokens guessed",
+        "longest step",
+        "first difference",
+    )
+    rows = []
+    num_failed = 0
+    for finding in findings:
+        num_failed += not finding.passed
+        equal = f"{finding.equal} of {finding.count}"
+        counts = sorted(finding.guessed.items(), reverse=True)
+        guessed = ", ".join(f"{tokens} {source}" for source, tokens in counts)
+        longest = str(finding.longest or "")
+        rows.append([finding.what, finding.reference, equal, guessed, longest, finding.first])
     result = "all equal, bit for bit"
     if num_failed:
         result = f"{num_failed} of {len(findings)} comparisons differ"
-    print_columns(columns, findings, f"{result}; seed {seed}", words=2)
-
-
-def _guesses(finding: Finding) -> str:
-    """Return the numbers of guessed tokens by source, such as "3 text, 1 siblings"."""
-    counts = sorted(finding.guessed.items(), reverse=True)
-    return ", ".join(f"{tokens} {source}" for source, tokens in counts)
+    print_table(columns, rows, f"{result}; seed {seed}", words=2)

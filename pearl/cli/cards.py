@@ -29,7 +29,7 @@ def table(cards: Iterable[Card]) -> str:
 
 
 def find_card(name: str) -> Card:
-    """A running engine. `name`: its directory or process id; empty: the only one.
+    """Return a running engine. `name`: its directory or process id; empty: the only one.
 
     Raises `ConfigError` if there is none, or several match.
     """

@@ -28,7 +28,6 @@ from pearl.engine import Engine, torchrun
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, PearlError, TargetLost
 from pearl.metrics import FIGURES, Statistics, brief
-from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.conversation import Conversation, Saved
 from pearl.text.reasoning import Splitter, splitter_of
@@ -139,7 +138,7 @@ class ChatSession:
         if piece.preview:
             reply.guess(_preview_text(self.engine, result, piece.preview))
         if piece.text:
-            sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
+            sources = piece.provenance or result.provenance[-1:]
             reply.add(piece.texts or (piece.text,), sources)
 
 
@@ -234,8 +233,6 @@ def chat(
     while True:
         try:
             with open_engine(config, SafeConsole(stderr=True), connect) as engine:
-                if engine is None:
-                    return
                 previous_config = None
                 conversation = Conversation(engine.tokenizer, raw, system)
                 if saved is not None:
@@ -262,7 +259,7 @@ def chat(
             if previous_config is None:
                 raise
             message = f"{error}; back to {previous_config.target}"
-            SafeConsole(stderr=True).print(Text(message, "red"))
+            SafeConsole(stderr=True).print(message, style="red")
             config = previous_config
             previous_config = None
 
@@ -312,7 +309,9 @@ def _run_interactive(session: ChatSession, reader: LineReader) -> None:
     while True:
         try:
             line = reader.read()
-            message = run_command(session, line) if line.startswith("/") else line
+            message: str | None = line
+            if line.startswith("/"):
+                message = run_command(session, line)
             if message and message.strip():
                 session.exchange(message)
         except KeyboardInterrupt:  # Ctrl-C in an empty line
@@ -322,10 +321,10 @@ def _run_interactive(session: ChatSession, reader: LineReader) -> None:
         except (TargetLost, EngineClosed):
             if session.conversation.turns and session.remembers:
                 hint = "pearl chat --continue goes on with this conversation"
-                console.print(Text(hint, "yellow"))
+                console.print(hint, style="yellow")
             raise
         except PearlError as error:
-            console.print(Text(printable(str(error)), "red"))
+            console.print(str(error), style="red")
 
 
 def _greet(session: ChatSession) -> None:
@@ -333,12 +332,12 @@ def _greet(session: ChatSession) -> None:
     config = session.engine.config
     method = session.options.method
     greeting = f"{config.target} with {config.draft}, method {method}. /? for help"
-    session.console.print(Text(greeting, "dim"))
+    session.console.print(greeting, style="dim")
     turns = session.conversation.turns
     if turns:
         message_lines = turns[-1].user.splitlines() or [""]
         reminder = f"going on after {len(turns)} turns, the last: {message_lines[0][:60]}"
-        session.console.print(Text(printable(reminder), "dim"))
+        session.console.print(reminder, style="dim")
 
 
 def _save_last_chat(session: ChatSession) -> None:

@@ -99,18 +99,17 @@ class Bars:
             TextColumn("[dim]{task.fields[note]}"),
             console=self._console,
             transient=True,
+            disable=not self._console.is_terminal,
         )
         self._task: TaskID | None = None
         self._reported = time.monotonic()
 
     def __enter__(self) -> Bars:
-        if self._console.is_terminal:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._progress.stop()
+        self._progress.stop()
 
     def begin(self, what: str, total: int | None) -> None:
         """Begin a bar. `total`: None if it is unknown."""

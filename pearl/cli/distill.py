@@ -115,7 +115,7 @@ def train(
     seed = settings.options.seed or 0
     with Bars() as bars:
         bars.begin("recording", None)
-        recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
+        recorded = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
         training = stops.train(recorded, timing_of(t_draft, t_target), seed, bars.step)
     classifier = training.classifier
     classifier.write(out)

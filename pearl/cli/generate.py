@@ -65,15 +65,19 @@ def generate(
     grammar_of(options.json_schema, options.regex)
     if connect is None:
         settings.engine.check_options(options)
-    with open_engine(settings.engine, console, connect) as engine:
-        if engine is None:
-            return
-        with engine.stream(text, options, raw=raw) as stream:
-            splitter = None
-            if not raw and options.json_schema is None and options.regex is None:
-                splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
-            _print_as_it_comes(stream, splitter, console, quiet=as_json)
-            result = stream.result
+    with (
+        open_engine(settings.engine, console, connect) as engine,
+        engine.stream(text, options, raw=raw) as stream,
+    ):
+        splitter = None
+        if not raw and options.json_schema is None and options.regex is None:
+            splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+        if as_json:
+            for _ in stream:
+                pass
+        else:
+            _print_as_it_comes(stream, splitter, console)
+        result = stream.result
     if as_json:
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
         return
@@ -101,14 +105,10 @@ def _prompt(prompt: str | None, raw: bool) -> str:
     return prompt
 
 
-def _print_as_it_comes(
-    stream: Stream, splitter: Splitter | None, console: SafeConsole, quiet: bool
-) -> None:
+def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeConsole) -> None:
     """Print the answer to standard output, and the reasoning before it dimmed to standard error."""
     is_thinking = False
     for thought, answer in _split(stream, splitter):
-        if quiet:
-            continue
         if thought:
             is_thinking = True
             console.print(thought, style="dim italic", end="", soft_wrap=True)
@@ -119,8 +119,7 @@ def _print_as_it_comes(
             write_text(answer)
     if is_thinking:
         console.print()
-    if not quiet:
-        click.echo()
+    click.echo()
 
 
 def _split(stream: Stream, splitter: Splitter | None) -> Iterator[tuple[str, str]]:

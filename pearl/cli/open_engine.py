@@ -33,8 +33,8 @@ connect_option = click.option(
 @contextmanager
 def open_engine(
     config: EngineConfig, console: Console, connect: str | None = None
-) -> Iterator[Engine | None]:
-    """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then yield None.
+) -> Iterator[Engine]:
+    """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then exit.
 
     Args:
         connect: directory or process id of a running engine, "" for the only one; None: start one.
@@ -49,8 +49,7 @@ def open_engine(
             torchrun.die_with_torchrun()
         if rank:
             torchrun.serve(config, progress=lambda _: None)
-            yield None
-            return
+            sys.exit()
         engine = _start(config, console)
     with engine:
         yield engine

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
@@ -29,17 +27,16 @@ from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
 from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _ABOUT_CONFIG = "YAML file of these settings, see configs/; toy: an emulated pair."
 # The default with which a description may end. A command may have another.
 _STATED_DEFAULT = re.compile(r"(; d|(^| )D)efault: .*", re.DOTALL)
 
 
 def settings_options(
-    defaults: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] = {},
     unread: Collection[str] = (),
     instead: str = "",
-) -> Callable[[_Command], _Command]:
+) -> Callable[[Any], Any]:
     """Add --config and a flag for every field to a command, which receives them as `settings: Settings`.
 
     Args:
@@ -48,7 +45,7 @@ def settings_options(
         instead: what this command does instead; ends the message that refuses such a flag.
     """
 
-    def add(command: _Command) -> _Command:
+    def add(command: Any) -> Any:
         @functools.wraps(command)
         def wrapped(config: Path | None, **flags: Any) -> Any:
             values = {}
@@ -62,8 +59,7 @@ def settings_options(
                         raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
             return command(settings=load_settings(config, values), **arguments)
 
-        decorated = field_options(_SETTINGS, _ABOUT_CONFIG, defaults, unread)(wrapped)
-        return typing.cast(_Command, decorated)
+        return field_options(_SETTINGS, _ABOUT_CONFIG, defaults, unread)(wrapped)
 
     return add
 
@@ -71,12 +67,10 @@ def settings_options(
 def field_options(
     settings: Mapping[str, Setting],
     about: str,
-    defaults: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] = {},
     hidden: Collection[str] = (),
 ) -> Callable[[Any], Any]:
     """Add a flag for each setting, and --config with the help `about`. `defaults` as of `settings_options`."""
-
-    defaults = defaults or {}
 
     def add(command: Any) -> Any:
         for name, setting in reversed(list(settings.items())):
@@ -101,7 +95,8 @@ class SettingsCommand(click.Command):
         return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if ctx.meta.get(_ALL):
+        is_all = ctx.meta.get(_ALL, False)
+        if is_all:
             titles = _titles()
             order = ["Options", *dict.fromkeys(titles.values())]
         else:
@@ -113,6 +108,8 @@ class SettingsCommand(click.Command):
                 continue
             record = option.get_help_record(ctx)
             if record is not None:
+                if option.name == "method" and not is_all:
+                    record = _usual_methods()
                 title = titles.get(str(option.name), "Options")
                 records.setdefault(title, []).append(record)
         for title in order:
@@ -166,39 +163,39 @@ class Setting(NamedTuple):
     Attributes:
         kind: int, float, str or bool; or a tuple of one of these or of pairs, for a flag given several times.
         choices: the words that it may have; empty: any.
-        other_names: further words -> the choices that they stand for.
     """
 
     kind: Any
     description: str
     default: Any = None
     choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    other_names: Mapping[str, str] = MappingProxyType({})
 
 
 def of_field(field: FieldInfo) -> Setting:
     """Return the setting of a pydantic field."""
     kind = type_of(field.annotation)
+    choices: tuple[str, ...] = ()
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        kind = str
+    if ShortDType in field.metadata:
+        choices += tuple(SHORT_DTYPES)
     default = None if field.is_required() else field.default
-    description = field.description or ""
-    if get_origin(kind) is not Literal:
-        return Setting(kind, description, default, (), _METAVAR_OF_KIND.get(kind))
-    other_names = SHORT_DTYPES if ShortDType in field.metadata else {}
-    return Setting(str, description, default, get_args(kind), other_names=other_names)
+    return Setting(kind, field.description or "", default, choices)
 
 
 def of_option(name: str) -> Setting:
     """Return the setting of a request's option, or of a parameter of a rule or stop policy."""
     description = description_of(name)
     if name not in OPTIONS:
-        kind_of_number = kind_of_parameter(name)
-        return Setting(kind_of_number, description, metavar=_METAVAR_OF_KIND[kind_of_number])
-    field = OPTIONS[name]
-    kind = str if name in AS_PUBLISHED else type_of(field.type)
-    metavar = _METAVARS.get(name) or _METAVAR_OF_KIND.get(kind)
-    default = next(iter(RULES)) if name == "rule" else field.default
-    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())), metavar)
+        return Setting(kind_of_parameter(name), description)
+    kind = type_of(OPTIONS[name].type)
+    if name in AS_PUBLISHED:
+        kind = str
+    default = OPTIONS[name].default
+    if name == "rule":
+        default = next(iter(RULES))
+    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())))
 
 
 _SETTINGS = {name: of_field(field) for name, field in EngineConfig.model_fields.items()}
@@ -214,57 +211,39 @@ def _flag(
     if setting.kind is bool:
         return click.option(f"--{dashed}/--no-{dashed}", name, help=setting.description, **form)
     form["help"] = _help(setting, default)
-    if name == "method":
-        form["cls"] = _MethodOption
     if setting.choices:
-        form["type"] = _Choice(setting.choices, setting.other_names)
+        form["type"] = _Choice(setting.choices)
     else:
         form["type"] = _type(setting.kind)
-        form["metavar"] = setting.metavar
+        form["metavar"] = _METAVARS.get(name) or _METAVAR_OF_KIND.get(setting.kind)
     form["multiple"] = get_origin(setting.kind) is tuple
     return click.option(f"--{dashed}", name, **form)
 
 
 class _Choice(click.Choice):
-    """A choice that names the value nearest to a mistyped one.
-
-    Args:
-        other_names: further names -> the values that they stand for.
-    """
-
-    def __init__(
-        self, values: Collection[str], other_names: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(list(values))
-        self._other_names = other_names or {}
+    """A choice that names the value nearest to a mistyped one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return super().convert(self._other_names.get(value, value), param, ctx)
+            return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            names = list(self.choices) + list(self._other_names)
-            nearest = get_close_matches(str(value), names, n=1)
+            nearest = get_close_matches(str(value), self.choices, n=1)
             if not nearest:
                 raise
             message = f"{error.message} Did you mean {nearest[0]!r}?"
             raise click.BadParameter(message, ctx, param) from None
 
 
-class _MethodOption(click.Option):
-    """--method: --help names the methods of general use, --help-all every one."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(ctx)
-        if record is None or ctx.meta.get(_ALL):
-            return record
-        usual = {name: method for name, method in METHODS.items() if method.is_usual}
-        names = "|".join(usual)
-        num_unlisted = len(METHODS) - len(usual)
-        default = OPTIONS["method"].default
-        return (
-            f"--method [{names}|...]",
-            f"{described(usual)}; --help-all: {num_unlisted} others.  [default: {default}]",
-        )
+def _usual_methods() -> tuple[str, str]:
+    """Return the help of --method with the methods of general use alone."""
+    usual = {name: method for name, method in METHODS.items() if method.is_usual}
+    names = "|".join(usual)
+    num_unlisted = len(METHODS) - len(usual)
+    default = OPTIONS["method"].default
+    return (
+        f"--method [{names}|...]",
+        f"{described(usual)}; --help-all: {num_unlisted} others.  [default: {default}]",
+    )
 
 
 def _type(kind: Any) -> Any:

@@ -29,7 +29,7 @@ def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> P
 
 
 def output_option(name: str, *names: str, **form: Any) -> Callable[[Any], Any]:
-    """An option that names a file to write, which is refused at once if that is impossible."""
+    """Make an option that names a file to write. A file that cannot be written is refused at once."""
     kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
     return click.option(name, *names, type=kind, callback=_writable, **form)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
@@ -64,14 +65,14 @@ class Reply:
         write_text("\n")
 
 
+@dataclass
 class _LastRows:
     """Shows the last rows of a renderable, as many as fit the screen."""
 
-    def __init__(self, content: RenderableType) -> None:
-        self._content = content
+    content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self._content, options.update(height=None), pad=False)
+        lines = console.render_lines(self.content, options.update(height=None), pad=False)
         for line in lines[-max(1, console.size.height - _MARGIN) :]:
             yield from line
             yield Segment.line()

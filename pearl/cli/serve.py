@@ -21,8 +21,6 @@ from pearl.text.tools import FORMATS
 if TYPE_CHECKING:
     from pearl.server.listen import Door
 
-_SERVER_PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")  # of the extra `server`
-
 
 @click.command(
     cls=SettingsCommand, epilog=example("pearl serve --target my-model --draft my-small-model")
@@ -92,8 +90,6 @@ def serve(
         closing(door) if door else nullcontext(),
         open_engine(settings.engine, SafeConsole(stderr=True)) as engine,
     ):
-        if engine is None:
-            return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:
@@ -102,7 +98,7 @@ def serve(
             else:
                 say(f"OpenAI's API: {door.url}/v1")
                 say(f"model {door.model_name(engine)}; a page to chat with it: {door.url}/")
-                door.serve(engine, settings)
+                door.serve(engine, settings.options)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
 
@@ -112,8 +108,5 @@ def _bind(address: str, key: str | None, **options: Any) -> Door:
     try:
         from pearl.server.listen import bind
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _SERVER_PACKAGES:
-            raise
-        raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
+        raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from error
     return bind(address, key, **options)

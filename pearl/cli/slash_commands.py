@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
 from rich.table import Table
-from rich.text import Text
 
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
@@ -20,7 +20,6 @@ from pearl.config.options import OPTION_NAMES, options_of
 from pearl.engine.registry import read_card
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES, Figure, Statistics
-from pearl.printable import printable
 from pearl.spec.methods import METHODS
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ _HINTS = [
 ]
 # Setting -> the session's attribute.
 _DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}
+_SETTING_NAMES = OPTION_NAMES + tuple(_DISPLAY_SETTINGS)
 _UNSET_TEXTS = {"seed": "drawn for each reply", "max_tokens": "as the context has room"}
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 
@@ -43,13 +43,13 @@ class Leave(Exception):
     """Ends the chat."""
 
 
+@dataclass(eq=False)
 class Switch(Exception):
     """Asks for other models. `saved`: the conversation; `draft`: "none" for none."""
 
-    def __init__(self, target: str, draft: str, saved: str) -> None:
-        self.target = target
-        self.draft = draft
-        self.saved = saved
+    target: str
+    draft: str
+    saved: str
 
 
 def run_command(session: ChatSession, line: str) -> str | None:
@@ -93,9 +93,14 @@ def _set(session: ChatSession, argument: str) -> None:
     if name == "system":
         _system(session, value)
         return
+    if name and name not in _SETTING_NAMES:
+        raise RequestError(f"no setting {name!r}: one of {', '.join(_SETTING_NAMES)}")
     if value:
         _change(session, name, value)
-    _print_settings(session, name)
+    texts = _setting_texts(session)
+    if name:
+        texts = {name: texts.get(name, "none")}
+    _print_pairs(session, list(texts.items()))
 
 
 def _change(session: ChatSession, name: str, value: str) -> None:
@@ -103,17 +108,10 @@ def _change(session: ChatSession, name: str, value: str) -> None:
         if value not in ("on", "off"):
             raise RequestError(f"/set {name} takes on or off")
         setattr(session, _DISPLAY_SETTINGS[name], value == "on")
-    elif name in OPTION_NAMES:
+    else:
         options = _changed(session.options, name, value)
         session.engine.config.check_options(options)
         session.options = options
-    else:
-        raise _unknown_setting(name)
-
-
-def _unknown_setting(name: str) -> RequestError:
-    names = list(OPTION_NAMES) + list(_DISPLAY_SETTINGS)
-    return RequestError(f"no setting {name!r}: one of {', '.join(names)}")
 
 
 def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
@@ -130,16 +128,6 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
         except ValueError as error:
             raise RequestError(f"cannot read {value!r}: {error}") from None
     return options_of(values)
-
-
-def _print_settings(session: ChatSession, name: str) -> None:
-    """Print the settings in use, or the one of this name. Raises `RequestError` for an unknown name."""
-    texts = _setting_texts(session)
-    if name and name not in texts:
-        raise _unknown_setting(name)
-    if name:
-        texts = {name: texts[name]}
-    _print_pairs(session, list(texts.items()))
 
 
 def _setting_texts(session: ChatSession) -> dict[str, str]:
@@ -196,18 +184,17 @@ def _stats(session: ChatSession, _: str) -> None:
         _say(session, "nothing has been measured yet")
         return
     table = Table("", *session.figures, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_row("replies", *_by_method(session, len))
-    table.add_row("tokens", *_by_method(session, _total_tokens))
+    rows: dict[str, Callable[[list[Statistics]], object]] = {
+        "replies": len,
+        "tokens": _total_tokens,
+    }
     for figure in FIGURES:
-        medians = _by_method(session, partial(_median_text, figure))
-        if any(text != "-" for text in medians):
-            table.add_row(figure.name, *medians)
+        rows[figure.name] = partial(_median_text, figure)
+    for name, text_of in rows.items():
+        texts = [str(text_of(replies)) for replies in session.figures.values()]
+        if any(text != "-" for text in texts):
+            table.add_row(name, *texts)
     session.console.print(table)
-
-
-def _by_method(session: ChatSession, text_of: Callable[[list[Statistics]], object]) -> list[str]:
-    """Return a row of the table of figures: what `text_of` says of each method's replies."""
-    return [str(text_of(replies)) for replies in session.figures.values()]
 
 
 def _total_tokens(replies: list[Statistics]) -> int:
@@ -363,7 +350,7 @@ ARGUMENTS: dict[str, Completer] = {  # what may follow a command
 
 
 def _say(session: ChatSession, text: str) -> None:
-    session.console.print(Text(printable(text), "dim"))
+    session.console.print(text, style="dim")
 
 
 def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
@@ -371,5 +358,5 @@ def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(style="dim", overflow="fold")
     for name, value in pairs:
-        table.add_row(Text(name), Text(printable(value)))
+        table.add_row(name, value)
     session.console.print(table)

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -123,21 +124,21 @@ class KeyWatcher:
             self._keys += typed
 
 
+@dataclass
 class _Commands(Completer):
     """Completes the names of commands, and a command's arguments after its name."""
 
-    def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer]) -> None:
-        self._commands = commands
-        self._arguments = arguments
+    commands: Mapping[str, str]
+    arguments: Mapping[str, Completer]
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
         typed, space, argument = document.text_before_cursor.partition(" ")
-        if space and typed in self._arguments:
-            yield from self._arguments[typed].get_completions(Document(argument), complete_event)
+        if space and typed in self.arguments:
+            yield from self.arguments[typed].get_completions(Document(argument), complete_event)
         elif not space and typed.startswith("/"):
-            for command, description in self._commands.items():
+            for command, description in self.commands.items():
                 if command.startswith(typed):
                     yield Completion(command, -len(typed), display_meta=description)
 

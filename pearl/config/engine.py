@@ -19,7 +19,6 @@ from pearl.spec.stops import STOPS
 
 _EMBEDDED_DRAFT = "embedded-draft"
 MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
-_NEEDS_NOTHING = "ar or ngram"  # methods that every engine has
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
@@ -133,7 +132,7 @@ class EngineConfig(Section):
         validate_default=True,
         description="File of the keys that secure a tcp:// control channel; pearl keys FILE makes one.",
     )
-    tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
+    tensors: Literal["auto", "frames", "nccl"] = Field(
         default="auto",
         description="How dense draft distributions travel; auto: as frames of messages, between GPUs too.",
     )
@@ -209,7 +208,7 @@ class EngineConfig(Section):
     @field_validator("tensors")
     @classmethod
     def _not_in_the_clear(cls, value: str, info: ValidationInfo) -> str:
-        if value in ("gloo", "nccl") and not _on_one_host(info):
+        if value == "nccl" and not _on_one_host(info):
             raise ValueError(
                 "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
             )
@@ -249,8 +248,8 @@ class EngineConfig(Section):
     def _lack(self, options: RequestOptions) -> str | None:
         """Return what the options need and this engine does not have; None if it has everything."""
         method = options.method
-        if method not in (*DRAFTLESS, "auto") and not self.has_draft:
-            return f"method {method} needs a draft model and this engine has none; use method {_NEEDS_NOTHING}"
+        if method not in DRAFTLESS and method != "auto" and not self.has_draft:
+            return f"method {method} needs a draft model and this engine has none; use method ar or ngram"
         needed = METHODS[method].needs
         if needed and not getattr(self, needed):
             advice = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"

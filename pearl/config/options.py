@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
@@ -268,16 +269,17 @@ class RequestOptions(Record, frozen=True):
 
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with fields that are each in their range."""
-        for name in ("temperature", "top_p", "min_p"):
+        # Though each is in its range, every probability would be NaN.
+        for name, low, high, problem in _UNSAMPLED:
             value = getattr(self, name)
-            if value is None:
-                continue
-            problem = sampling_problem(**{name: value})
-            if problem:
+            if value and not low <= value <= high:
                 yield f"{name}: {problem} (got {value!r})"
-        problem = stop_problem(self.stop)
-        if problem:
-            yield f"stop: {problem}"
+        if "" in self.stop:
+            yield "stop: a stop string must not be empty"
+        if any(len(stop) > LONGEST_STOP for stop in self.stop):
+            yield f"stop: {_TAKES_MANY['stop']}"
+        if not all(map(is_unicode, self.stop)):
+            yield "stop: a stop string holds half a surrogate pair, which is no character"
         if self.seed is not None and self.seed >= 1 << 64:
             yield f"seed: has at most 64 bits (got {self.seed})"
         if len(dict(self.logit_bias)) < len(self.logit_bias):
@@ -289,11 +291,11 @@ class RequestOptions(Record, frozen=True):
                 yield f"{name} ends a text where it is whole, which ignore_eos forbids"
         if self.window not in WINDOWS:
             yield f"window: unknown window {self.window!r}; choose one of {', '.join(WINDOWS)}"
-        problem = decoding_problem(
+        misfit = decoding_problem(
             self.method, self.rule_in_use, self.parameters, self.draft_stop, self.stop_parameters
         )
-        if problem is not None:
-            yield problem
+        if misfit is not None:
+            yield misfit
 
     def guess_problem(self) -> str | None:
         """Return why a bound of guesses does not fit the method; None: all fit.
@@ -391,7 +393,9 @@ class RequestOptions(Record, frozen=True):
         """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
         if self.rule is not None:
             return self.rule
-        return "coupled" if self.method == "auto" else next(iter(RULES))
+        if self.method == "auto":
+            return "coupled"
+        return next(iter(RULES))
 
     @property
     def guesses(self) -> dict[str, int]:
@@ -468,7 +472,9 @@ NEUTRAL = {
 OF_RULES = named_parameters(RULES.values())
 OF_STOPS = named_parameters(STOPS.values())
 assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
-OPTION_NAMES = tuple(name for name in (*OPTIONS, *OF_RULES, *OF_STOPS) if name not in _WITHOUT_FLAG)
+OPTION_NAMES = tuple(
+    name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
+)
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
 # The other options say how tokens are drawn.
 DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
@@ -553,8 +559,10 @@ def _schema_text(value: Any) -> Any:
     """Return a JSON schema as text. Raises `ConfigError`."""
     if value is None:
         return None
+    schema = value
     try:
-        schema = parse_json(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            schema = parse_json(value)
     except ValueError as error:
         raise ConfigError(f"json_schema: is not JSON: {error} (got {shown(value)})") from None
     if not isinstance(schema, Mapping):
@@ -580,30 +588,28 @@ _CONVERTERS = {
 }
 
 
-def stop_problem(stops: Sequence[str]) -> str | None:
-    """Return why these stop strings are refused; None: they are not."""
-    if "" in stops:
-        return "a stop string must not be empty"
-    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
-    if not all(map(is_unicode, stops)):
-        return "a stop string holds half a surrogate pair, which is no character"
-    return None
-
-
-def sampling_problem(
-    temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0
-) -> str | None:
-    """Return why nothing can be sampled with these, though each is in its range: every probability would be NaN."""
-    if 0 < temperature < LEAST_TEMPERATURE:
-        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
-    if temperature > MOST_TEMPERATURE:
-        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
-    if top_p < LEAST_SHARE:
-        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
-    if 0 < min_p < LEAST_SHARE:
-        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
-    return None
+# Values with which nothing can be sampled: (field, least value but 0, greatest value, message).
+_UNSAMPLED = (
+    (
+        "temperature",
+        LEAST_TEMPERATURE,
+        LARGEST,
+        f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}",
+    ),
+    (
+        "temperature",
+        0.0,
+        MOST_TEMPERATURE,
+        f"the greatest temperature is {MOST_TEMPERATURE:g}",
+    ),
+    (
+        "top_p",
+        LEAST_SHARE,
+        1.0,
+        f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone",
+    ),
+    ("min_p", LEAST_SHARE, 1.0, f"0 is off; the least min_p above it is {LEAST_SHARE:g}"),
+)
 
 
 def wide_window(gamma: int | None) -> str:
@@ -630,7 +636,9 @@ def _in_words(message: str) -> str:
     for kind, noun in _NOUNS.items():
         words = words.replace(f"`{kind}`", noun).replace(f"`{kind} | null`", noun)
     words = words.replace("Expected", "takes")
-    return f"an item {words}" if place else words
+    if place:
+        return f"an item {words}"
+    return words
 
 
 _TAKES_MANY = {
@@ -680,9 +688,24 @@ def description_of(name: str) -> str:
         for bound in bounds_of(OPTIONS[name].type):
             description = bound.description or description
         return description
-    owner_kind = "rule" if name in OF_RULES else "draft_stop"
-    owners = OF_RULES.get(name) or OF_STOPS[name]
+    owner_kind = "rule"
+    owners = OF_RULES.get(name)
+    if owners is None:
+        owner_kind = "draft_stop"
+        owners = OF_STOPS[name]
     sentences = []
     for owner, parameter in owners.items():
         sentences.append(f"Of {owner_kind} {owner}: {parameter}: {parameter.description}.")
     return " ".join(sentences)
+
+
+def _numbers() -> tuple[str, ...]:
+    names = []
+    for name in OPTION_NAMES[_FIRST_OF_DRAWING:]:
+        is_number = name in OPTIONS and type_of(OPTIONS[name].type) in (int, float, bool)
+        if is_number and name not in ("sample", "logprobs"):  # HTTP has these otherwise
+            names.append(name)
+    return tuple(names)
+
+
+NUMBERS = _numbers()  # the options that HTTP requests have by the same names

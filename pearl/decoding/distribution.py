@@ -50,8 +50,7 @@ class PackedRow:
             ids = np.frombuffer(self.ids, np.uint32)  # unsigned: negative ids exceed a vocabulary
             is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE
             is_sound = is_sound and bool(ids.max() < vocab_size)
-        # With a NaN, which is then both minimum and maximum, neither holds.
-        if not is_sound or not (probs.min() >= 0 and 0 < probs.max() <= _MAX_PROBABILITY):
+        if not is_sound or not are_probabilities(probs):
             raise RemoteProtocolError(
                 f"draft sent what is no distribution over {vocab_size} tokens"
             )

@@ -360,7 +360,7 @@ def shortlist(logits: torch.Tensor) -> torch.Tensor:
 
 def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
     """Copy shortlists to the host, waiting for their device once."""
-    rows: list[Shortlist] = []
+    rows = []
     for shortlist_row in on_host(shortlists):
         ids, logits = shortlist_row.numpy()
         rows.append((ids.astype(np.int64), logits))

@@ -6,6 +6,7 @@ it is without shaping, so every rule stays exact and one seed gives one text wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,16 +40,16 @@ class Shaper:
         self._guide: Any = None  # of its grammar, if it has one
         #: Why the grammar has no guide: only this request is to fail.
         self._broken: GrammarError | None = None
-        if options.grammar and guides is None:
-            self._broken = GrammarError("texts are held to no grammar here")
-        elif guides is not None and options.grammar:
+        if options.grammar:
             try:
+                if guides is None:
+                    raise GrammarError("texts are held to no grammar here")
                 self._guide = guides(options.grammar, options.grammar_ends)
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
-        self._seen: dict[int, int] = {}  # token -> its count in the text
-        self._written: dict[int, int] = {}  # token -> its count in what was generated
+        self._seen = Counter[int]()  # of the text's tokens
+        self._written = Counter[int]()  # of those that were generated
         self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
@@ -66,10 +67,10 @@ class Shaper:
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if len(self._text) >= self._options.prompt_length:
-                self._written[token] = self._written.get(token, 0) + 1
+                self._written[token] += 1
                 if self._guide is not None:
                     self._guide.extend(token)
-            self._seen[token] = self._seen.get(token, 0) + 1
+            self._seen[token] += 1
             self._text.append(token)
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from math import log
 import torch
 
 from pearl.decoding.rules.joint import JointDraft
-from pearl.drafting.step import DraftModel, DraftText, Step
+from pearl.drafting.draft_text import DraftText
+from pearl.drafting.step import Step
 from pearl.errors import NumericalError
 from pearl.models.feeds import paths
 from pearl.models.runner import Feed
@@ -47,19 +48,6 @@ class Search:
         self._beams = [Beam()]
         #: path of tokens -> its node in the last `tree`
         self._nodes: dict[tuple[int, ...], int] = {}
-
-    @classmethod
-    def resumed(cls, search: Search | None, half: JointDraft, command: Draft) -> Search:
-        """Return `search` if it is an unfinished one for what follows this text; otherwise a new one."""
-        end = command.start + len(command.tokens)
-        token = command.tokens[-1]
-        if (
-            search is not None
-            and (search.end, search.last_token) == (end, token)
-            and not search.is_done
-        ):
-            return search
-        return cls(half, end, token, min(half.depth, command.budget))
 
     @property
     def _level(self) -> int:
@@ -97,7 +85,7 @@ class Search:
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Return the nodes of the last `tree` along `tokens`, as far as it has them."""
-        nodes: list[int] = []
+        nodes = []
         for length in range(1, len(tokens) + 1):
             node = self._nodes.get(tuple(tokens[:length]))
             if node is not None:
@@ -113,7 +101,7 @@ class Search:
         Raises `NumericalError` where they are not finite.
         """
         width = self._half.width
-        grown: list[Beam] = []
+        grown = []
         for beam, row in zip(self._beams, logits, strict=True):
             probs, ids = self._half.score(row).topk(min(width, row.shape[-1]))
             for prob, token in zip(probs.tolist(), ids.tolist(), strict=True):
@@ -130,9 +118,15 @@ class Search:
 class LevelStep(Step):
     """Continues the search by a level, and proposes the block once it has its depth."""
 
-    def __init__(self, model: DraftModel, text: DraftText, command: Draft) -> None:
-        self._search = Search.resumed(text.search, text.half, command)
-        text.search = self._search
+    def __init__(self, text: DraftText, command: Draft) -> None:
+        model = text.model
+        end = command.start + len(command.tokens)
+        last_token = command.tokens[-1]
+        search = text.search
+        if search is None or (search.end, search.last_token) != (end, last_token) or search.is_done:
+            search = Search(text.half, end, last_token, min(text.half.depth, command.budget))
+        self._search = search
+        text.search = search
         tokens = model.fit_tokens(command.tokens)
         self._chain = len(tokens)
         self._nodes, self._parents = self._search.tree()
@@ -144,14 +138,14 @@ class LevelStep(Step):
             parents = list(range(-1, self._chain - 1))
             parents += [self._chain + parent for parent in self._parents]
             feed = Feed(tokens, len(self._search.sequences), text.slot, tuple(parents))
-        super().__init__(model, text, command, [feed])
+        super().__init__(text, command, feed)
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
         rows = logits[0]
         if self._nodes and not self._is_tree:
             rows = self._one_by_one()
             self.marks[1].record()
-        rows = self._shaped(torch.stack(self.model.fit_rows(rows)))
+        rows = self._shaped(torch.stack(self.text.model.fit_rows(rows)))
         self._search.grow(rows)
         self._block = self._search.block
         self._vocab_size = rows.shape[-1]
@@ -170,19 +164,19 @@ class LevelStep(Step):
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))
         nodes += [self._chain + node for node in path]
-        self.model.runner.keep(nodes, self.text.slot)
+        self.text.model.runner.keep(nodes, self.text.slot)
         if self.text.shaper is not None:
             self.text.shaper.extend(self._block.tokens[: len(path)])
         return len(path)
 
     def _one_by_one(self) -> torch.Tensor:
         """Return the logits after each sequence, [sequences, vocab], from a runner that takes no such tree."""
-        runner = self.model.runner
+        runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
         rows: list[torch.Tensor] = []
         for tokens in self._search.sequences:
-            rows += runner.forward([Feed(self.model.fit_tokens(tokens), 1, slot)])
+            rows += runner.forward([Feed(self.text.model.fit_tokens(tokens), 1, slot)])
             runner.rollback(length, slot)
         return torch.cat(rows)
 

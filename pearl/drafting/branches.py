@@ -190,9 +190,7 @@ class Branches:
         """Return the probability that the target accepts all drafted tokens that it has not judged."""
         return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
-    def worth(
-        self, most: int, cached: int, until: int, depth: int = 1 << 31
-    ) -> list[tuple[float, Outcome]]:
+    def worth(self, most: int, cached: int, until: int, depth: int) -> list[tuple[float, Outcome]]:
         """Return (chance, outcome) of up to `most` outcomes for which to prepare one more token, best first.
 
         The chance is the probability that the token is used: that the target accepts all drafted tokens before the
@@ -239,7 +237,7 @@ class Branches:
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
         """Return the continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
-        branches: list[Branch] = []
+        branches = []
         for outcome in outcomes:
             if outcome not in self._live and self._free:
                 self._live[outcome] = self._fork(outcome, slot)

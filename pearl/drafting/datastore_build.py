@@ -25,10 +25,10 @@ _BATCH = 64  # pieces that wait for each other
 
 
 class File(NamedTuple):
-    """A file to read. `of`: the argument that named it or a folder above it."""
+    """A file to read. `is_named`: by itself, not by a folder above it."""
 
     path: Path
-    of: str
+    is_named: bool
     size: int
 
 
@@ -37,14 +37,14 @@ class File(NamedTuple):
 
 def listed(names: Sequence[str]) -> list[File]:
     """List the named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
-    files: list[File] = []
+    files = []
     for name in names:
         path = Path(name)
         if not path.exists():
             raise ConfigError(f"{name} is not there")
         paths = _below(path) if path.is_dir() else [path]
         for file in paths:
-            files.append(File(file, name, file.stat().st_size))
+            files.append(File(file, not path.is_dir(), file.stat().st_size))
     return files
 
 
@@ -82,7 +82,7 @@ def _text(file: File) -> list[str]:
             return [content.decode()]
     except UnicodeDecodeError:
         pass
-    if str(file.path) == str(Path(file.of)):
+    if file.is_named:
         raise ConfigError(f"{file.path} is no UTF-8 text")
     return []
 

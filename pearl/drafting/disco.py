@@ -75,14 +75,21 @@ class Classifier(BaseModel):
 
     def confidence(self, features: Features) -> float:
         """Return the probability that the target accepts the token: sigmoid(out * relu(hidden * x + bias) + bias)."""
-        scaled: list[float] = []
+        scaled = []
         for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True):
             scaled.append((x - mean) / scale)
-        units: list[float] = []
+        units = []
         for row, bias in zip(self.hidden, self.hidden_bias, strict=True):
             units.append(max(0.0, bias + sum(map(mul, row, scaled))))
         logit = self.out_bias + sum(map(mul, self.out, units))
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
+
+    def stop(self, features: Features) -> bool:
+        """Return whether a window ends after this token: the confidence is at most the threshold, or at the cap."""
+        return features.index + 1 >= self.cap or self.confidence(features) <= self.threshold
+
+    def end_window(self, accepted: int) -> None:
+        """There is nothing to learn: the classifier was trained before."""
 
     def write(self, path: Path) -> None:
         """Write the file whole or not at all. Raises `ConfigError`."""

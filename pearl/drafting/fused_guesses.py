@@ -7,21 +7,31 @@ for it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from heapq import nlargest
 from importlib import import_module
-from typing import NamedTuple
 
-from pearl.drafting.datastore import BINS, DAMPING, RATES, Datastore, Occurrence
+from pearl.drafting.datastore import BINS, CONTINUATIONS, DAMPING, Datastore
 from pearl.drafting.heads import HeadGuesses
-from pearl.drafting.ngram import MOST_MATCHED, RANKS, Candidate, NgramIndex, learn_rate
-from pearl.drafting.output_ngrams import CONTEXT, Habits
+from pearl.drafting.ngram import (
+    MOST_MATCHED,
+    RANKS,
+    Candidate,
+    GuessSource,
+    NgramIndex,
+    Occurrence,
+    SuffixLookup,
+    scaled,
+)
+from pearl.drafting.output_ngrams import HabitGuesses, Habits
 from pearl.protocol.messages import Source
 
 MakeHead = Callable[[Sequence[int]], HeadGuesses]  # of a text that is only read
 MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
 
+# Weight of an occurrence, by match length.
+_POWERS = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
 _LEARN = 64  # tokens at the end of a prompt that rates are learned from; each costs a lookup
 
 
@@ -47,88 +57,40 @@ def index_factory(guesses: str) -> MakeIndex:
     return factory
 
 
-class RankedCandidate(NamedTuple):
-    """A candidate, and the row of `RATES` that its share belongs to."""
+class StoreGuesses(SuffixLookup):
+    """Candidates from a datastore for the positions of one text; their occurrences are places, which decrease."""
 
-    candidate: Candidate
-    share: int
+    stride = -1
+    is_conditional = False
+    most = CONTINUATIONS
 
-
-class StoreGuesses:
-    """Candidates from a datastore for the positions of one text, with rates that are learned as the text grows.
-
-    Args:
-        text: only read; its owner calls `cut` when it rolls back.
-        learn_from: the first position to learn from.
-    """
-
-    def __init__(self, store: Datastore, text: Sequence[int], learn_from: int) -> None:
+    def __init__(self, store: Datastore, text: list[int], learn_from: int) -> None:
+        super().__init__(text, "datastore", learn_from)
         self._store = store
-        self._text = text
-        self._learned = learn_from
-        self._powers = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
-        self._rates = [list(rates) for rates in RATES]
-        self._lookups: dict[int, list[Occurrence]] = {}  # by position; the longest match first
 
-    def cut(self, length: int) -> None:
-        """Forget lookups of positions after the first `length` tokens."""
-        for position in list(self._lookups):
-            if position > length:
-                del self._lookups[position]
+    def _matching(self, position: int) -> list[Occurrence]:
+        context = self.tokens[max(0, position - MOST_MATCHED) : position]
+        return self._store.occurrences(context, self.most)
 
-    def learn(self, committed: int) -> None:
-        """Update the rates by the first `committed` tokens of the text, which are final."""
-        for position in range(max(1, self._learned), committed):
-            for candidate, share in self.ranked(position):
-                hit = candidate.token == self._text[position]
-                learn_rate(self._rates[share], candidate.matched - 1, hit)
-        self._learned = max(self._learned, committed)
-        for position in list(self._lookups):
-            if position < committed:
-                del self._lookups[position]
-
-    def candidates(self, position: int) -> list[Candidate]:
-        """Return candidates as `NgramIndex` does; their occurrences are places of the datastore, which decrease."""
-        return [candidate for candidate, _ in self.ranked(position)]
-
-    def ranked(self, position: int) -> list[RankedCandidate]:
-        occurrences = self._lookups.get(position)
-        if occurrences is None:
-            context = self._text[max(0, position - MOST_MATCHED) : position]
-            occurrences = self._lookup(context)
-            self._lookups[position] = occurrences
-        return self._ranked(occurrences)
-
-    def following(self, candidate: Candidate) -> list[Candidate]:
-        """Return candidates for the position after a candidate: what followed its occurrences."""
-        occurrences = []
-        for place, matched in candidate.occurrences:
-            occurrences.append((place - 1, min(MOST_MATCHED, matched + 1)))
-        return [child for child, _ in self._ranked(occurrences)]
-
-    def _lookup(self, context: Sequence[int]) -> list[Occurrence]:
-        return self._store.occurrences(context)
-
-    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[RankedCandidate]:
-        """Return the `RANKS` candidates of the most weight."""
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         if not occurrences:
             return []
-        powers = self._powers
         _, longest = occurrences[0]
         by_token = self._store.followed(occurrences)
-        weights: dict[int, float] = {}
+        weights = {}
         for token, places in by_token.items():
-            weights[token] = sum([powers[matched] for _, matched in places])
-        total = sum([powers[matched] for _, matched in occurrences])
-        ranked = []
+            weights[token] = sum([_POWERS[matched] for _, matched in places])
+        total = sum([_POWERS[matched] for _, matched in occurrences])
+        candidates = []
         for token in nlargest(RANKS, weights, weights.__getitem__):
-            places = by_token[token]
-            _, matched = places[0]
-            share = bisect(BINS, weights[token] / (total + powers[longest]))
+            matches = tuple(by_token[token])
+            _, matched = matches[0]
+            share = bisect(BINS, weights[token] / (total + _POWERS[longest]))
+            rate = (share, matched - 1)
             chance = self._rates[share][matched - 1]
-            candidate = Candidate(token, chance, matched, tuple(places), Source.DATASTORE)
-            ranked.append(RankedCandidate(candidate, share))
-        return ranked
+            candidate = Candidate(token, chance, matches, Source.DATASTORE, rate=rate, origin=self)
+            candidates.append(candidate)
+        return candidates
 
 
 class Guesser(NgramIndex):
@@ -146,71 +108,53 @@ class Guesser(NgramIndex):
         habits: Habits | None = None,
         head: MakeHead | None = None,
     ) -> None:
-        self._store: StoreGuesses | None = None
-        self._head: HeadGuesses | None = None
-        self._habits = habits
-        self._counted = len(tokens)
+        self._sources: list[GuessSource] = []
         super().__init__(tokens)
         if store is not None:
-            self._store = self._make_store(store, max(0, len(tokens) - _LEARN))
-            self._store.learn(len(tokens))
+            source = self._make_store(store, max(0, len(tokens) - _LEARN))
+            source.learn(len(tokens))
+            self._sources.append(source)
+        if habits is not None:
+            self._sources.append(HabitGuesses(habits, self.tokens))
         if head is not None:
-            self._head = head(self.tokens)
+            self._sources.append(head(self.tokens))
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return StoreGuesses(store, self.tokens, learn_from)
 
+    def _active(self) -> Iterator[GuessSource]:
+        for source in self._sources:
+            if self.has_head or not isinstance(source, HeadGuesses):
+                yield source
+
     def cut(self, length: int) -> None:
         super().cut(length)
-        if self._store is not None:
-            self._store.cut(length)
+        for source in self._sources:
+            source.cut(length)
 
     def learn(self, committed: int) -> None:
         super().learn(committed)
-        if self._store is not None:
-            self._store.learn(committed)
-        self._learn_habits(committed)
-        if self._head is not None and self.has_head:
-            self._head.learn(committed)
-
-    def _learn_habits(self, committed: int) -> None:
-        if self._habits is None:
-            return
-        for position in range(max(1, self._counted), committed):
-            self._habits.learn(self._before(position), self.tokens[position])
-        self._counted = max(self._counted, committed)
+        for source in self._active():
+            source.learn(committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        candidates = super().candidates(position)
-        if self._store is not None:
-            candidates += self._store.candidates(position)
-        if self._habits is not None:
-            candidates += self._habits.candidates(self._before(position))
-        if self._head is not None and self.has_head:
-            candidates += self._head.candidates(position)
-        return fused(candidates)
+        return fused(super().candidates(position) + self.of_sources(position))
+
+    def of_sources(self, position: int) -> list[Candidate]:
+        """Return the candidates of the further sources alone."""
+        candidates: list[Candidate] = []
+        for source in self._active():
+            candidates += source.candidates(position)
+        return candidates
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         candidates: list[Candidate] = []
         for guess in (candidate, *candidate.also):
-            candidates += self._following(guess)
+            if guess.origin is None:
+                candidates += super().following(guess)
+            else:
+                candidates += guess.origin.following(guess)
         return fused(candidates)
-
-    def _following(self, candidate: Candidate) -> list[Candidate]:
-        """Return what the candidate's own source has for the position after it."""
-        if candidate.context:
-            assert self._habits is not None
-            return self._habits.candidates(candidate.context)
-        if candidate.source is Source.NGRAM:
-            return super().following(candidate)
-        if candidate.source is Source.HEAD:
-            assert self._head is not None
-            return self._head.following(candidate)
-        assert self._store is not None
-        return self._store.following(candidate)
-
-    def _before(self, position: int) -> list[int]:
-        return self.tokens[max(0, position - CONTEXT) : position]
 
 
 def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -229,7 +173,4 @@ def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
         also = (*likelier.also, candidate, *candidate.also)
         best[candidate.token] = likelier._replace(also=also)
     ranked = sorted(best.values(), key=lambda candidate: candidate.chance, reverse=True)
-    total = sum([candidate.chance for candidate in ranked])
-    if total <= 1:
-        return ranked
-    return [candidate._replace(chance=candidate.chance / total) for candidate in ranked]
+    return scaled(ranked)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pearl.drafting.ngram import RANKS, Candidate, learn_rate
+from pearl.drafting.ngram import RANKS, Candidate, learn_hit, scaled
 from pearl.models.heads.head import Head
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
@@ -147,31 +147,27 @@ class TargetStates:
     """
 
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
-        slots = range(runner.capabilities.slots)
         self._runner: Any = runner
         self.texts: list[HeadText] = []
-        self._draft_logs: list[StateLog] = []
-        for slot in slots:
+        #: By slot; the draft's is the last one.
+        self._logs: list[list[StateLog]] = []
+        for slot in range(runner.capabilities.slots):
+            logs = []
             if head is not None:
-                self.texts.append(HeadText(head, slot))
+                text = HeadText(head, slot)
+                self.texts.append(text)
+                logs.append(text.log)
             if gives:
-                self._draft_logs.append(StateLog())
-
-    def logs(self, slot: int) -> list[StateLog]:
-        logs: list[StateLog] = []
-        if self.texts:
-            logs.append(self.texts[slot].log)
-        if self._draft_logs:
-            logs.append(self._draft_logs[slot])
-        return logs
+                logs.append(StateLog())
+            self._logs.append(logs)
 
     def rollback(self, length: int, slot: int) -> None:
-        for log in self.logs(slot):
+        for log in self._logs[slot]:
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
         """Log the states of the slot's last forward, whose tokens start at `start`; of a tree those of `path`."""
-        logs = self.logs(slot)
+        logs = self._logs[slot]
         if not logs:
             return
         states = self._runner.features(slot)
@@ -182,7 +178,7 @@ class TargetStates:
 
     def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
         """Yield the states of the text up to position `end` that the draft was not sent."""
-        log = self._draft_logs[slot]
+        log = self._logs[slot][-1]
         start = log.start
         count = min(end, log.end) - start
         if count <= 0:
@@ -211,14 +207,16 @@ class HeadGuesses:
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *_BINS, 1.0))]
         self._rates = [list(middles) for _ in range(RANKS)]
 
+    def cut(self, length: int) -> None:
+        """There is nothing to forget: guesses are made anew for each position."""
+
     def learn(self, committed: int) -> None:
         """Update the rates by the last guesses, and guess the tokens after the committed ones."""
         for position, level in enumerate(self._levels, self._position):
             if position >= committed:
                 break
-            for rank, guess in enumerate(level):
-                hit = guess.token == self._tokens[position]
-                learn_rate(self._rates[rank], bisect(_BINS, guess.prob), hit)
+            for candidate in self._level_candidates(position - self._position):
+                learn_hit(self._rates, candidate, self._tokens[position])
             if level[0].token != self._tokens[position]:
                 break
         if committed == self._position and self._levels:
@@ -244,14 +242,13 @@ class HeadGuesses:
     def _level_candidates(self, number: int) -> list[Candidate]:
         if number >= len(self._levels):
             return []
-        level = self._levels[number]
-        chances: list[float] = []
-        for rank, guess in enumerate(level):
-            chances.append(self._rates[rank][bisect(_BINS, guess.prob)])
-        total = max(1.0, sum(chances))
         candidates = []
-        for rank, guess in enumerate(level):
+        for rank, guess in enumerate(self._levels[number]):
             place = ((number, rank),)
-            chance = chances[rank] / total
-            candidates.append(Candidate(guess.token, chance, 1, place, Source.HEAD))
-        return candidates
+            bin = bisect(_BINS, guess.prob)
+            chance = self._rates[rank][bin]
+            candidate = Candidate(
+                guess.token, chance, place, Source.HEAD, rate=(rank, bin), origin=self
+            )
+            candidates.append(candidate)
+        return scaled(candidates)

@@ -1,18 +1,20 @@
 """Prompt lookup: guess the tokens that followed where the text's last few tokens occurred before.
 
 `NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
-into one tree.  Other sources of guesses are subclasses of `NgramIndex`.  Source: SSSD (Marzollo et al. 2024), which
-discounts counts by match length and depth; here, the discounts (rates by rank and match length) are learned from the
-text as it grows.
+into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the text's own n-grams.  Source: SSSD (Marzollo et
+al. 2024), which discounts counts by match length and depth; here, the discounts (rates by rank and match length) are
+learned from the text as it grows.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
@@ -28,13 +30,10 @@ _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
 # Weight of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
 _WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
-# Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
-# Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
-_PRIOR = (
-    (0.21, 0.52, 0.64, 0.72, 0.75, 0.75, 0.78, 0.85, 0.85, 0.87, 0.87, 0.94),
-    (0.12, 0.27, 0.32, 0.45, 0.45, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4),
-    (0.12, 0.18, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15, 0.15),
-)
+# How often candidates of each source are right at first; each text adapts its own copy.
+PRIORS: dict[str, Any] = json.loads(Path(__file__).with_name("priors.json").read_text())
+
+Occurrence = tuple[int, int]  # position, number of matching tokens before it
 
 
 class Candidate(
@@ -45,28 +44,131 @@ class Candidate(
     Attributes:
         token: its id.
         chance: estimated probability that it is right.
-        matched: match length: tokens before it that agree with the text, at most `MOST_MATCHED`; the longest if it
-            occurs several times.
-        occurrences: (position, match length) of each occurrence in its source.
+        occurrences: (position, match length) of each occurrence in its source. A match length is the number of tokens
+            before it that agree with the text, at most `MOST_MATCHED`.
         source: who guessed it.
         also: the same token as guessed by other sources.
         context: the last tokens, this one included, for sources that keep no positions; otherwise empty.
         prepared: (token, chance) of each token of the draft's branch after it.
+        rate: row and column of the learned rate that its chance comes from, in its source's table.
+        origin: the source that knows what follows it; None: the index itself.
     """
 
     token: int
     chance: float
-    matched: int
-    occurrences: tuple[tuple[int, int], ...]
+    occurrences: tuple[Occurrence, ...]
     source: Source = Source.NGRAM
     also: tuple[Candidate, ...] = ()
     context: tuple[int, ...] = ()
     prepared: tuple[tuple[int, float], ...] = ()
+    rate: tuple[int, int] = (0, 0)
+    origin: GuessSource | None = None
+
+
+def prior_rates(source: str) -> list[list[float]]:
+    """Return a copy of a source's first rates, to learn in."""
+    return [list(rates) for rates in PRIORS[source]["rates"]]
 
 
 def learn_rate(rates: list[float], place: int, hit: bool) -> None:
     """Update a moving average: rate = (1 - w) * rate + w * hit, with w = `RATE_WEIGHT`."""
     rates[place] += RATE_WEIGHT * (hit - rates[place])
+
+
+def learn_hit(rates: Sequence[list[float]], candidate: Candidate, token: int) -> bool:
+    """Update the rate that a candidate's chance comes from; return whether it was right: `token` was committed."""
+    row, column = candidate.rate
+    hit = candidate.token == token
+    learn_rate(rates[row], column, hit)
+    return hit
+
+
+def scaled(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates of one position with chances that sum to at most 1."""
+    total = sum([candidate.chance for candidate in candidates])
+    if total <= 1:
+        return candidates
+    return [candidate._replace(chance=candidate.chance / total) for candidate in candidates]
+
+
+class GuessSource(Protocol):
+    """Guesses tokens of one text that it reads."""
+
+    def cut(self, length: int) -> None:
+        """Forget what it knows of positions after the first `length` tokens."""
+
+    def learn(self, committed: int) -> None:
+        """Update the chances by the first `committed` tokens, which have become final."""
+
+    def candidates(self, position: int) -> list[Candidate]:
+        """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
+        ...
+
+    def following(self, candidate: Candidate) -> list[Candidate]:
+        """Return candidates for the position after a candidate of this source."""
+        ...
+
+
+class SuffixLookup:
+    """Candidates from places where the last tokens of a text occur: the tokens that followed there.
+
+    Attributes:
+        stride: from an occurrence to the place of the next token.
+        is_conditional: whether a candidate's chance supposes that the likelier ones are wrong.
+
+    Args:
+        tokens: the text; only read.
+        source: names the rates to begin with, see priors.json.
+        learn_from: the first position to learn from.
+    """
+
+    stride = 1
+    is_conditional = True
+
+    def __init__(self, tokens: list[int], source: str, learn_from: int) -> None:
+        self.tokens = tokens
+        self._rates = prior_rates(source)
+        #: By position: kept for the time when it is learned from.
+        self._matches: dict[int, list[Occurrence]] = {}
+        self._learned = learn_from
+
+    def cut(self, length: int) -> None:
+        for position in list(self._matches):
+            if position > length:
+                del self._matches[position]
+
+    def learn(self, committed: int) -> None:
+        for position in range(max(1, self._learned), committed):
+            # The candidates of this source alone, whatever a subclass adds.
+            for candidate in SuffixLookup.candidates(self, position):
+                hit = learn_hit(self._rates, candidate, self.tokens[position])
+                if hit and self.is_conditional:
+                    break
+        self._learned = max(self._learned, committed)
+        for position in list(self._matches):
+            if position < committed:
+                del self._matches[position]
+
+    def candidates(self, position: int) -> list[Candidate]:
+        matches = self._matches.get(position)
+        if matches is None:
+            matches = self._matching(position)
+            self._matches[position] = matches
+        return self._ranked(matches)
+
+    def following(self, candidate: Candidate) -> list[Candidate]:
+        occurrences = []
+        for place, matched in candidate.occurrences:
+            occurrences.append((place + self.stride, matched + (matched < MOST_MATCHED)))
+        return self._ranked(occurrences)
+
+    def _matching(self, position: int) -> list[Occurrence]:
+        """Return the occurrences of the tokens before `position`."""
+        raise NotImplementedError
+
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
+        """Return the `RANKS` candidates of the most weight among what followed the occurrences."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -86,7 +188,7 @@ class GuessWindow:
     levels: int
 
 
-class NgramIndex:
+class NgramIndex(SuffixLookup):
     """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
 
     Example: after the text 7 8 9 7 8, position 5 has candidate 9, because 7 8 was followed by 9::
@@ -109,13 +211,9 @@ class NgramIndex:
     reads_discarded = False
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self.tokens: list[int] = []
+        super().__init__([], "ngram", max(0, len(tokens) - _LEARN))
         self.has_head = True
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
-        self._rates = [list(rates) for rates in _PRIOR]
-        #: By position: kept for the time when it is learned from.
-        self._matches: dict[int, list[tuple[int, int]]] = {}
-        self._learned = max(0, len(tokens) - _LEARN)
         self.extend(tokens)
         self.learn(len(tokens))
 
@@ -142,38 +240,7 @@ class NgramIndex:
                 if not ends:
                     del self._ends[n - 1][gram]
         del text[length:]
-        for position in list(self._matches):
-            if position > length:
-                del self._matches[position]
-
-    def learn(self, committed: int) -> None:
-        """Update the rates with tokens that have become final: the first `committed` of the text."""
-        for position in range(max(1, self._learned), committed):
-            # The candidates of this source alone, whatever a subclass adds.
-            for rank, candidate in enumerate(NgramIndex.candidates(self, position)):
-                hit = candidate.token == self.tokens[position]
-                learn_rate(self._rates[rank], candidate.matched - 1, hit)
-                if hit:
-                    break
-        self._learned = max(self._learned, committed)
-        for position in list(self._matches):
-            if position < committed:
-                del self._matches[position]
-
-    def candidates(self, position: int) -> list[Candidate]:
-        """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
-        matches = self._matches.get(position)
-        if matches is None:
-            matches = self._matching(position)
-            self._matches[position] = matches
-        return self._ranked(matches)
-
-    def following(self, candidate: Candidate) -> list[Candidate]:
-        """Return candidates for the position after `candidate`: the tokens that followed its occurrences."""
-        occurrences = []
-        for end, matched in candidate.occurrences:
-            occurrences.append((end + 1, matched + (matched < MOST_MATCHED)))
-        return self._ranked(occurrences)
+        super().cut(length)
 
     # ---- what the target computes for an index; nothing for this one ----
 
@@ -194,7 +261,7 @@ class NgramIndex:
 
     # ---- occurrences ----
 
-    def _matching(self, position: int) -> list[tuple[int, int]]:
+    def _matching(self, position: int) -> list[Occurrence]:
         """Return (end, match length) of earlier occurrences of the tokens before `position`."""
         text = self.tokens
         matches: dict[int, int] = {}
@@ -217,17 +284,17 @@ class NgramIndex:
             matched += 1
         return matched
 
-    def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         text = self.tokens
         length = len(text)
-        by_token: dict[int, list[tuple[int, int]]] = {}
+        by_token: dict[int, list[Occurrence]] = {}
         for occurrence in occurrences:
             end, _ = occurrence
             if end < length:
                 by_token.setdefault(text[end], []).append(occurrence)
         best = list(by_token)
         if len(best) > 1:  # ties go to the more recent
-            weights: dict[int, float] = {}
+            weights = {}
             for token, places in by_token.items():
                 weights[token] = sum([_WEIGHTS[matched] for _, matched in places])
             best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
@@ -236,9 +303,10 @@ class NgramIndex:
         for rank, token in enumerate(best):
             places = by_token[token]
             longest = max([matched for _, matched in places])
+            rate = (rank, longest - 1)
             chance = remaining * self._rates[rank][longest - 1]
             remaining -= chance
-            candidates.append(Candidate(token, chance, longest, tuple(places)))
+            candidates.append(Candidate(token, chance, tuple(places), rate=rate))
         return candidates
 
 
@@ -272,7 +340,7 @@ class Anchor:
         for alternative in self.runners_up:
             chain = zip(alternative.tokens, alternative.chances, strict=True)
             token, chance = next(chain)
-            guess = by_token.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
+            guess = by_token.get(token, Candidate(token, 0.0, (), Source.RUNNER_UP))
             if token != self.token and chance > guess.chance:
                 by_token[token] = guess._replace(chance=chance, prepared=tuple(chain))
         return list(by_token.values())
@@ -348,14 +416,16 @@ def guess_tree(
     widest = index.ranks if branches else 1
     ids = count()
     waiting: list[_Waiting] = []
+
+    def wait(candidates: Iterable[Candidate], parent: int, position: int, reached: float) -> None:
+        for candidate in candidates:
+            negative = -(reached * candidate.chance)
+            heapq.heappush(waiting, _Waiting(negative, next(ids), parent, position, candidate))
+
     for anchor in anchors:
-        if anchor.end >= limit:
-            continue
-        candidates = index.candidates(anchor.end)[:widest] if most else []
-        for candidate in anchor.merged(candidates):
-            negative = -(anchor.chance * candidate.chance)
-            node = _Waiting(negative, next(ids), anchor.end - 1, anchor.end, candidate)
-            heapq.heappush(waiting, node)
+        if anchor.end < limit:
+            candidates = index.candidates(anchor.end)[:widest] if most else []
+            wait(anchor.merged(candidates), anchor.end - 1, anchor.end, anchor.chance)
     tree = GuessTree([], [], [], [])
     while waiting and len(tree.tokens) < nodes and -waiting[0].negative >= _LEAST_CHANCE:
         negative, _, parent, position, candidate = heapq.heappop(waiting)
@@ -369,10 +439,7 @@ def guess_tree(
         tree.chances.append(-negative)
         tree.sources.append(candidate.source)
         if position + 1 < limit and (most or candidate.prepared):
-            for child in _following(index, candidate)[:widest]:
-                chance = negative * child.chance
-                node = _Waiting(chance, next(ids), node_id, position + 1, child)
-                heapq.heappush(waiting, node)
+            wait(_following(index, candidate)[:widest], node_id, position + 1, -negative)
     return tree
 
 
@@ -394,7 +461,7 @@ class _Waiting(NamedTuple):
 def _following(index: NgramIndex, candidate: Candidate) -> list[Candidate]:
     if candidate.prepared:
         token, chance = candidate.prepared[0]
-        return [Candidate(token, chance, 0, (), Source.BRANCH, prepared=candidate.prepared[1:])]
+        return [Candidate(token, chance, (), Source.BRANCH, prepared=candidate.prepared[1:])]
     if candidate.source in _OF_DRAFT:
         return []
     return index.following(candidate)

@@ -1,43 +1,21 @@
 """An n-gram table over a target's earlier outputs, as a source of guesses for later ones.
 
 The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions, in the
-answers that `_PRIOR` was measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks such
-tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
+answers that its rates were measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks
+such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from pearl.drafting.ngram import RANKS, Candidate, learn_rate
+from pearl.drafting.ngram import RANKS, Candidate, GuessSource, learn_hit, prior_rates
 
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
 _FOLLOWERS = 16  # tokens counted per context; a new one replaces the least frequent
 _BINS = (0.15, 0.3, 0.5, 0.8)  # boundaries between the bins of a candidate's share
-
-# Initial probability that a candidate is right, by context length (row) and by bin of its share of the context's counts
-# (column). Measured on 48 answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; `learn` updates a copy.
-_PRIOR = (
-    (0.03, 0.08, 0.17, 0.25, 0.56),
-    (0.03, 0.12, 0.19, 0.46, 0.58),
-    (0.09, 0.19, 0.35, 0.78, 0.98),
-)
-
-
-class Follower(NamedTuple):
-    """A token that followed a context.
-
-    Attributes:
-        length: tokens of the context.
-        share: the bin of the token's share of the context's counts.
-    """
-
-    token: int
-    length: int
-    share: int
 
 
 class Habits:
@@ -46,7 +24,7 @@ class Habits:
     def __init__(self, contexts: int = _CONTEXTS) -> None:
         self._most = contexts
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # most recently seen last
-        self._rates = [list(rates) for rates in _PRIOR]
+        self._rates = prior_rates("output_ngrams")
 
     def __len__(self) -> int:
         """Number of contexts."""
@@ -54,36 +32,32 @@ class Habits:
 
     def learn(self, before: Sequence[int], token: int) -> None:
         """`token` followed `before`: update the rates of the candidates there, then the counts."""
-        for follower in self._ranked(tuple(before[-CONTEXT:])):
-            rates = self._rates[follower.length - 1]
-            learn_rate(rates, follower.share, follower.token == token)
+        for candidate in self.candidates(before):
+            learn_hit(self._rates, candidate, token)
         for length in range(1, min(CONTEXT, len(before)) + 1):
             self._count(tuple(before[-length:]), token)
 
-    def candidates(self, before: Sequence[int]) -> list[Candidate]:
+    def candidates(
+        self, before: Sequence[int], origin: GuessSource | None = None
+    ) -> list[Candidate]:
         """Return tokens seen after the longest known suffix of `before`, likeliest first."""
         context = tuple(before[-CONTEXT:])
-        remaining = 1.0
-        candidates = []
-        for token, length, share in self._ranked(context):
-            chance = min(remaining, self._rates[length - 1][share])
-            remaining -= chance
-            extended = (*context, token)[-CONTEXT:]
-            candidates.append(Candidate(token, chance, length, (), context=extended))
-        return candidates
-
-    def _ranked(self, context: tuple[int, ...]) -> list[Follower]:
-        """Return the most frequent followers of the longest known suffix."""
         for length in range(len(context), 0, -1):
             counts = self._followers.get(context[-length:])
             if counts is None:
                 continue
             total = sum(counts.values()) + 1
-            followers = []
+            remaining = 1.0
+            candidates = []
             for token in sorted(counts, key=counts.__getitem__, reverse=True)[:RANKS]:
                 share = bisect(_BINS, counts[token] / total)
-                followers.append(Follower(token, length, share))
-            return followers
+                rate = (length - 1, share)
+                chance = min(remaining, self._rates[length - 1][share])
+                remaining -= chance
+                extended = (*context, token)[-CONTEXT:]
+                candidate = Candidate(token, chance, (), context=extended, rate=rate, origin=origin)
+                candidates.append(candidate)
+            return candidates
         return []
 
     def _count(self, context: tuple[int, ...], token: int) -> None:
@@ -94,3 +68,29 @@ class Habits:
         self._followers[context] = followers
         if len(self._followers) > self._most:
             del self._followers[next(iter(self._followers))]
+
+
+class HabitGuesses:
+    """The guesses of `Habits` for one text, from whose further tokens they learn."""
+
+    def __init__(self, habits: Habits, tokens: Sequence[int]) -> None:
+        self._habits = habits
+        self._tokens = tokens
+        self._learned = len(tokens)
+
+    def cut(self, length: int) -> None:
+        """There is nothing to forget: only committed tokens are learned."""
+
+    def learn(self, committed: int) -> None:
+        for position in range(max(1, self._learned), committed):
+            self._habits.learn(self._before(position), self._tokens[position])
+        self._learned = max(self._learned, committed)
+
+    def candidates(self, position: int) -> list[Candidate]:
+        return self._habits.candidates(self._before(position), self)
+
+    def following(self, candidate: Candidate) -> list[Candidate]:
+        return self._habits.candidates(candidate.context, self)
+
+    def _before(self, position: int) -> Sequence[int]:
+        return self._tokens[max(0, position - CONTEXT) : position]

@@ -13,9 +13,9 @@ from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
+from pearl.drafting.draft_text import DraftModel, DraftText
 from pearl.drafting.fused_guesses import text_index
-from pearl.drafting.step import DraftModel, DraftText, Step, make_mark
+from pearl.drafting.step import Step, choose, make_mark, plan
 from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
@@ -73,14 +73,14 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
         options = command.options
-        half = make_half("draft", options.rule, options, options.parameters)
+        half = make_half("draft", options)
         window = self._window(command)
         slot = self._slots.get(command.slot, command.slot)
         for request, text in list(self._texts.items()):
             if text.slot == slot:
                 del self._texts[request]
         shaper = make_shaper(options, command.prompt, self._guides)
-        text = DraftText(command.slot, slot, half, options, shaper, window)
+        text = DraftText(self.model, command.slot, slot, half, options, shaper, window)
         # Shaped rows depend on the text up to them, blocks are searched for.
         if shaper is None and not text.is_block:
             self._prepare_guesses(text, command.prompt)
@@ -165,7 +165,7 @@ class ModelProposer:
         text = self._texts[command.request]
         _, chances = text.guess(command)
         # The first guess is of the awaited token itself; the others would be fed with that token.
-        return bool(choose(self.model, text, command, chances[1:], 1))
+        return bool(choose(text, command, chances[1:], 1))
 
     def launch(self, command: Draft, after: Step | None = None) -> Step:
         """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
@@ -174,16 +174,45 @@ class ModelProposer:
             after: the step launched last; its token stands in place of the command's one token. Untested on a GPU.
         """
         step = self._step(command, after)
-        step.marks[0].record()
-        logits = self._forward(step.feeds)
-        step.marks[1].record()
-        step.draw(logits)
-        step.marks[2].record()
+        self._launch([step])
         return step
 
-    def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
-        """Launch commands in one forward. A step whose draw fails is replaced by the event that says so."""
-        steps = self._plan_together(commands)
+    def launch_together(self, commands: Sequence[Draft]) -> list[Step]:
+        """Launch commands in one forward; each may use an equal share of the rows that are left."""
+        steps = []
+        planned = 0
+        pending = sum(len(command.tokens) for command in commands)
+        for i, command in enumerate(commands):
+            pending -= len(command.tokens)
+            step = self._step(command, None, planned + pending, len(commands) - i)
+            planned += step.tokens
+            steps.append(step)
+        self._launch(steps)
+        return steps
+
+    def _step(
+        self, command: Draft, after: Step | None = None, other_tokens: int = 0, sharing: int = 1
+    ) -> Step:
+        """Make the step of one request; `other_tokens`, `sharing`: see `plan`."""
+        text = self._texts[command.request]
+        length = self.runner.length(text.slot)
+        assert length == command.start, (length, command)
+        if text.shaper is not None:
+            text.shaper.hold(command.start)
+            text.shaper.extend(command.tokens)
+        if text.window is not None and after is None:
+            text.window.see(command.start, command.tokens, drafts=command.budget > 0)
+        if text.is_block and command.budget:
+            return LevelStep(text, command)
+        if after is not None and after.following is not None:
+            # The host does not know the token, nor guesses after it.
+            if text.branches is not None:
+                text.branches.settle(command.start, (), command.start + 1 - command.pending)
+            return Step(text, command, Feed(after.following, 1, text.slot, prompt=command.prompt))
+        return plan(text, command, other_tokens, sharing)
+
+    def _launch(self, steps: Sequence[Step]) -> None:
+        """Run a forward of the steps, and launch their draws; a step whose draw fails says so when it is collected."""
         began = make_mark(self.device)
         forwarded = make_mark(self.device)
         feeds: list[Feed] = []
@@ -193,54 +222,15 @@ class ModelProposer:
         logits = iter(self._forward(feeds))
         forwarded.record()
         fed = sum(step.tokens for step in steps)
-        launched: list[Step | Drafted] = []
         for step in steps:
-            step_logits = list(islice(logits, len(step.feeds)))
-            step.marks[:2] = (began, forwarded)
+            step.marks = (began, forwarded, make_mark(self.device))
             step.fed = fed
+            step_logits = list(islice(logits, len(step.feeds)))
             try:
                 step.draw(step_logits)
-                step.marks[2].record()
-                launched.append(step)
             except NumericalError as error:
-                launched.append(Drafted(failure=str(error), request=step.command.request))
-        return launched
-
-    def _plan_together(self, commands: Sequence[Draft]) -> list[Step]:
-        """Make a step for each command; each may use an equal share of the rows that are left."""
-        steps: list[Step] = []
-        planned = 0
-        pending = sum(len(command.tokens) for command in commands)
-        for i, command in enumerate(commands):
-            pending -= len(command.tokens)
-            step = self._step(command, None, planned + pending, len(commands) - i)
-            planned += step.tokens
-            steps.append(step)
-        return steps
-
-    def _step(
-        self, command: Draft, after: Step | None = None, other_tokens: int = 0, sharing: int = 1
-    ) -> Step:
-        """Make the step of one request; `other_tokens`, `sharing`: see `plan_draw`."""
-        model = self.model
-        text = self._texts[command.request]
-        length = self.runner.length(text.slot)
-        assert length == command.start, (length, command)
-        if text.shaper is not None:
-            text.shaper.hold(command.start)
-            text.shaper.extend(command.tokens)
-        if text.window is not None and after is None:
-            text.window.see(command.start, command.tokens, drafts=command.budget > 0)
-        if command.hedge:
-            return BranchStep(model, text, command, other_tokens, sharing)
-        if text.is_block and command.budget:
-            return LevelStep(model, text, command)
-        if after is not None and after.following is not None:
-            # The host does not know the token, nor guesses after it.
-            if text.branches is not None:
-                text.branches.settle(command.start, (), command.start + 1 - command.pending)
-            return DrawStep(model, text, command, after.following)
-        return plan_draw(model, text, command, other_tokens, sharing)
+                step.failure = error
+            step.marks[2].record()
 
     def _forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.runner.forward(feeds) if feeds else []
@@ -250,6 +240,8 @@ class ModelProposer:
 
     def collect(self, launched: Step) -> Drafted:
         """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
+        if launched.failure is not None:
+            raise launched.failure
         began, forwarded, done = launched.marks
         done.synchronize()
         seconds = began.elapsed_time(forwarded) / 1000

@@ -1,41 +1,38 @@
-"""The state that drafting works on, and the base of its steps.
+"""Steps: what one request's share of a draft forward feeds, and what is drawn from its logits.
 
 Three objects share the work, and each fact has one owner:
 
 * `DraftModel`, one a process, owns the runner and the measured forward times.
 * `DraftText`, one a request, owns what outlives a forward: the text's slot, the draft's half of the rule, the shaper,
   the stop window, the index of n-grams, the branches, the search for a block.
-* `Step`, one a request and forward, owns the feeds and what was drawn from their logits. `proposer.ModelProposer`
-  makes it, runs a forward of its feeds (or one of several steps' feeds), calls `draw`, and `collect`s a proposal.
+* `Step`, one a request and forward, owns the feeds and what was drawn from their logits. `plan` makes it;
+  `proposer.ModelProposer` runs a forward of its feeds (or one of several steps' feeds), calls `draw`, and `collect`s a
+  proposal.
 
-There are three kinds of steps, by what they draw: `drawing.DrawStep` the text's next tokens, `drawing.BranchStep` only
-branches, `beams.LevelStep` one level of a search for a block. A step writes what its draws say of the text into its
-`DraftText`, and knows nothing of other requests.
+A step draws the text's next tokens, and those of its branches; `beams.LevelStep` draws one level of a search for
+a block.  It writes what its draws say of the text into its `DraftText`, and knows nothing of other requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
 
 import torch
 
-from pearl.config.options import RequestOptions
-from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
-from pearl.decoding.shaping import Shaper
-from pearl.drafting.branches import Branches
-from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
-from pearl.drafting.stops import TOP, StopWindow
-from pearl.models.runner import Feed, ModelRunner
+from pearl.decoding.sampling import Shortlist, on_host, read_draw, read_shortlist, shortlist
+from pearl.drafting.branches import Branch, Outcome, see
+from pearl.drafting.draft_text import PROMPT_PIECE, DraftText
+from pearl.drafting.stops import TOP
+from pearl.errors import NumericalError
+from pearl.models.runner import Feed
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.events import Draft, Drafted
-from pearl.protocol.speeds import ForwardTimes
-
-if TYPE_CHECKING:
-    from pearl.drafting.beams import Search
-
-PROMPT_PIECE = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.window import worthwhile
 
 
 class HostMark:
@@ -56,123 +53,6 @@ class HostMark:
 
 def make_mark(device: torch.device) -> Any:
     return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark()
-
-
-@dataclass
-class DraftModel:
-    """The draft model as steps see it.
-
-    Attributes:
-        vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the others
-            probability 0.
-        chains: whether a forward is launched before the host knows the token that the last one drew.
-        at_once: whether all rows of a forward are drawn from before the first is read, so that a device is waited for
-            once; the host would compute draws in vain.
-        times: forward times by tokens fed.
-        delay: seconds that the device idles if the next forward waits for the host.
-    """
-
-    runner: ModelRunner
-    vocab_size: int
-    chains: bool
-    at_once: bool
-    times: ForwardTimes = field(default_factory=ForwardTimes)
-    delay: float = 0.0
-
-    def fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [vocab] over the target's vocabulary."""
-        missing = self.vocab_size - self.runner.vocab_size
-        if missing == 0:
-            return logits
-        if missing < 0:
-            return logits[: self.vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-
-    def fit_rows(self, rows: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.fit(row) for row in rows]
-
-    def fit_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens to feed: 0 stands for an id that only the target has, at some cost in acceptance."""
-        return [token if token < self.runner.vocab_size else 0 for token in tokens]
-
-    def room(self, fed: int) -> int:
-        """Return the rows left in a forward of `fed` tokens: a tree's nodes; without trees there is no bound."""
-        nodes = self.runner.capabilities.tree_nodes or 1 << 31
-        return max(0, nodes - fed)
-
-    def seconds(self, alone: int) -> Callable[[int], float]:
-        """Return forward time by tokens fed; beyond `alone` tokens a chained forward waits for the host."""
-        delay = self.delay if self.chains else 0.0
-        return lambda fed: self.times.seconds(fed) + delay * (fed > alone)
-
-
-@dataclass(slots=True)
-class DraftText:
-    """One request's text, as the draft has it.
-
-    Attributes:
-        place: the slot that the request names.
-        slot: the runner's slot that holds the text now.
-        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
-        shaper: changes logits; None: nothing changes them.
-        window: the window that its stop policy sees; None: no policy.
-        index: index of the tokens fed, for guesses; None: no guesses.
-        branches: continuations prepared for other outcomes; None: none are.
-        ranks: whether the target is sent the runners-up of each token.
-        last_drawn: (position, token) of the last draw.
-        search: the search for its next block.
-        states: hidden states of the target that are still to be read, each with its first position.
-    """
-
-    place: int
-    slot: int
-    half: Any
-    options: RequestOptions
-    shaper: Shaper | None
-    window: StopWindow | None
-    index: NgramIndex | None = None
-    branches: Branches | None = None
-    ranks: bool = False
-    last_drawn: tuple[int, int] | None = None
-    search: Search | None = None
-    states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def is_block(self) -> bool:
-        """Whether its rule judges blocks of tokens."""
-        return self.options.rule_in_force.judges_blocks
-
-    def read_states(self, runner: Any) -> None:
-        for start, states in self.states:
-            runner.extend(start, states, self.slot)
-        self.states.clear()
-
-    def unfed(self, command: Draft) -> Sequence[int]:
-        """Return the command's tokens whose keys and values are still to be computed: a branch may hold some."""
-        if self.branches is None:
-            return command.tokens
-        end = command.start + len(command.tokens)
-        held = 0
-        if command.tokens:
-            self.slot, held = self.branches.adopt(command.start, command.tokens, self.slot)
-        self.branches.settle(command.start, command.tokens, end - command.pending)
-        if held:
-            self.last_drawn = end - 1, command.tokens[-1]
-        return command.tokens[held:]
-
-    def guess(self, command: Draft) -> tuple[list[int], list[float]]:
-        """Guess a chain of tokens that the draft model will draw next: (tokens, chances of all up to each)."""
-        if self.index is None:
-            return [], []
-        self.index.cut(command.start)
-        self.index.extend(command.tokens)
-        end = len(self.index)
-        self.index.learn(end)
-        count = min(self.options.draft_lookup, command.budget - 1)
-        if count <= 0 or end - command.start > PROMPT_PIECE:
-            return [], []
-        tree = guess_tree(self.index, [Anchor(end, 1.0)], count, end + count, branches=False)
-        return tree.tokens, tree.chances
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +79,12 @@ def draw_rows(
     """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
     if not rows:
         return []
-    tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
+    tops = []
+    if is_ranked:
+        tops = read_shortlist(*map(shortlist, rows))
     drafted = text.half.draft(rows, positions, tops)
     draws = on_host([draw for draw, _ in drafted])
-    drawn_rows: list[DrawnRow] = []
+    drawn_rows = []
     for i, (device_draw, probs) in enumerate(drafted):
         top = tops[i] if is_ranked else None
         shape = None
@@ -221,30 +103,59 @@ def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return torch.cat((top, entropy[None], probs[token_id]))
 
 
+@dataclass(eq=False)
 class Step:
-    """One request's share of a forward. The base feeds tokens and draws nothing.
+    """One request's share of a forward: tokens of its text with guesses after them, and branches that it continues.
+
+    Draws the next token, and position after position while each draw is what was guessed.  A chained forward without
+    guesses and branches is not waited for: `collect` reads its draw.
 
     Attributes:
         command: the command that it carries out.
+        feed: of the text; None where only branches are continued.
+        guesses: the last tokens of `feed`: a chain that the model may draw after the others.
+        continued: branches to continue in the same forward.
         feeds: for the runner.
-        tokens: number of tokens in all feeds.
         marks: times before the forward, between it and the draws, and after all, recorded by whoever runs the step.
         fed: tokens that the forward was fed, those of other requests too.
         following: the last token drawn, [1] on the device, which the next forward can be fed before the host knows it;
             None where the host knows it.
+        failure: why nothing could be drawn, for `collect` to raise.
+        is_paused: whether drafting ends with this step.
     """
 
-    def __init__(
-        self, model: DraftModel, text: DraftText, command: Draft, feeds: Sequence[Feed]
-    ) -> None:
-        self.model = model
-        self.text = text
-        self.command = command
-        self.feeds = feeds
-        self.marks = [make_mark(model.runner.device) for _ in range(3)]
-        self.tokens = sum(len(feed.tokens) for feed in feeds)
-        self.fed = self.tokens
-        self.following: torch.Tensor | None = None
+    text: DraftText
+    command: Draft
+    feed: Feed | None
+    guesses: Sequence[int] = ()
+    continued: Sequence[Branch] = ()
+    feeds: list[Feed] = field(default_factory=list)
+    marks: Sequence[Any] = ()
+    fed: int = 0
+    following: torch.Tensor | None = None
+    failure: NumericalError | None = None
+    is_paused: bool = False
+    _drafted: list[DrawnRow] = field(default_factory=list)
+    _seen: list[Seen] = field(default_factory=list)
+    _proposals: tuple[Proposal, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_drawn_on_device = False
+        if self.feed is not None:
+            self.feeds.append(self.feed)
+            is_drawn_on_device = isinstance(self.feed.tokens, torch.Tensor)
+        for branch in self.continued:
+            fed = self.text.model.fit_tokens([branch.unfed])
+            self.feeds.append(Feed(fed, 1, branch.slot))
+        self.is_paused = not self.feeds
+        last = (self.end - 1, self.command.tokens[-1:])
+        self._is_root = not is_drawn_on_device and self.text.last_drawn != last
+        self._is_ranked = self.text.branches is not None or self.text.ranks
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all feeds."""
+        return sum(len(feed.tokens) for feed in self.feeds)
 
     @property
     def end(self) -> int:
@@ -257,7 +168,189 @@ class Step:
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
         """Draw from the logits of each feed. Raises `NumericalError` where they are read and not finite."""
+        text = self.text
+        rows = list(logits)
+        text_rows = [] if self.feed is None else self._text_rows(rows.pop(0))
+        if self.command.hedge:
+            if text_rows and text.branches is not None:
+                text.branches.see_bonus(self.end, text.half, text_rows[0])
+            text_rows = []
+        elif text.model.chains and len(text_rows) == 1 and not self.continued:
+            self._launch(text_rows[0])
+            return
+        branch_rows = text.model.fit_rows(row for (row,) in rows)
+        self._take(self._drawn_rows(text_rows, branch_rows))
+        if self.guesses:
+            text.model.runner.rollback(self.end + len(self._drafted) - 1, text.slot)
+        if text.branches is not None:
+            self._proposals = text.branches.proposals
+
+    def _text_rows(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows [vocab] of the text's feed: one if it is shaped, because such texts have no guesses."""
+        rows = self.text.model.fit_rows(logits)
+        shaper = self.text.shaper
+        if shaper is None:
+            return rows
+        return [shaper.shape(row) for row in rows]
+
+    def _launch(self, row: torch.Tensor) -> None:
+        """Launch the draw from a row [vocab], and its copies to the host."""
+        text = self.text
+        ((draw, probs),) = text.half.draft([row], [self.end])
+        shape = None
+        if text.window is not None:
+            shape = shape_of(row, draw[1:]).to("cpu", non_blocking=True)
+        self._top: torch.Tensor | None = None
+        if self._is_ranked:
+            self._top = shortlist(row).to("cpu", non_blocking=True)
+        host_draw = draw.to("cpu", non_blocking=True)
+        self._launched = DrawnRow(self.end, None, host_draw, probs, shape)
+        # If logits are not finite the draw may be any number, and a wrong id would abort the process.
+        self.following = draw[1:].long().clamp_(0, text.model.runner.vocab_size - 1)
+
+    def _drawn_rows(
+        self, text_rows: Sequence[torch.Tensor], branch_rows: Sequence[torch.Tensor]
+    ) -> Iterator[DrawnRow]:
+        """Draw for branches and extend them, then yield the text's rows with their draws."""
+        at_once = len(text_rows) if self.text.model.at_once else 1
+        text_positions = range(self.end, self.end + len(text_rows))
+        positions = [branch.end for branch in self.continued]
+        positions += text_positions[:at_once]
+        rows = list(branch_rows) + list(text_rows[:at_once])
+        drawn = draw_rows(self.text, rows, positions, self._is_ranked)
+        self._extend_branches(drawn[: len(branch_rows)])
+        yield from drawn[len(branch_rows) :]
+        for row, position in zip(text_rows[at_once:], text_positions[at_once:], strict=True):
+            yield from draw_rows(self.text, [row], [position], self._is_ranked)
+
+    def _extend_branches(self, rows: Sequence[DrawnRow]) -> None:
+        """Add each branch's next token, from its row. A row without a draw ends its branch, and fails no request."""
+        text = self.text
+        for branch, row in zip(self.continued, rows, strict=True):
+            assert text.branches is not None
+            try:
+                token = read_draw(row.draw)
+            except NumericalError:
+                text.branches.end(branch)
+                continue
+            assert row.top is not None
+            branch.seen.append(see(row.top, row.position, token, text.half))
+            branch.tokens.append(token)
+            if row.probs is not None:
+                branch.rows.append(row.probs)
+
+    def _take(self, rows: Iterable[DrawnRow]) -> None:
+        """Take in the drawn tokens up to the first that was guessed otherwise, or where the window ends."""
+        text = self.text
+        for i, row in enumerate(rows):
+            token = read_draw(row.draw)
+            if text.window is not None and row.shape is not None:
+                self.is_paused = text.window.stops(row.position, token, row.shape.tolist())
+            self._drafted.append(row)
+            if row.top is not None:
+                is_root = self._is_root and i == 0
+                self._seen.append(see(row.top, row.position, token, text.half, is_root))
+            if text.branches is not None:
+                text.branches.add_drafted(row.position, token, self._seen[-1])
+            text.last_drawn = row.position, (token,)
+            if self.is_paused or (i < len(self.guesses) and token != self.guesses[i]):
+                break
 
     def collect(self) -> Drafted:
         """Return the step's proposal, without times, once the device is done. Raises as `draw`."""
-        return Drafted()
+        text = self.text
+        if self.following is not None:
+            self._collect_launched()
+        proposed = self._drafted
+        if self.is_paused and text.options.withholds:
+            proposed = proposed[:-1]
+        return Drafted(
+            tuple(read_draw(row.draw) for row in proposed),
+            rows=tuple(row.probs for row in proposed if row.probs is not None),
+            cached=max(0, len(self._drafted) - 1),
+            paused=self.is_paused,
+            branches=self._proposals,
+            seen=tuple(self._seen) if text.ranks else (),
+        )
+
+    def _collect_launched(self) -> None:
+        row = self._launched
+        if self._top is not None:
+            (top,) = read_shortlist(self._top)
+            row = replace(row, top=top)
+        self._take([row])
+        index = self.text.index
+        if index is not None:  # the next forward may be out without this token
+            index.cut(self.end)
+            index.extend([read_draw(row.draw)])
+
+
+def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 1) -> Step:
+    """Make the step that feeds the command's tokens, with the guesses and branches that make most tokens a second.
+
+    Args:
+        other_tokens: tokens that the forward is fed for other requests.
+        sharing: texts that share the rows that are left.
+    """
+    tokens = text.unfed(command)
+    text.read_states()
+    guesses: list[int] = []
+    chances: list[float] = []
+    rows = int(command.bonus)
+    if not command.hedge:
+        guesses, chances = text.guess(command)
+    chosen: list[Outcome | None] = []
+    if len(tokens) <= PROMPT_PIECE and (command.budget or command.hedge):
+        chosen = choose(text, command, chances, len(tokens), other_tokens, sharing)
+    guesses = text.model.fit_tokens(guesses[: chosen.count(None)])
+    if command.budget:
+        rows = 1 + len(guesses)
+    feed = None
+    if tokens:
+        fed = text.model.fit_tokens(tokens) + guesses
+        feed = Feed(fed, rows, text.slot, prompt=command.prompt)
+    continued: list[Branch] = []
+    if text.branches is not None:
+        outcomes = [outcome for outcome in chosen if outcome is not None]
+        continued = text.branches.make(outcomes, text.slot)
+    return Step(text, command, feed, guesses, continued)
+
+
+def choose(
+    text: DraftText,
+    command: Draft,
+    chances: Sequence[float],
+    num_tokens: int,
+    other_tokens: int = 0,
+    sharing: int = 1,
+) -> list[Outcome | None]:
+    """Choose what to feed with `num_tokens` tokens of a text, best first: outcomes to continue, and None for a guess.
+
+    Args:
+        chances: of the guesses, see `DraftText.guess`.
+        other_tokens, sharing: see `plan`.
+    """
+    model = text.model
+    fed = other_tokens + num_tokens
+    reach = 1.0
+    ranked: list[tuple[float, Outcome | None]] = []
+    if text.branches is not None:
+        until = command.start + len(command.tokens) + command.budget
+        if command.hedge:
+            until = model.runner.context
+        cached = model.runner.length(text.slot)
+        depth = command.hedge or until
+        ranked += text.branches.worth(text.options.branches, cached, until, depth)
+        reach = text.branches.reach()
+    if command.hedge:
+        reach = float(num_tokens > 0)
+    for chance in chances:
+        ranked.append((reach * chance, None))
+    ranked.sort(key=itemgetter(0), reverse=True)
+    ranked = ranked[: model.room(fed) // sharing]
+    # Forwards of several texts, or of branches alone, are not chained.
+    seconds = model.seconds(fed)
+    if other_tokens or command.hedge:
+        seconds = model.times.seconds
+    count = worthwhile([chance for chance, _ in ranked], fed, reach, seconds)
+    return [outcome for _, outcome in ranked[:count]]

@@ -83,33 +83,17 @@ class Heuristic(StopPolicy):
             self.window = max(1, self.window - 1)
 
 
-class Doubtful(StopPolicy):
-    """DISCO: stops where the classifier's confidence is at most its threshold, or at its cap."""
-
-    def __init__(self, classifier: Classifier) -> None:
-        self._classifier = classifier
-
-    def stop(self, features: Features) -> bool:
-        classifier = self._classifier
-        return (
-            features.index + 1 >= classifier.cap
-            or classifier.confidence(features) <= classifier.threshold
-        )
-
-
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
     """Make a request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
-    try:
-        values = check_stop(command.options.draft_stop).values(command.options.stop_parameters)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    match command.options.draft_stop:
+    options = command.options
+    values = check_stop(options.draft_stop).values(options.stop_parameters)
+    match options.draft_stop:
         case "threshold":
             return Threshold(**values)
         case "heuristic":
             return Heuristic()
         case "disco" if classifier is not None:
-            return Doubtful(classifier)
+            return classifier
         case name if name != FIXED:
             raise RequestError(
                 f"this draft has no stop policy {name}: it takes a file of its own, see --disco"

@@ -18,6 +18,8 @@ from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, RequestError
 from pearl.metrics import Stopwatch
 
+_CLOSED = "this engine has been closed; make another"
+
 
 class AsyncStream:
     """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
@@ -68,7 +70,11 @@ class AsyncStream:
         self._is_read = True
         self.watch.submitted = time.monotonic()
         await self._engine.slots.acquire()
-        self._engine.streams[self] = asyncio.create_task(self._write())
+        self._engine.streams.add(self)
+        try:
+            self._engine.readers.submit(self._write, asyncio.get_running_loop())
+        except RuntimeError:  # the engine was closed while this text waited
+            self._end(EngineClosed(_CLOSED))
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -77,21 +83,22 @@ class AsyncStream:
         finally:
             self.close()
 
-    async def _write(self) -> None:
-        """Pass on the pieces as they arrive."""
-        run = asyncio.get_running_loop().run_in_executor
+    def _write(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Submits the request and passes on its pieces as they arrive; runs in a thread."""
         end = None
         try:
-            _ = self._engine.engine  # it may have been closed while this text waited
-            stream = await run(self._engine.encoder, self._begin)
-            if stream is not None:
-                while (piece := await run(self._engine.readers, next, stream, None)) is not None:
-                    self._pass_on(piece)
+            engine = self._engine.engine
+            tokens = engine.encode(self._prompt, raw=self._options.get("raw", True))
+            if not self._is_closed:
+                self._stream = engine.stream(tokens, self._params, **self._options)
+                self.watch.begun = time.monotonic()
+                if self._is_closed:
+                    self._stream.close()
+                for piece in self._stream:
+                    loop.call_soon_threadsafe(self._pass_on, piece)
         except BaseException as error:
             end = error
-        del self._engine.streams[self]
-        self._engine.slots.release()
-        self._events.put_nowait(end)
+        loop.call_soon_threadsafe(self._end, end)
 
     def _pass_on(self, piece: Piece) -> None:
         if piece.tokens:
@@ -99,20 +106,10 @@ class AsyncStream:
         self.on_piece(piece)
         self._events.put_nowait(piece)
 
-    def _begin(self) -> Stream | None:
-        """Submits the request; runs in a thread, for a long prompt takes long to encode.
-
-        Returns None if the stream was closed meanwhile.
-        """
-        engine = self._engine.engine
-        tokens = engine.encode(self._prompt, raw=self._options.get("raw", True))
-        if self._is_closed:
-            return None
-        self._stream = engine.stream(tokens, self._params, **self._options)
-        self.watch.begun = time.monotonic()
-        if self._is_closed:
-            self._stream.close()
-        return self._stream
+    def _end(self, error: BaseException | None) -> None:
+        self._engine.streams.discard(self)
+        self._engine.slots.release()
+        self._events.put_nowait(error)
 
 
 class AsyncEngine:
@@ -127,8 +124,8 @@ class AsyncEngine:
 
     Attributes:
         slots: a place for each text in progress.
-        streams: these texts, and the tasks that write them.
-        encoder, readers: threads that prepare requests, and that wait for pieces.
+        streams: these texts.
+        encoder, readers: threads that encode prompts, and that wait for pieces.
     """
 
     def __init__(
@@ -136,7 +133,7 @@ class AsyncEngine:
     ) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
-        self.streams: dict[AsyncStream, asyncio.Task[None]] = {}
+        self.streams: set[AsyncStream] = set()
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
 
     @classmethod
@@ -172,7 +169,7 @@ class AsyncEngine:
         """No text begins any more, and those in progress fail; the engine itself stays open."""
         self._engine = None
         for stream in list(self.streams):
-            stream.fail(EngineClosed("this engine has been closed; make another"))
+            stream.fail(EngineClosed(_CLOSED))
             stream.close()
         for threads in (self.encoder, self.readers):
             threads.shutdown(wait=False)

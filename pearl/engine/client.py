@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
-from pearl.config import EngineConfig
-from pearl.engine.launcher import LocalLauncher
+from pearl.engine.launcher import Attached, LocalLauncher
 from pearl.engine.recording import Recording
 from pearl.engine.stream import Stream
 from pearl.errors import (
@@ -59,27 +57,19 @@ class Client:
 
     Args:
         address: where the target listens.
-        directory: the engine's.
-        launcher: what launched the target; None: another process did. It is closed by `close`, and when the client and
-            its streams are dropped.
+        launcher: what launched the target. It is closed by `close`, and when the client and its streams are dropped.
 
     Attributes:
         numbers: of requests to come.
         lost: why the target cannot be used any more; empty while it can.
     """
 
-    def __init__(
-        self,
-        address: str,
-        config: EngineConfig,
-        directory: Path,
-        launcher: LocalLauncher | None = None,
-    ) -> None:
+    def __init__(self, address: str, launcher: LocalLauncher | Attached) -> None:
+        config = launcher.config
         self._launcher = launcher
         self._timeout = config.target_timeout
         self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
-        self._waiting = 0  # threads in `wait_until`
         self._fault: PearlError | None = None  # of no request: for one of the waiting threads
         self.is_closed = False
         self.numbers = count(1)
@@ -88,7 +78,8 @@ class Client:
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
         self.welcome: Welcome | None = None
-        self.recording = Recording(self, directory, is_taken=config.trace is not None)
+        is_taken = config.trace is not None
+        self.recording = Recording(self.post, self.wait_until, launcher.directory, is_taken)
         self.endpoint = connect(address, channel_keys(config.keys))
         self._reader = threading.Thread(
             target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text"
@@ -141,8 +132,7 @@ class Client:
             self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
         self._tell()
-        if self._launcher is not None:
-            self._launcher.close()
+        self._launcher.close()
 
     @property
     def _is_ours(self) -> bool:
@@ -151,8 +141,8 @@ class Client:
     def _check_ours(self) -> None:
         if not self._is_ours:
             raise EngineClosed(
-                f"this engine belongs to process {self._owner}, of which this one is a fork: make an engine here, or "
-                "attach to that one"
+                f"this engine belongs to process {self._owner}, of which this one is a fork: make "
+                "an engine here, or attach to that one"
             )
 
     def check_open(self) -> None:
@@ -202,19 +192,15 @@ class Client:
         """
         self._check_ours()
         with self._changed:
-            self._waiting += 1
-            try:
-                while not is_done():
-                    self.check_open()
-                    if self.lost:
-                        raise TargetLost(self.lost)
-                    if self._fault is not None:
-                        fault = self._fault
-                        self._fault = None
-                        raise fault
-                    self._changed.wait(_READ_SECONDS)
-            finally:
-                self._waiting -= 1
+            while not is_done():
+                self.check_open()
+                if self.lost:
+                    raise TargetLost(self.lost)
+                if self._fault is not None:
+                    fault = self._fault
+                    self._fault = None
+                    raise fault
+                self._changed.wait(_READ_SECONDS)
 
     # ---- the reading thread ----
 
@@ -226,7 +212,7 @@ class Client:
                 if isinstance(message, Heartbeat):
                     allowance = max(allowance, message.seconds * SLACK)
             self._silence.heard(allowance)
-        if not received and not self._is_target_alive:
+        if not received and not (self._launcher.alive and self.endpoint.connected):
             self._lose("the target is gone")
         elif self._silence.seconds > self._timeout:
             self._lose(f"the target has been silent for {self._timeout:.0f} s")
@@ -234,29 +220,20 @@ class Client:
             try:
                 self._dispatch(message)
             except PearlError as error:
-                if self.welcome is None or self._waiting or self._streams:
+                if self.welcome is None or self._streams:
                     self._fault = error
                 else:
                     log.warning("%s", error)
         self._tell()
-
-    @property
-    def _is_target_alive(self) -> bool:
-        if self._launcher is None:
-            return self.endpoint.connected
-        return self._launcher.alive
 
     def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
 
         Later callers get the same error, for the target is then dead because it was ended here.
         """
-        remedy = "Start an engine again, with `pearl serve` for example"
-        if self._launcher is not None:
-            why = self._launcher.exit_cause(why)
-            self._launcher.lose()
-            remedy = "Make a new engine"
-        self.lost = self.lost or f"{why}; the text ends here. {remedy}"
+        cause = self._launcher.exit_cause(why)
+        self._launcher.lose()
+        self.lost = self.lost or f"{cause}; the text ends here. {self._launcher.remedy}"
         self._tell()
 
     def _tell(self) -> None:
@@ -268,8 +245,8 @@ class Client:
         match message:
             case Welcome(version) if version != PROTOCOL_VERSION:
                 raise StartError(
-                    f"the target speaks version {version} of the wire, this side {PROTOCOL_VERSION}: "
-                    "run the same release of PEARL on both sides"
+                    f"the target speaks version {version} of the wire, this side "
+                    f"{PROTOCOL_VERSION}: run the same release of PEARL on both sides"
                 )
             case Welcome():
                 self.welcome = message

@@ -6,7 +6,6 @@ In this process's background run only the threads that watch the workers and rea
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -16,12 +15,10 @@ from typing import Any, Unpack
 from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.client import Client
-from pearl.engine.launcher import LocalLauncher
+from pearl.engine.launcher import Attached, LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
-from pearl.engine.registry import read_card
 from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
-from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.steps import Steps
@@ -68,7 +65,7 @@ class Engine:
         self._launch(LocalLauncher(EngineConfig(**values)), progress)
 
     @classmethod
-    def launched_by(cls, launcher: LocalLauncher, progress: Progress = silent) -> Engine:
+    def launched_by(cls, launcher: LocalLauncher | Attached, progress: Progress = silent) -> Engine:
         """An engine whose workers another launcher starts. Raises as the constructor does."""
         engine = cls.__new__(cls)
         engine._launch(launcher, progress)
@@ -80,21 +77,10 @@ class Engine:
 
         Closing it does not end that engine. Raises `ConfigError`, `StartError`.
         """
-        card = read_card(directory)
-        if card is None:
-            raise ConfigError(f"{directory} holds no running engine")
-        config = EngineConfig(**card.config | {"trace": None})
-        engine = cls.__new__(cls)
-        engine._launcher = None
-        engine.config = config
-        engine.directory = directory
-        engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        deadline = time.monotonic() + config.target_timeout
-        engine.client = Client(card.address, config, directory).meet(deadline)
-        return engine
+        return cls.launched_by(Attached(directory), progress)
 
-    def _launch(self, launcher: LocalLauncher, progress: Progress) -> None:
-        self._launcher: LocalLauncher | None = launcher
+    def _launch(self, launcher: LocalLauncher | Attached, progress: Progress) -> None:
+        self._launcher = launcher
         self.config = launcher.config
         self.directory = launcher.directory
         steps = Steps(log)
@@ -105,7 +91,7 @@ class Engine:
             steps.done("reading the tokenizer")
             deadline = launcher.wait_until_ready()
             steps.done("waiting for the workers")
-            self.client = Client(address, self.config, self.directory, launcher).meet(deadline)
+            self.client = Client(address, launcher).meet(deadline)
             steps.done("meeting the target")
             launcher.keep()
         except BaseException:
@@ -122,7 +108,7 @@ class Engine:
     @property
     def notes(self) -> list[str]:
         """What the user should know of these models on these devices, such as a draft of another vocabulary."""
-        return self._launcher.notes if self._launcher is not None else []
+        return self._launcher.notes
 
     def __repr__(self) -> str:
         models = self.config.target
@@ -151,19 +137,12 @@ class Engine:
     @property
     def target_worker(self) -> Worker | None:
         """The target's process; None if another process launched it."""
-        return None if self._launcher is None else self._launcher.target
+        return self._launcher.target
 
     @property
     def draft(self) -> DraftKeeper | None:
         """The keeper of the draft worker; None if another process launched it."""
-        return None if self._launcher is None else self._launcher.draft
-
-    @property
-    def draft_pid(self) -> int | None:
-        """Process id of the draft worker on this host; None if there is none now."""
-        if self.draft is None or not self.draft.worker.alive:
-            return None
-        return self.draft.worker.pid
+        return self._launcher.draft
 
     def stream(
         self,
@@ -206,18 +185,17 @@ class Engine:
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
-        waiting = deque(as_prompts(prompts))
         streams: deque[Stream] = deque()
         results = []
         slots = self.config.slots
         most_streams = 1 if slots == 1 else _AHEAD * slots
         try:
-            while waiting or streams:
-                while waiting and len(streams) < most_streams:
-                    streams.append(self.stream(waiting.popleft(), params, **options))
-                for _ in streams[0]:
-                    pass
-                results.append(streams.popleft().result)
+            for prompt in as_prompts(prompts):
+                if len(streams) == most_streams:
+                    results.append(streams.popleft().read())
+                streams.append(self.stream(prompt, params, **options))
+            while streams:
+                results.append(streams.popleft().read())
         finally:
             for stream in streams:
                 stream.close()

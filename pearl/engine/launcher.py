@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -11,11 +10,11 @@ import time
 from pathlib import Path
 
 from pearl.cache import Progress
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, ModelRole
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
-from pearl.engine.registry import ROLES, write_card
-from pearl.errors import PearlError, StartError, TraceError, TransportError
+from pearl.engine.registry import ROLES, read_card, write_card
+from pearl.errors import ConfigError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
 from pearl.transport.address import bind_address, check_bind, private_directory
@@ -26,8 +25,47 @@ log = logging.getLogger(__name__)
 
 # for the draft to end by itself after the target is lost, while callers wait
 _DRAFT_END_SECONDS = 1.0
-_EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
+_PART_SECONDS = 5.0  # for a draft of another process to write its part of the trace
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
+
+
+class Attached:
+    """Stands in for a launcher where another process has launched the engine, which outlives this front.
+
+    Raises `ConfigError` if `directory` holds no running engine.
+    """
+
+    target = None
+    draft = None
+    alive = True  # for all that this process can see
+    remedy = "Start an engine again, with `pearl serve` for example"
+
+    def __init__(self, directory: Path) -> None:
+        card = read_card(directory)
+        if card is None:
+            raise ConfigError(f"{directory} holds no running engine")
+        self.config = EngineConfig(**card.config | {"trace": None})
+        self.directory = directory
+        self.notes: list[str] = []
+        self._address = card.address
+
+    def launch(self, progress: Progress) -> str:
+        return self._address
+
+    def wait_until_ready(self) -> float:
+        return time.monotonic() + self.config.target_timeout
+
+    def keep(self) -> None:
+        pass
+
+    def exit_cause(self, otherwise: str) -> str:
+        return otherwise
+
+    def lose(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class LocalLauncher:
@@ -43,78 +81,59 @@ class LocalLauncher:
         draft: the draft worker's keeper, if this process launches it.
     """
 
+    remedy = "Make a new engine"
+    target: Worker
+
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         self.config = config
         self.directory = private_directory()
         self._began = time.time()
-        self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
-        self._draft_elsewhere = draft_elsewhere
+        self._launched: list[Worker | DraftKeeper] = []
+        self._roles: tuple[ModelRole, ...] = ("target",) if draft_elsewhere else config.roles
         self._ending = threading.RLock()
         self._has_ended = False
 
     def launch(self, progress: Progress) -> str:
         """Starts the workers; returns the address where the target listens while they load their models."""
-        config = self.config
-        check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
-        self._deadline = time.monotonic() + config.startup_timeout
-        address = bind_address(config.control, self.directory)
-        check_bind(address, channel_keys(config.keys) is not None)
-        settings = WorkerSettings(
-            role="target", config=config, address=address, directory=self.directory
-        )
-        self.target = Worker(settings, progress)
-        is_known = not address.endswith("*")  # else the target chooses a free port
-        if is_known:
-            self._launch_draft(address, progress)  # at once: both import torch meanwhile
+        check(self.config, self._roles, progress)
+        self._deadline = time.monotonic() + self.config.startup_timeout
+        address = bind_address(self.config.control, self.directory)
+        check_bind(address, channel_keys(self.config.keys) is not None)
+        self.target = Worker(self._settings("target", address), progress)
+        self._launched.append(self.target)
+        if address.endswith("*"):  # the target chooses a free port
+            self.target.wait_for("bound", self._deadline)
+            address = self.target.address
+        if "draft" in self._roles:  # at once: both import torch meanwhile
+            self.draft = DraftKeeper(self._settings("draft", address), progress)
+            self._launched.append(self.draft)
         self.target.wait_for("bound", self._deadline)
-        if not is_known:
-            self._launch_draft(self.target.address, progress)
         return self.target.address
 
-    def _launch_draft(self, address: str, progress: Progress) -> None:
-        if self.config.has_draft and not self._draft_elsewhere:
-            self.draft = DraftKeeper(self.config, address, self.directory, progress)
+    def _settings(self, role: ModelRole, address: str) -> WorkerSettings:
+        return WorkerSettings(
+            role=role, config=self.config, address=address, directory=self.directory
+        )
 
     def wait_until_ready(self) -> float:
         """Returns once the models are loaded, with the time.monotonic() by which the target must have answered.
 
         Raises the worker's own error if it fails, `StartError` if it is late.
         """
-        assert self.target is not None
-        while not self.target.reached("ready"):
-            self._check_others()
-            if self.draft and not self.draft.worker.alive:
-                raise self._start_failure(self.target, self.draft.worker)
-            try:
-                self.target.wait_for("ready", min(self._deadline, time.monotonic() + 0.2))
-            except StartError:
-                if not self.target.alive:
-                    raise self._final_error(self.target) from None
-                if time.monotonic() > self._deadline:
-                    raise
+        self.target.wait_for("ready", self._deadline, self._check_draft)
         return self._deadline
 
-    def _check_others(self) -> None:
-        """Raises the error of a draft that another process launches, if it has failed."""
-
-    def _start_failure(self, target: Worker, draft: Worker) -> PearlError:
-        """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""
-        draft.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
-        error = draft.exit_error()
-        if isinstance(error, TransportError):
-            with contextlib.suppress(StartError):
-                return self._final_error(target)
-        return error
-
-    def _final_error(self, target: Worker) -> PearlError:
-        """Why the target is gone. Raises `StartError` if it is not."""
-        target.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
-        return target.exit_error()
+    def _check_draft(self) -> None:
+        """Raises the error of a draft that has failed, or the target's: a draft also ends because the target did."""
+        if self.draft is not None and not self.draft.worker.alive:
+            error = self.draft.worker.exit_error()
+            if isinstance(error, TransportError) and self.target.is_gone():
+                error = self.target.exit_error()
+            raise error
 
     def keep(self) -> None:
         """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
-        assert self.target is not None
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
@@ -126,9 +145,7 @@ class LocalLauncher:
 
     @property
     def _workers(self) -> list[Worker]:
-        workers = []
-        if self.target is not None:
-            workers.append(self.target)
+        workers = [self.target]
         if self.draft is not None:
             workers.append(self.draft.worker)
         return workers
@@ -141,20 +158,18 @@ class LocalLauncher:
     @property
     def alive(self) -> bool:
         """Whether the target runs."""
-        return self.target is not None and self.target.alive
+        return self.target.alive
 
     def exit_cause(self, otherwise: str) -> str:
         """Why the target is gone: its own last error, or `otherwise`."""
-        if self.target is not None:
-            with contextlib.suppress(StartError):
-                return str(self._final_error(self.target))
+        if self.target.is_gone():
+            return str(self.target.exit_error())
         return otherwise
 
     def lose(self) -> None:
         """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
         with self._ending:
-            if self.target is not None:
-                self.target.kill()
+            self.target.kill()
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
@@ -162,7 +177,7 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path = Path(self.config.trace)
-            deadline = time.monotonic() + _EXIT_SECONDS
+            deadline = time.monotonic() + _PART_SECONDS
             # A draft of another process may still write its part.
             while being_written(path) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
@@ -197,13 +212,8 @@ class LocalLauncher:
                 return
             self._has_ended = True
             # The target first: it must learn that it is to end before its draft goes.
-            workers: list[Worker | DraftKeeper] = []
-            if self.target is not None:
-                workers.append(self.target)
-            if self.draft is not None:
-                workers.append(self.draft)
-            for worker in workers:
+            for worker in self._launched:
                 worker.close()
-            for worker in workers:
+            for worker in self._launched:
                 worker.end(seconds)
             shutil.rmtree(self.directory, ignore_errors=True)

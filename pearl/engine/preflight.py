@@ -30,7 +30,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     if config.tensors == "nccl":
         kinds = {config.model(role).place.kind for role in roles}
         if "cpu" in kinds or not has_gpu():
-            raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
+            raise ModelError("tensors nccl is for two GPUs: use auto or frames")
     has_toy = is_toy(config.target) or is_toy(config.draft)
     if config.has_draft and not is_head(config.draft) and has_toy:
         target = _tokenizer(config.target, config)
@@ -73,12 +73,13 @@ def _check_dtype(model: ModelConfig) -> None:
     """Only our own forward has rounded matrices, and logits that do not depend on the window."""
     if model.rounding and model.forwards == "transformers":
         raise ModelError(
-            f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards auto or eager. Choose "
-            "another dtype."
+            f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards "
+            "auto or eager. Choose another dtype."
         )
     if model.exact and model.forwards == "transformers":
         raise ModelError(
-            "exact refuses every model that runs through transformers: leave --exact off, or --forwards auto"
+            "exact refuses every model that runs through transformers: leave --exact off, or "
+            "--forwards auto"
         )
 
 
@@ -98,5 +99,6 @@ def _check_files(model: ModelConfig, progress: Progress) -> None:
 
 def _refused(model: ModelConfig, why: str) -> ModelError:
     return ModelError(
-        f"Model {model.spec!r} could not be loaded: {why}. Give a directory that holds a checkpoint, or a .gguf file."
+        f"Model {model.spec!r} could not be loaded: {why}. Give a directory that holds a "
+        "checkpoint, or a .gguf file."
     )

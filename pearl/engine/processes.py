@@ -13,14 +13,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from pearl import errors
-from pearl.cache import Progress
-from pearl.config import EngineConfig
+from pearl.cache import Progress, silent
 from pearl.device import Device
 from pearl.silence import Silence
 from pearl.worker.lifeline import DIRECTORY
@@ -30,7 +29,8 @@ log = logging.getLogger(__name__)
 
 COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
-_LOOK_SECONDS = 0.2  # between two checks of a draft
+_EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
+_LOOK_SECONDS = 0.2  # between two checks of a worker
 # longest wait before a restart: a draft that dies at once must not become a busy loop
 _MOST_BACK_OFF_SECONDS = 30.0
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
@@ -39,17 +39,14 @@ _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer coun
 class Worker:
     """One worker process. A thread reads its status lines; `wait_for` waits for them."""
 
-    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
         self.role = settings.role
-        self.address = ""  # the target's, once it is bound
-        self.place: dict[str, str] = {}  # its device and dtype, once it is ready
         self.notes: list[str] = []  # sentences for the user, complete once it is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
         self.ready_since = 0.0
-        self.error: errors.PearlError | None = None
         self._progress = progress
-        self._states: set[str] = set()
+        self._statuses: dict[str, dict[str, Any]] = {}  # by state: the last line that names it
         self._changed = threading.Condition()
         self._process = Popen(
             COMMAND,
@@ -58,10 +55,9 @@ class Worker:
             env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already, and its status lines say why
-            self._process.stdin.write(settings.model_dump_json().encode() + b"\n")
-            self._process.stdin.flush()
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
+        self._write(settings.model_dump_json().encode() + b"\n")
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
@@ -73,61 +69,76 @@ class Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def address(self) -> str:
+        """Where the target listens, once it is bound."""
+        return str(self._statuses["bound"]["address"])
+
+    @property
+    def place(self) -> dict[str, str]:
+        """Its device and dtype; empty until it is ready."""
+        return self._statuses.get("ready", {})
+
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._stdout:
             with contextlib.suppress(ValueError):
                 self._on_status(json.loads(line))
         self._process.wait()
-        with self._changed:
-            self._states.add("gone")
-            self._changed.notify_all()
+        self._on_status({"state": "gone"})
 
     def _on_status(self, status: dict[str, Any]) -> None:
         self.silence.heard(status.get("allowance", 0.0))
-        state = status["state"]
-        if state == "loading" and self._progress:
+        state = status.pop("state")
+        if state == "loading":
             self._progress(f"{self.role}: {status['message']}")
         with self._changed:
             if state == "note":
                 self.notes.append(str(status["message"]))
             if state == "ready":
                 self.ready_since = time.monotonic()
-                self.place = {name: status[name] for name in ("device", "dtype") if name in status}
-            if state == "bound":
-                self.address = status["address"]
-            if state == "failed":
-                kind = getattr(errors, status["kind"], errors.StartError)
-                if kind is errors.DraftLost:  # it is the draft itself that failed
-                    kind = errors.StartError
-                self.error = kind(f"{self.role} worker: {status['message']}")
-            self._states.add(state)
+            self._statuses[state] = status
             self._changed.notify_all()
 
-    def wait_for(self, state: str, deadline: float) -> None:
-        """Waits until the worker has reached `state`: bound, ready or gone. `deadline`: of time.monotonic().
+    def _reaches(self, state: str, seconds: float) -> bool:
+        """Waits until the worker has reached `state`, or is gone; returns whether it has reached it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._statuses.keys() & {state, "gone"}, seconds)
+            return state in self._statuses
+
+    def wait_for(
+        self, state: str, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Waits until the worker has reached `state`: bound or ready.
 
         Raises the worker's own error if it failed, `StartError` if it died without one or time is up.
-        """
-        with self._changed:
-            while state not in self._states:
-                if "gone" in self._states:
-                    raise self.exit_error()
-                seconds = deadline - time.monotonic()
-                if seconds <= 0:
-                    raise errors.StartError(
-                        f"{self.role} worker is not {state} in time; raise startup_timeout, or see --log-level debug"
-                    )
-                self._changed.wait(min(seconds, 1.0))
 
-    def reached(self, state: str) -> bool:
-        with self._changed:
-            return state in self._states
+        Args:
+            deadline: of time.monotonic().
+            check: called now and then; what it raises ends the wait.
+        """
+        while not self._reaches(state, _LOOK_SECONDS):
+            check()
+            if not self.alive:
+                raise self.exit_error()
+            if time.monotonic() > deadline:
+                raise errors.StartError(
+                    f"{self.role} worker is not {state} in time; raise startup_timeout, or see "
+                    "--log-level debug"
+                )
+
+    def is_gone(self) -> bool:
+        """Whether the worker has ended; waits a moment for its last status line."""
+        return self._reaches("gone", _EXIT_SECONDS)
 
     def exit_error(self) -> errors.PearlError:
         """Why the worker is gone."""
-        if self.error is not None:
-            return self.error
+        self.is_gone()
+        failure = self._statuses.get("failed")
+        if failure is not None:
+            kind = errors.error_named(failure["kind"])
+            if kind is errors.DraftLost:  # it is the draft itself that failed
+                kind = errors.StartError
+            return kind(f"{self.role} worker: {failure['message']}")
         code = self._process.poll()
         if code is None or code >= 0:
             return errors.StartError(f"{self.role} worker ended with exit code {code}")
@@ -143,11 +154,15 @@ class Worker:
 
     def close(self) -> None:
         """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
-        assert self._process.stdin is not None
-        # It may have ended already, or this was called before.
+        self._write(b"\n")
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def _write(self, line: bytes) -> None:
+        # It may have ended already, and its status lines say why; or its stdin is closed.
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(b"\n")
-            self._process.stdin.close()
+            self._stdin.write(line)
+            self._stdin.flush()
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""
@@ -159,35 +174,24 @@ class Worker:
             self.kill()
             self._process.wait()
         self._reader.join(1.0)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._stdout.close()
 
 
 class DraftKeeper:
-    """Restarts a draft worker that dies or falls silent, with back-off, at most `config.draft_restarts` times in a row.
+    """Restarts a draft worker that dies or falls silent, with back-off, at most `draft_restarts` times in a row.
 
     The target watches for silence only during requests; here it is watched always, and a draft that hangs is killed.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        address: str,
-        directory: Path,
-        progress: Progress | None = None,
-        run: str = "",
-    ) -> None:
-        self._config = config
-        self._settings = WorkerSettings(
-            role="draft", config=config, address=address, directory=directory, run=run
-        )
+    def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
+        self._config = settings.config
+        # A process group cannot be joined again.
+        self._settings = settings.model_copy(update={"tensors": "frames"})
         self._closing = threading.Event()
-        self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
-        self.worker = self._launch(progress=progress)
+        self._in_a_row = 0  # restarts since a sound run
+        self.restarts = 0
+        self.worker = Worker(settings, progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
-
-    def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Worker:
-        return Worker(self._settings.model_copy(update={"tensors": tensors}), progress)
 
     def keep(self) -> None:
         """Starts watching; until then a failed draft stays down, so that its error can be reported."""
@@ -216,7 +220,7 @@ class DraftKeeper:
         """Tries until there is a process; a lack of files, threads or memory does not count as a restart."""
         for tries in count(1):
             try:
-                self.worker = self._launch(tensors="frames")
+                self.worker = Worker(self._settings)
                 return
             except (OSError, RuntimeError) as error:
                 log.warning("a draft worker could not be started: %s", error)
@@ -227,10 +231,8 @@ class DraftKeeper:
         """What is wrong with the draft; None if nothing is."""
         worker = self.worker
         if not worker.alive:
-            with contextlib.suppress(errors.PearlError):  # its last status line may still arrive
-                worker.wait_for("gone", time.monotonic() + 1.0)
             return str(worker.exit_error())
-        if worker.reached("ready"):
+        if worker.ready_since:
             silence = worker.silence.seconds
             if silence > self._config.draft_timeout:
                 return f"draft worker was silent for {silence:.1f} s"
@@ -250,7 +252,7 @@ class DraftKeeper:
 
 
 def _back_off(times: int) -> float:
-    return float(min(0.5 * 2 ** min(times, 16), _MOST_BACK_OFF_SECONDS))
+    return min(0.5 * 2.0 ** min(times, 16), _MOST_BACK_OFF_SECONDS)
 
 
 def _environment(place: Device) -> dict[str, str]:

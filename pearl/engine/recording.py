@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from pearl.errors import TraceError
 from pearl.protocol.messages import Message, Trace
@@ -15,27 +14,24 @@ from pearl.trace.recorder import asked_for, part_paths
 _RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
 
 
-class RecordingClient(Protocol):
-    """The connection to a target, as a recording uses it."""
-
-    def post(self, message: Message) -> None:
-        """Send a message."""
-
-    def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Return once `is_done`, which is checked after each message that arrives."""
-
-
 class Recording:
     """One recording at a time. Raises `TraceError` if it cannot begin or end.
 
     Args:
-        client: the connection; it puts the target's answers into `answer`.
+        post, wait_until: the client's, which puts the target's answers into `answer`.
         directory: the engine's, where the workers write their parts.
         is_taken: whether the workers already write a trace from start to end; then there can be no other.
     """
 
-    def __init__(self, client: RecordingClient, directory: Path, is_taken: bool) -> None:
-        self._client = client
+    def __init__(
+        self,
+        post: Callable[[Message], None],
+        wait_until: Callable[[Callable[[], bool]], None],
+        directory: Path,
+        is_taken: bool,
+    ) -> None:
+        self._post = post
+        self._wait_until = wait_until
         self._directory = directory
         self._is_taken = is_taken
         self._number = 0  # of the recording that runs
@@ -47,13 +43,6 @@ class Recording:
             number = self._number
             self._number = 0
             self._abandon(number)
-
-    def complete(self) -> Path:
-        """End the recording once both workers have written their parts, which stay; return the path that names them."""
-        number = self._number
-        self._number = 0
-        self._request(Trace(number, False))
-        return asked_for(self._directory, number)
 
     def start(self) -> Path:
         """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
@@ -72,7 +61,7 @@ class Recording:
         return asked_for(self._directory, number)
 
     def _abandon(self, number: int) -> None:
-        self._client.post(Trace(number, False))
+        self._post(Trace(number, False))
         for part in part_paths(asked_for(self._directory, number)):
             part.unlink(missing_ok=True)
 
@@ -80,14 +69,14 @@ class Recording:
         """Returns once both workers have done it."""
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
-        self._client.post(trace)
+        self._post(trace)
 
         def is_done() -> bool:
             # A late echo of an abandoned request differs from `trace`.
             is_answered = self.answer == trace or isinstance(self.answer, TraceError)
             return is_answered or time.monotonic() > deadline
 
-        self._client.wait_until(is_done)
+        self._wait_until(is_done)
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:

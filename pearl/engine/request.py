@@ -127,7 +127,8 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
 @cache
 def _say_in_words() -> None:
     log.warning(
-        "the chat template does not tell its model of tools: the system prompt does, in Hermes' format"
+        "the chat template does not tell its model of tools: the system prompt does, in Hermes' "
+        "format"
     )
 
 

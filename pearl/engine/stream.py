@@ -113,7 +113,8 @@ class Stream:
 
     def __aiter__(self) -> NoReturn:
         raise RequestError(
-            "this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`"
+            "this stream is read with `for`: reading it blocks. AsyncEngine has streams for "
+            "`async for`"
         )
 
     def __next__(self) -> Piece:
@@ -136,6 +137,12 @@ class Stream:
         except BaseException:
             self.close()
             raise
+
+    def read(self) -> Result:
+        """The whole text, once it is written."""
+        for _ in self:
+            pass
+        return self.result
 
     def _piece(self, new: Committed) -> Piece:
         texts = tuple(self._text.push(token) for token in new.tokens)

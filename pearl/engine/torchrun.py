@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.processes import DraftKeeper
+from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
 from pearl.spec.control import is_remote
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
+from pearl.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
@@ -57,8 +58,8 @@ def check_world(config: EngineConfig) -> None:
         if config.has_draft:
             remedy = "Start it with --nproc-per-node 2"
         raise ConfigError(
-            f"torchrun started {world} processes; PEARL takes one for the target and one for the draft, however many "
-            f"devices share a model. {remedy}"
+            f"torchrun started {world} processes; PEARL takes one for the target and one for the "
+            f"draft, however many devices share a model. {remedy}"
         )
 
 
@@ -93,7 +94,7 @@ class TorchrunLauncher(LocalLauncher):
         self._store.set(_ADDRESS, address)
         return address
 
-    def _check_others(self) -> None:
+    def _check_draft(self) -> None:
         failure = self._store.peek(_FAILED)
         if failure is not None:
             kind, _, message = failure.partition(":")
@@ -126,10 +127,16 @@ def serve(config: EngineConfig, progress: Progress) -> None:
             read_keys(Path(config.keys))  # fails now rather than after rank 0 has loaded its model
         address = store.get(_ADDRESS, config.startup_timeout)
         with _directory(config, store, address) as directory:
-            run = store.get(_DIRECTORY, config.startup_timeout)
-            keeper = DraftKeeper(config, address, directory, progress, run)
+            settings = WorkerSettings(
+                role="draft",
+                config=config,
+                address=address,
+                directory=directory,
+                run=store.get(_DIRECTORY, config.startup_timeout),
+            )
+            keeper = DraftKeeper(settings, progress)
             try:
-                _wait_until_ready(keeper, store, config)
+                _wait_until_ready(keeper.worker, store, config)
                 for note in keeper.worker.notes:
                     log.warning("%s", note)
                 keeper.keep()
@@ -167,9 +174,9 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
         directory = Path(store.get(_DIRECTORY, config.startup_timeout))
         if not is_engine_directory(directory) or not is_local(address):
             raise StartError(
-                f"rank 0's directory {directory} or address {address} is not on this machine, or not this user's. For "
-                "a draft on another host give both ranks --control tcp://HOST:PORT, of rank 0's host, and --keys FILE "
-                "(pearl keys FILE)"
+                f"rank 0's directory {directory} or address {address} is not on this machine, or "
+                "not this user's. For a draft on another host give both ranks --control "
+                "tcp://HOST:PORT, of rank 0's host, and --keys FILE (pearl keys FILE)"
             )
         yield directory
     elif not is_remote(address):
@@ -182,16 +189,19 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:
-    deadline = time.monotonic() + config.startup_timeout
-    while not keeper.worker.reached("ready") and not _is_closed(store):
-        if not keeper.worker.alive or time.monotonic() > deadline:
-            try:
-                keeper.worker.wait_for("ready", time.monotonic() + 1.0)
-            except TransportError:
-                # The target that it connects to has failed, which rank 0 reports.
-                if not _is_closed(store):
-                    raise
+def _wait_until_ready(worker: Worker, store: TorchrunStore, config: EngineConfig) -> None:
+    """Returns once the draft is ready, or rank 0 has closed the engine."""
+
+    def check() -> None:
+        if _is_closed(store):
+            raise TransportError("rank 0 has closed the engine")
+
+    try:
+        worker.wait_for("ready", time.monotonic() + config.startup_timeout, check)
+    except TransportError:
+        # It was closed, or the target that it connects to has failed, which rank 0 reports.
+        if not _is_closed(store):
+            raise
 
 
 def _is_closed(store: TorchrunStore) -> bool:

@@ -11,17 +11,24 @@ from pearl.errors import ForwardError
 log = logging.getLogger(__name__)
 
 _Command = TypeVar("_Command")
+_Event = TypeVar("_Event")
 
 
 def compute_together(
     commands: Sequence[_Command],
-    together: Callable[[Sequence[_Command]], Sequence[object]],
-    alone: Callable[[_Command], object],
-) -> Sequence[object]:
+    compute: Callable[[Sequence[_Command]], Sequence[_Event]],
+    failed: Callable[[_Command, ForwardError], _Event],
+) -> Sequence[_Event]:
     """The event that answers each command. If one of them fails, each is computed alone, so that no other fails too."""
     if len(commands) > 1:
         try:
-            return together(commands)
+            return compute(commands)
         except ForwardError as error:
             log.info("%s; computing %d requests one by one", error, len(commands))
-    return [alone(command) for command in commands]
+    events: list[_Event] = []
+    for command in commands:
+        try:
+            events += compute([command])
+        except ForwardError as error:
+            events.append(failed(command, error))
+    return events

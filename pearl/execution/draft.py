@@ -36,9 +36,6 @@ class DraftExecutor:
         """One forward of the model for several requests; the event that answers each."""
         events: list[Drafted] = []
         for launched in self.proposer.launch_together(commands):
-            if isinstance(launched, Drafted):
-                events.append(launched)
-                continue
             try:
                 events.append(self.proposer.collect(launched))
             except NumericalError as error:  # in one request, and so no failure of the others

@@ -78,10 +78,15 @@ class Ahead:
         Raises what this command, or an unanswered one before it, has raised.
         """
         self._commands.put(command)
-        return self._answer() if isinstance(command, Draft) else None
+        if isinstance(command, Draft):
+            return self._answer()
+        return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """Carry out several at once; the event that answers each. Raises as `execute`."""
+        if len(commands) == 1:
+            self._commands.put(commands[0])
+            return [self._answer()]
         self._commands.put(commands)
         return self._answer()
 
@@ -123,7 +128,7 @@ class Ahead:
             elif early is not None and _same(command, early.command):
                 outcome = early.outcome
             else:
-                outcome = self._attempt(command, None if early is None else early.command)
+                outcome = self._attempt(command, early)
             early = None
             failure = None
             if isinstance(command, Draft):
@@ -139,25 +144,21 @@ class Ahead:
         early: EarlyDraft | None = None
         if isinstance(outcome, Step):
             outcome, early = self._collect(command, outcome)
-        following = self._next(command, outcome) if early is None else None
+        following: Draft | None = None
+        if early is None and isinstance(outcome, Drafted):
+            following = _after(command, outcome)
+        starts = following is not None and self._may_start()
         self._outcomes.put(outcome)
-        if following is not None:
+        if following is not None and starts:
             early = EarlyDraft(following, self._attempt(following))
         return early
 
-    def _next(self, command: Draft, outcome: Outcome) -> Draft | None:
-        if not isinstance(outcome, Drafted):
-            return None
-        following = _after(command, outcome)
-        if following is None or not self._may_start():
-            return None
-        return following
-
-    def _attempt(self, command: object, discarded: Draft | None = None) -> Outcome:
-        """The outcome of `command`, before which the early forward of `discarded` is undone."""
+    def _attempt(self, command: object, discarded: EarlyDraft | None = None) -> Outcome:
+        """The outcome of `command`, before which the forward `discarded` is undone."""
         try:
-            if discarded is not None and not _undoes(command, discarded):
-                self._executor.execute(Rollback(discarded.start, request=discarded.request))
+            if discarded is not None and not _undoes(command, discarded.command):
+                start = discarded.command.start
+                self._executor.execute(Rollback(start, request=discarded.command.request))
             if isinstance(command, Draft) and self._is_chained(command):
                 return self._launch(command)
             if isinstance(command, Sequence):
@@ -171,9 +172,9 @@ class Ahead:
     def _is_chained(self, command: Draft) -> bool:
         return command.budget > 0 and self._proposer.chained(command.request)
 
-    def _launch(self, command: Draft, after: Step | None = None) -> Step:
+    def _launch(self, command: Draft, previous: Step | None = None) -> Step:
         began = time.monotonic()
-        launched = self._proposer.launch(command, after)
+        launched = self._proposer.launch(command, previous)
         now = time.monotonic()
         if launched.following is not None:  # else the launch has waited for the device
             self._lead = _LEAST_LEAD + 2 * (now - began)
@@ -217,8 +218,9 @@ class Ahead:
 
     def _wait_until_late(self, launched: Step) -> None:
         """Sleep until `_lead` seconds before the forward should end, in naps, in case it ends earlier."""
-        while (left := self._due - self._lead - time.monotonic()) > 0 and not launched.done:
-            time.sleep(min(left, _LONGEST_NAP))
+        latest = self._due - self._lead
+        while not launched.done and time.monotonic() < latest:
+            time.sleep(min(max(0.0, latest - time.monotonic()), _LONGEST_NAP))
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from pearl import errors
 from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Send, Wait
+from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Failed, Send, Wait
 from pearl.protocol.messages import Committed, Submit
 
 
@@ -22,9 +23,10 @@ def decode(
 
     On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.
     """
-    coordinator = Coordinator(piece=target.capabilities.prompt_piece)
+    executor = TargetExecutor(target)
+    coordinator = Coordinator(executor, piece=target.capabilities.prompt_piece)
     drafter = Drafter(0)
-    executors: list[TargetExecutor | DraftExecutor] = [TargetExecutor(target)]
+    executors: list[TargetExecutor | DraftExecutor] = [executor]
     events: deque[tuple[int, object]] = deque()  # (0: the target's, 1: the draft's; event)
     if draft is not None:
         drafter = Drafter(draft.context, piece=draft.capabilities.prompt_piece)
@@ -39,6 +41,8 @@ def decode(
                     events.append((1 - actor, message))
                 case Deliver(Committed() as message):
                     yield message
+                case End(failure=Failed(reason, kind)):
+                    raise getattr(errors, kind)(reason)
                 case End():
                     return
                 case Deliver() | Wait() | DraftDropped():

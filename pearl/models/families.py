@@ -1,14 +1,18 @@
-"""The model families, one record each: what our own forward pass computes, and which GGUF files are read. No torch.
+"""The model families: what our own forward pass computes, and which GGUF files are read. No torch.
 
-`runner`, `direct` and `memory` read a family's `Forward`; `gguf` reads its `Gguf`.  To add a family whose
-layers have the shape of `MATRICES`, add its record.
+`families.toml` has a table for each.  `runner`, `direct` and `memory` read a family's `Forward`; `gguf` reads its
+`Gguf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 Config = Mapping[str, Any]  # as in config.json
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
@@ -49,12 +53,12 @@ TWINS = {
 ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: setting of the configuration -> matrices that have a bias where it is true; "": always.
+        biases: setting of the configuration -> how the names of those matrices begin that have a bias where it is
+            true; "": always.
         head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
         norms: names of a layer's norms: before attention, after it, before the MLP, after it; "": none there.
         norm_shift: None: a norm rounds before its weights are applied, as in Llama.  Else they are applied in float32,
@@ -73,11 +77,11 @@ class Forward:
         reads_directly: whether config.json is complete; else transformers completes it, and loads the model.
     """
 
-    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, ...]] = {}
     head_norms: str = ""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     norm_shift: float | None = None
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = {}
     default_window: int | None = None
     scales_embedding: bool = False
     has_multipliers: bool = False
@@ -89,8 +93,7 @@ class Forward:
     reads_directly: bool = True
 
 
-@dataclass(frozen=True)
-class Gguf:
+class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
     """A family's GGUF files, with llama.cpp's defaults for what they leave open.
 
     Attributes:
@@ -107,19 +110,18 @@ class Gguf:
     """
 
     architecture: str = ""
-    needed: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    needed: Mapping[str, str] = {}
+    optional: Mapping[str, str] = {}
+    settings: Mapping[str, Any] = {}
     window: tuple[int, int] = (0, 0)
     ropeless: int = 0
     has_two_ropes: bool = False
     layers_of_27b: int = 0
     interleaves: bool = False
-    rope: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(Struct, frozen=True, forbid_unknown_fields=True):
     """One model family.
 
     Attributes:
@@ -134,161 +136,9 @@ class Family:
     gguf: Gguf = Gguf()
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_ATTENTION = (*_QKV, "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_MULTIPLIERS = {
-    "embedding_scale": "embedding_multiplier",
-    "attention.scale": "attention_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-
-_BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-_AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA = Forward(
-    {"attention_bias": _ATTENTION},
-    norms=_AROUND,
-    norm_shift=1.0,
-    scales_embedding=True,
-    reads_directly=False,
-)
-_GLM = Forward(
-    {"attention_bias": _QKV},
-    fused={"mlp.gate_up_proj": _MLP[:2]},
-    rotates="pairs",
-    reads_directly=False,
-)
-
-FAMILIES = (
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
-        Gguf("llama", interleaves=True),
-    ),
-    Family("mistral", "MistralForCausalLM", Forward(default_window=4096)),
-    Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), Gguf("qwen2")),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="each"),
-        Gguf("qwen3"),
-    ),
-    Family(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        replace(_GEMMA, has_caps=True),
-        Gguf(
-            "gemma2",
-            optional=dict(zip(CAPS, CAPS, strict=True)),
-            settings={**_GELU, **dict(zip(CAPS, (50.0, 30.0), strict=True))},
-            window=(2, 4096),
-            layers_of_27b=46,
-        ),
-    ),
-    Family(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        replace(_GEMMA, head_norms="each"),
-        Gguf(
-            "gemma3",
-            optional={CAPS[1]: CAPS[1]},
-            settings=_GELU,
-            window=(6, 0),
-            has_two_ropes=True,
-            layers_of_27b=62,
-        ),
-    ),
-    Family("glm", "GlmForCausalLM", _GLM),
-    Family(
-        "glm4",
-        "Glm4ForCausalLM",
-        replace(
-            _GLM,
-            norms=(
-                "input_layernorm",
-                "post_self_attn_layernorm",
-                "post_attention_layernorm",
-                "post_mlp_layernorm",
-            ),
-        ),
-        Gguf("glm4"),
-    ),
-    Family(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        Forward(
-            {"attention_bias": _ATTENTION},
-            norm_shift=0.0,
-            has_experts=True,
-            clamps_experts=True,
-            has_sinks=True,
-        ),
-        Gguf("gpt-oss", window=(2, 128), settings={"swiglu_limit": 7.0}, rope={"truncate": False}),
-    ),
-    Family(
-        "granite",
-        "GraniteForCausalLM",
-        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, has_multipliers=True),
-        Gguf("granite", _MULTIPLIERS, interleaves=True),
-    ),
-    Family(
-        "mixtral",
-        "MixtralForCausalLM",
-        Forward(default_window=0, has_experts=True, reads_directly=False),
-        Gguf("llama", interleaves=True),
-    ),
-    Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="all", norms=_BEHIND, norm_shift=0.0),
-        Gguf("olmo2"),
-    ),
-    Family(
-        "olmo3",
-        "Olmo3ForCausalLM",
-        Forward(
-            {"attention_bias": _ATTENTION},
-            head_norms="all",
-            norms=_BEHIND,
-            norm_shift=0.0,
-            reads_directly=False,
-        ),
-    ),
-    Family(
-        "phi3",
-        "Phi3ForCausalLM",
-        Forward(
-            fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _MLP[:2]},
-            default_window=0,
-            rotates="halves",
-            reads_directly=False,
-        ),
-        Gguf("phi3"),
-    ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True),
-        Gguf(
-            "qwen3moe",
-            optional={"expert_feed_forward_length": "moe_intermediate_size"},
-            settings={"norm_topk_prob": True},
-        ),
-    ),
-    Family(
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, reads_directly=False),
-        Gguf("smollm3", ropeless=4, interleaves=True),
-    ),
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
+FAMILIES = msgspec.convert(
+    [{"model_type": name, **table} for name, table in _TABLES.items()], tuple[Family, ...]
 )
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
@@ -334,11 +184,10 @@ def not_computed(
         return f"our own forward has no family {architecture}"
     if activation_of(config) not in activations:
         return f"its activation {activation_of(config)!r} is not computed"
+    if config.get("quantization_config"):
+        return "it is quantised (quantization_config)"
     forward = OWN_FORWARD[architecture].forward
-    for reason, holds in _REASONS.items():
-        if holds(forward, config):
-            return reason
-    return ""
+    return _rope_not_computed(forward, config) or _attention_not_computed(forward, config)
 
 
 def _ropes(config: Config) -> list[Config]:
@@ -351,53 +200,30 @@ def _ropes(config: Config) -> list[Config]:
     return [kind for kind in rope.values() if isinstance(kind, Mapping)]
 
 
-def _has_no_rope(forward: Forward, config: Config) -> bool:
-    return not _ropes(config)
-
-
-def _has_unknown_rope(forward: Forward, config: Config) -> bool:
-    return any(rope.get("rope_type") not in ROPES for rope in _ropes(config))
-
-
-def _rotates_part(forward: Forward, config: Config) -> bool:
+def _rope_not_computed(forward: Forward, config: Config) -> str:
     ropes = _ropes(config)
+    if not ropes:
+        return "it has no rope"
+    if any(rope.get("rope_type") not in ROPES for rope in ropes):
+        return "its rope is of an unknown type, or depends on the length"
     if forward.rotates and len(ropes) == 1:
-        return False
-    return any(place.get("partial_rotary_factor", 1.0) != 1.0 for place in (*ropes, config))
+        return ""
+    if any(place.get("partial_rotary_factor", 1.0) != 1.0 for place in (*ropes, config)):
+        return "its rope turns a part of each head (partial_rotary_factor)"
+    return ""
 
 
-def _has_unknown_layers(forward: Forward, config: Config) -> bool:
-    return not {_FULL, _SLIDING}.issuperset(config.get("layer_types") or ())
-
-
-def _has_unplaced_window(forward: Forward, config: Config) -> bool:
-    return bool(config.get("use_sliding_window") and not config.get("layer_types"))
-
-
-def _sees_later_tokens(forward: Forward, config: Config) -> bool:
-    if config.get("use_bidirectional_attention"):
-        return True
-    return config.get("is_causal", True) is not True
-
-
-def _has_unknown_caps(forward: Forward, config: Config) -> bool:
-    return not forward.has_caps and any(config.get(name) for name in CAPS)
-
-
-def _is_quantised(forward: Forward, config: Config) -> bool:
-    return bool(config.get("quantization_config"))
-
-
-_REASONS: dict[str, Callable[[Forward, Config], bool]] = {
-    "it has no rope": _has_no_rope,
-    "its rope is of an unknown type, or depends on the length": _has_unknown_rope,
-    "its rope turns a part of each head (partial_rotary_factor)": _rotates_part,
-    "layer_types has other layers than full and sliding attention": _has_unknown_layers,
-    "use_sliding_window is set without layer_types": _has_unplaced_window,
-    "its tokens see later ones (is_causal, use_bidirectional_attention)": _sees_later_tokens,
-    "its scores or logits have caps, which its family has not": _has_unknown_caps,
-    "it is quantised (quantization_config)": _is_quantised,
-}
+def _attention_not_computed(forward: Forward, config: Config) -> str:
+    types = config.get("layer_types") or ()
+    if not {_FULL, _SLIDING}.issuperset(types):
+        return "layer_types has other layers than full and sliding attention"
+    if config.get("use_sliding_window") and not types:
+        return "use_sliding_window is set without layer_types"
+    if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
+        return "its tokens see later ones (is_causal, use_bidirectional_attention)"
+    if not forward.has_caps and any(config.get(name) for name in CAPS):
+        return "its scores or logits have caps, which its family has not"
+    return ""
 
 
 def activation_of(config: Config) -> str | None:
@@ -415,15 +241,18 @@ def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]
     window = 0
     if config.get("use_sliding_window", True):
         window = config.get("sliding_window", forward.default_window) or 0
-    default_type = _FULL if forward.default_window is None else _SLIDING
+    default_type = _SLIDING
+    if forward.default_window is None:
+        default_type = _FULL
     types = config.get("layer_types") or [default_type] * count
     has_rope = config.get("no_rope_layers") or [1] * count
-    kinds: list[tuple[int, str | None]] = []
+    kinds = []
     for layer_type, rotates in zip(types, has_rope, strict=True):
         rope = None
         if rotates:
             rope = "" if has_one_rope else layer_type
-        kinds.append((window if layer_type == _SLIDING else 0, rope))
+        layer_window = window if layer_type == _SLIDING else 0
+        kinds.append((layer_window, rope))
     return kinds
 
 
@@ -469,13 +298,13 @@ def _layer_shapes(forward: Forward, config: Config, size: Mapping[str, int]) -> 
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
     if forward.has_experts:
         shapes |= _expert_shapes(config, forward.clamps_experts)
-    biased: set[str] = set()
+    biased: tuple[str, ...] = ()
     for setting, names in forward.biases.items():
         if not setting or config.get(setting):
-            biased.update(names)
+            biased += names
     for name, shape in _matrix_shapes(forward, size).items():
         shapes[f"{name}.weight"] = shape
-        if name in biased:
+        if name.startswith(biased):
             shapes[f"{name}.bias"] = shape[:1]
     for name in filter(None, forward.norms):
         shapes[f"{name}.weight"] = (size["hidden"],)
@@ -496,8 +325,7 @@ def _matrix_shapes(forward: Forward, size: Mapping[str, int]) -> dict[str, tuple
             outputs += rows
         shapes[name] = (outputs, inputs)
     if forward.has_experts:
-        for name in _MLP:
-            shapes.pop(name, None)
+        return {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")}
     return shapes
 
 

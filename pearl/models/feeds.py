@@ -35,10 +35,6 @@ class Feed:
     def __post_init__(self) -> None:
         assert len(self.tokens) > 0
         assert 0 <= self.rows <= len(self.tokens)
-        if self.parents is not None:
-            assert len(self.parents) == len(self.tokens)
-            for node, parent in enumerate(self.parents):
-                assert -1 <= parent < node, self.parents
 
     @property
     def depth(self) -> int:
@@ -102,7 +98,7 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
         lengths: number of tokens in each slot.
     """
     table: list[tuple[int, int, int, int]] = []
-    fed: list[range] = []
+    fed = []
     for feed in feeds:
         slot = feed.slot
         start = lengths[slot]

@@ -9,9 +9,9 @@ A pair with `coin=1` has that rate under every rule and at every temperature, gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
@@ -38,19 +38,16 @@ class ToyRunner(ModelRunner):
     """
 
     device = torch.device("cpu")
-    capabilities = Capabilities(
-        slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True
-    )
 
     def __init__(
         self, vocab_size: int, distribution: NextToken, context: int = 1 << 20, slots: int = _SLOTS
     ) -> None:
-        self.capabilities = replace(ToyRunner.capabilities, slots=slots)
+        self.capabilities = Capabilities(slots, _TREE_NODES, row_invariant=True)
         self.vocab_size = vocab_size
         self.context = context
         self._distribution = distribution
-        self._tokens: list[list[int]] = [[] for _ in range(self.capabilities.slots)]
-        self._trees: list[Feed | None] = [None] * self.capabilities.slots
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._trees: list[Feed | None] = [None] * slots
 
     def length(self, slot: int = 0) -> int:
         return len(self._tokens[slot])
@@ -109,7 +106,7 @@ def alpha_pair(
     """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
 
     @lru_cache(maxsize=4096)
-    def pair(context: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(context: tuple[int, ...]) -> _Rows:
         generator = _generator(_hash(seed, context) >> 1)
         permutation = torch.randperm(vocab_size, generator=generator)
         weights = torch.rand(vocab_size, generator=generator) ** 3 + 1e-3
@@ -119,15 +116,9 @@ def alpha_pair(
             probs[tokens] = weights[tokens] / weights[tokens].sum()
             halves.append(probs)
         target, rival = halves
-        return target, alpha * target + (1 - alpha) * rival
+        return _Rows(target, alpha * target + (1 - alpha) * rival)
 
-    def target(tokens: Sequence[int]) -> torch.Tensor:
-        return pair(tuple(tokens[-order:]))[0]
-
-    def draft(tokens: Sequence[int]) -> torch.Tensor:
-        return pair(tuple(tokens[-order:]))[1]
-
-    return target, draft
+    return _functions(pair, order)
 
 
 def coin_pair(
@@ -149,17 +140,30 @@ def coin_pair(
         target_row[permutation[: len(likely)]] = likely
         draft_row[permutation[len(likely) : 2 * len(likely)]] = likely
 
-    def toss(tokens: Sequence[int]) -> tuple[int, bool]:
-        """Return (which rows the context has, whether the draft is right there)."""
-        number = _hash(seed, tuple(tokens[-order:]))
-        return number % _COIN_ROWS, (number // _COIN_ROWS % _COIN_SIDES) < alpha * _COIN_SIDES
+    def pair(context: tuple[int, ...]) -> _Rows:
+        number = _hash(seed, context)
+        target_row, other_row = rows[number % _COIN_ROWS]
+        is_right = number // _COIN_ROWS % _COIN_SIDES < alpha * _COIN_SIDES
+        return _Rows(target_row, target_row if is_right else other_row)
+
+    return _functions(pair, order)
+
+
+class _Rows(NamedTuple):
+    """Probabilities of the next token [vocab_size] in one context."""
+
+    target: torch.Tensor
+    draft: torch.Tensor
+
+
+def _functions(pair: Callable[[tuple[int, ...]], _Rows], order: int) -> tuple[NextToken, NextToken]:
+    """Return (target, draft) distributions after contexts of which the last `order` tokens count."""
 
     def target(tokens: Sequence[int]) -> torch.Tensor:
-        return rows[toss(tokens)[0], 0]
+        return pair(tuple(tokens[-order:])).target
 
     def draft(tokens: Sequence[int]) -> torch.Tensor:
-        number, is_right = toss(tokens)
-        return rows[number, 0 if is_right else 1]
+        return pair(tuple(tokens[-order:])).draft
 
     return target, draft
 
@@ -179,9 +183,9 @@ def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 
 
     `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
     """
-    values = toy_options(spec)
-    vocab = int(values["vocab"])
-    make_pair = coin_pair if values["coin"] else alpha_pair
-    target, draft = make_pair(vocab, values["alpha"], int(values["seed"]))
-    context = min(int(values["context"]), max_context or 1 << 20)
-    return ToyRunner(vocab, draft if role == "draft" else target, context, texts + BRANCHES)
+    options = toy_options(spec)
+    make_pair = coin_pair if options.coin else alpha_pair
+    target, draft = make_pair(options.vocab, options.alpha, options.seed)
+    distribution = draft if role == "draft" else target
+    context = min(options.context, max_context or options.context)
+    return ToyRunner(options.vocab, distribution, context, texts + BRANCHES)

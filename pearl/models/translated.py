@@ -71,7 +71,7 @@ class TranslatedRunner(ModelRunner):
         length = self.length(feed.slot)
         start = self._end(feed.slot, length)
         spelled: list[int] = []
-        ends: list[int] = []
+        ends = []
         tokens = feed.tokens
         if isinstance(tokens, torch.Tensor):
             tokens = tokens.tolist()
@@ -101,7 +101,5 @@ class TranslatedRunner(ModelRunner):
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         if length is None:
             length = self.length(slot)
-        else:
-            length = length
         self._runner.fork(slot, into, self._end(slot, length), self._end(slot, shared))
         self._ends[into] = self._ends[slot][:length]

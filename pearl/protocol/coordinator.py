@@ -6,7 +6,7 @@ Events in (`handle`), commands out. `request_machine` has what happens to one re
 from __future__ import annotations
 
 from pearl.errors import LocalProtocolError
-from pearl.protocol.events import DraftGone, DraftJoined, End
+from pearl.protocol.events import DraftGone, DraftJoined, End, Forwarded, Verifier
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Submit
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import WAITING, RequestMachine, State
@@ -18,12 +18,16 @@ class Coordinator:
     """The target.
 
     Args:
+        verifier: judges and draws with the rows of a request's last forward.
         speeds: forward times, acceptance and method auto's ways, as known so far.
         slots: how many requests run side by side.
         piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, speeds: Speeds | None = None, slots: int = 1, piece: int = 1) -> None:
+    def __init__(
+        self, verifier: Verifier, speeds: Speeds | None = None, slots: int = 1, piece: int = 1
+    ) -> None:
+        self._verifier = verifier
         self.speeds = speeds or Speeds()
         self.draft_context = 0  # 0: no draft
         self.running: dict[int, RequestMachine] = {}
@@ -77,6 +81,9 @@ class Coordinator:
         commands = machine.handle(event)
         if machine.state is State.IDLE:
             commands += self._release(machine)
+        elif type(event) is not Forwarded and machine.draft.resyncs_too_often:
+            gone = DraftGone("it was given the whole prefix too often", machine.request.number)
+            commands += self._pass(gone, machine)
         return commands
 
     def _release(self, machine: RequestMachine) -> list[object]:
@@ -95,6 +102,7 @@ class Coordinator:
                 self.scheduler.sequences[slot],
                 slot,
                 self.speeds,
+                self._verifier,
                 self.draft_context,
                 self.window,
                 self.running,

@@ -34,17 +34,6 @@ class Received(Enum):
     GAP = "gap"  # earlier tokens are missing
 
 
-class Kind(Enum):
-    """What a message with draft tokens is to the text when it comes."""
-
-    BEYOND = "beyond"  # starts past the end of the text, or ends past the draft's limit
-    BRANCH = "branch"  # continues an outcome other than the main line
-    LATE = "late"  # the target has gone on without it
-    DUPLICATE = "duplicate"  # its first position is pending already
-    NEXT = "next"  # continues the pending tokens
-    GAP = "gap"  # earlier tokens are missing
-
-
 class DraftState:
     """What the target knows of the draft's part in one request.
 
@@ -64,8 +53,6 @@ class DraftState:
         self.is_lost = False
         #: Whether the draft has sent anything since it last began.
         self.has_sent = False
-        #: Other requests' tokens in the last target forward.
-        self.beside = 0
         self._grants = 0
         # The most tokens that any grant allowed beyond the prefix: the bound for a branch.
         self._furthest = 0
@@ -109,8 +96,8 @@ class DraftState:
     def resyncs_too_often(self) -> bool:
         """Whether the draft was resynced more often than is allowed, so that this request drops it."""
         num_generated = self._request.sequence.committed - len(self._request.submit.prompt)
-        allowed = _RESYNCS + max(0, num_generated) // _TOKENS_PER_RESYNC
-        return self._request.counts.resyncs > allowed
+        allowed = _RESYNCS + num_generated // _TOKENS_PER_RESYNC
+        return not self.is_lost and self._request.counts.resyncs > allowed
 
     @property
     def needed(self) -> int:
@@ -125,7 +112,7 @@ class DraftState:
         if self.is_paused or self.withholds:
             return 1
         text_left = request.submit.limit - request.sequence.committed
-        return min(self._bounds.needed, text_left, 1 + max(0, self._num_draftable))
+        return min(self._bounds.needed, text_left, 1 + self._num_draftable)
 
     @property
     def next_block(self) -> int:
@@ -149,15 +136,16 @@ class DraftState:
     def _bounds(self) -> Window:
         request = self._request
         length = request.sequence.committed
-        pending = len(request.sequence.pending)
-        policy = request.options.window
-        if request.block == 1:
-            return Window.after(
-                request.method, policy, self.window, length, request.is_fresh, pending
-            )
-        c = whole_blocks(self.window, request.block)
-        window = Window.after(request.method, policy, c, length, request.is_fresh, pending)
-        return window.in_blocks(request.block, length)
+        num_pending = len(request.sequence.tokens) - length
+        c = self.window
+        if request.block > 1:
+            c = whole_blocks(c, request.block)
+        window = Window.after(
+            request.method, request.options.window, c, length, request.is_fresh, num_pending
+        )
+        if request.block > 1:
+            window = window.in_blocks(request.block, length)
+        return window
 
     def _grant(self) -> int:
         """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
@@ -168,22 +156,22 @@ class DraftState:
         request = self._request
         keeps = request.method.bonus and not request.options.commits_draws
         if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
-            self.window = request.options.gamma or self._speeds.best_window(self.beside)
+            self.window = request.options.gamma or self._speeds.best_window(request.beside)
         self._grants += 1
-        self._enter_epoch()
+        if self._epoch != request.epoch:
+            self._enter_epoch()
         until = min(self._bounds.draft_until, request.submit.limit, self.context)
         self._until = max(self._until, until)
         self._furthest = max(self._furthest, self._until - request.sequence.committed)
         return self._until
 
     def _enter_epoch(self) -> None:
-        if self._epoch != self._request.epoch:
-            self._epoch = self._request.epoch
-            self._until = 0
-            self._is_paused = False
-            self._withheld = -1
-            self._received = self._request.foreseen_end
-            self._diverged = -1
+        self._epoch = self._request.epoch
+        self._until = 0
+        self._is_paused = False
+        self._withheld = -1
+        self._received = self._request.foreseen_end
+        self._diverged = -1
 
     # ---- what the draft is sent ----
 
@@ -193,20 +181,13 @@ class DraftState:
             return
         request = self._request
         seq = request.sequence
-        self._enter_epoch()
+        until = self._grant()
         self.known = seq.committed
         self._is_paused = False
         self._withheld = -1
         self.has_sent = False
-        begin = Begin(
-            request.number,
-            request.epoch,
-            tuple(seq.tokens[: seq.committed]),
-            self._grant(),
-            seq.digest,
-            request.options,
-        )
-        do(Send(begin))
+        prefix = tuple(seq.tokens[: seq.committed])
+        do(Send(Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
         """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
@@ -215,7 +196,6 @@ class DraftState:
         start = self.known
         if not (start and self.is_drafting and start < seq.committed):
             return
-        self._enter_epoch()
         tokens = tuple(seq.tokens[start : seq.committed])
         do(Send(Verdict(request.number, request.epoch, start, tokens, self._grant(), seq.digest)))
         self.known = seq.committed
@@ -226,6 +206,7 @@ class DraftState:
         if self.known:
             do(Send(Finish(self._request.number)))
         self.known = 0
+        self.has_sent = False
 
     # ---- what the draft sends ----
 
@@ -234,29 +215,41 @@ class DraftState:
 
         Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit, before any change.
         """
+        request = self._request
         if self._is_outdated(message):
             return self._drop()
-        self._enter_epoch()
+        if self._epoch != request.epoch:
+            self._enter_epoch()
         self._check(message)
-        kind = self._classify(message)
-        if kind is Kind.BEYOND:
+        if message.start >= request.submit.limit:
             return self._drop()
+        if message.after is not None:
+            # A branch may exceed `_until`: its length counts from its outcome.
+            end = message.start + len(message.tokens)
+            if end > message.after[0] + 1 + self._furthest:
+                return self._drop()
         # Only a branch may exceed the request's limit, which the draft does not know: the main
         # line ends at `_until`.
-        message = _part(message, 0, self._request.submit.limit - message.start)
+        message = _part(message, 0, request.submit.limit - message.start)
         self._speeds.observe_draft(message.seconds)
         self.has_sent = True
-        match kind:
-            case Kind.BRANCH:
-                return self._keep_branch(message)
-            case Kind.LATE:
-                return self._compare(message)
-            case Kind.NEXT:
-                return self._append(message)
-            case Kind.DUPLICATE:
-                self._request.counts.duplicate += 1
-                return Received.NOTHING
-        return Received.GAP
+        if message.after is not None and message.epoch == request.epoch:
+            return self._keep_branch(message)
+        return self._take(message)
+
+    def _take(self, message: DraftTokens) -> Received:
+        """Take tokens of the main line, or of the branch that it has become."""
+        request = self._request
+        is_committed = message.start < request.sequence.committed
+        if request.runs_ahead and (is_committed or self._is_astray(message)):
+            return self._compare(message)
+        length = len(request.sequence.tokens)
+        if message.start > length:
+            return Received.GAP
+        if message.start < length:
+            request.counts.duplicate += 1
+            return Received.NOTHING
+        return self._append(message)
 
     def _is_outdated(self, message: DraftTokens) -> bool:
         """Whether nobody needs these tokens any more, or the method in use takes none."""
@@ -277,28 +270,6 @@ class DraftState:
                 f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
                 f"allowed: up to {self._until} in epoch {request.epoch}"
             )
-
-    def _classify(self, message: DraftTokens) -> Kind:
-        """What a message is to the text as it stands."""
-        request = self._request
-        if message.start >= request.submit.limit:
-            return Kind.BEYOND
-        if message.after is not None:
-            # A branch may exceed `_until`: its length counts from its outcome.
-            end = message.start + len(message.tokens)
-            if end > message.after[0] + 1 + self._furthest:
-                return Kind.BEYOND
-            if message.epoch == request.epoch:
-                return Kind.BRANCH
-        is_committed = message.start < request.sequence.committed
-        if request.runs_ahead and (is_committed or self._is_astray(message)):
-            return Kind.LATE
-        length = len(request.sequence.tokens)
-        if message.start < length:
-            return Kind.DUPLICATE
-        if message.start > length:
-            return Kind.GAP
-        return Kind.NEXT
 
     def _drop(self) -> Received:
         self._request.counts.stale += 1

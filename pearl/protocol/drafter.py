@@ -243,45 +243,47 @@ class DraftMachine(Machine):
             self.state = DrafterState.LOST if self._lost else DrafterState.IDLE
             do(Wait(Cause.IDLE))
         elif self._may_hedge:
-            self._hedge(do)
+            self._forward(do, hedge=self.draft_until - seq.committed)
         elif len(seq.tokens) >= self._until or self._paused or len(seq.tokens) == self._withheld:
             self.state = DrafterState.WAITING
             do(Wait(Cause.WINDOW))
         else:
             self._forward(do)
 
-    def _forward(self, do: Do) -> None:
+    def _forward(self, do: Do, hedge: int = 0) -> None:
+        """Start a forward: for the text; if `hedge` is positive, for branches of up to so many tokens."""
         assert self.begun is not None
         seq = self.sequence
-        # A last token fed before a verdict made it final is fed again: its row is gone.
-        seq.fed = min(seq.fed, len(seq.tokens) - 1)
-        is_alone = all(machine is self or machine.begun is None for machine in self._machines)
-        start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
-        self._hedges = False
         length = len(seq.tokens)
-        draft = Draft(
-            start,
-            tokens,
-            budget=self._until - length if seq.fed == length else 0,
-            pending=length - seq.committed,
-            prompt=start < seq.prompt,
-            request=self.begun.request,
-        )
-        do(draft)
-
-    def _feed(self, count: int, do: Do) -> tuple[int, tuple[int, ...]]:
-        """The position and the tokens of a forward that starts now, of `count` unfed tokens."""
-        assert self.begun is not None
-        seq = self.sequence
+        budget = 0
+        count = length - seq.fed
+        if not hedge:
+            # A last token fed before a verdict made it final is fed again: its row is gone.
+            seq.fed = min(seq.fed, length - 1)
+            is_alone = all(machine is self or machine.begun is None for machine in self._machines)
+            count = prefill_chunk(seq, is_alone=is_alone)
+            if seq.fed + count == length:
+                budget = self._until - length
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
         start = seq.fed
         tokens = tuple(seq.feed(count))
         self._in_flight = len(tokens)
-        self.computing = self.begun.request
+        self._hedges = hedge > 0
         self._overtaken = False
+        self.computing = self.begun.request
         self.state = DrafterState.DRAFTING
-        return start, tokens
+        draft = Draft(
+            start,
+            tokens,
+            budget,
+            length - seq.committed,
+            hedge,
+            bonus=self._hedges and self.begun.options.prepares_bonus,
+            prompt=not hedge and start < seq.prompt,
+            request=self.begun.request,
+        )
+        do(draft)
 
     @property
     def _may_hedge(self) -> bool:
@@ -291,23 +293,6 @@ class DraftMachine(Machine):
         is_full = self.draft_until <= len(seq.tokens) or self._paused
         may_go_on = seq.committed < len(seq.tokens) < self.context
         return self.begun.options.branches > 0 and is_full and may_go_on and not self._is_hedged
-
-    def _hedge(self, do: Do) -> None:
-        """Start a forward of branches."""
-        assert self.begun is not None
-        seq = self.sequence
-        start, tokens = self._feed(len(seq.unfed), do)
-        self._hedges = True
-        draft = Draft(
-            start,
-            tokens,
-            budget=0,
-            pending=len(seq.tokens) - seq.committed,
-            hedge=self.draft_until - seq.committed,
-            bonus=self.begun.options.prepares_bonus,
-            request=self.begun.request,
-        )
-        do(draft)
 
     @property
     def _until(self) -> int:

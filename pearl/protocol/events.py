@@ -1,19 +1,24 @@
 """Inside one process: events that go into a state machine, commands that come out.
 
-Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; each `Guess`, `Forward`,
-`Judge`, `Sample` and `Draft` is answered by exactly one event. `request` -1: none.
+Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; each `Forward` and `Draft` is
+answered by exactly one event. `request` -1: none.
+
+What a forward's rows decide the target's machine asks a `Verifier` for, as soon as it handles the forward's end:
+nothing can come between a question and its answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from pearl.config.options import RequestOptions
 from pearl.protocol.acceptance_estimates import Seen
-from pearl.protocol.messages import FinishReason, Message, Source
+from pearl.protocol.fed_tokens import FedTokens
+from pearl.protocol.messages import FinishReason, Message
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.speeds import Cores
 
@@ -46,13 +51,16 @@ class OfRequest(Struct, frozen=True, kw_only=True):
 class Forwarded(OfRequest, frozen=True):
     """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
 
-    `beside`: tokens fed beside the request's own: for other requests, or for Lookahead decoding's window; None: parts
-    of prompts were among all that was fed.
+    Attributes:
+        beside: tokens fed beside the request's own: for other requests, or for Lookahead decoding's window; None:
+            parts of prompts were among all that was fed.
+        fed: the command's tokens and guesses; None: the command's tokens alone.
     """
 
     seconds: float = 0.0
     at: float = 0.0
     beside: int | None = 0
+    fed: FedTokens | None = None
 
 
 class Odds(Struct, frozen=True):
@@ -77,46 +85,6 @@ class Odds(Struct, frozen=True):
         )
 
 
-class Judged(OfRequest, frozen=True):
-    """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
-
-    `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
-    `odds`: of the judged positions; None if the rule does not have the draft's distributions.
-    `is_candidate`: whether `token` is no correction but the accepted one of several candidates.
-    """
-
-    accepted: int
-    token: int | None
-    stop_after: int | None = None
-    odds: Odds | None = None
-    is_candidate: bool = False
-
-
-class Sampled(OfRequest, frozen=True):
-    """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
-
-    `stop_after`: number of `tokens` that complete a stop string; None if none does.
-    """
-
-    tokens: tuple[int, ...]
-    stop_after: int | None = None
-
-
-class Guessed(OfRequest, frozen=True):
-    """Guesses for what may follow the text or replace pending tokens: a tree, parents before children, likeliest first.
-
-    Attributes:
-        parents: of each token: a position of the text, or from the text's length on the index of a guess.
-        chances: estimated probability that the target takes the path to each token, itself included; never rising.
-        sources: who made each.
-    """
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()
-    sources: tuple[Source, ...] = ()
-
-
 class DraftJoined(Struct, frozen=True):
     """A draft has connected; its model holds `context` tokens, and a token takes it `seconds` (0: unknown)."""
 
@@ -132,9 +100,10 @@ class DraftGone(Struct, frozen=True):
 
 
 class Failed(OfRequest, frozen=True):
-    """A command's result cannot be used. Ends only this request."""
+    """A result cannot be used, which ends only this request. `kind`: a class name of pearl.errors."""
 
     reason: str
+    kind: str = "ForwardError"
 
 
 class Drafted(OfRequest, frozen=True):
@@ -206,8 +175,8 @@ class Alternative(Struct, frozen=True):
     chances: tuple[float, ...]
 
 
-class Guess(OfRequest, frozen=True):
-    """Guess, without a model, what may follow the text; `alternatives` are guesses too. Answer: Guessed.
+class Guess(Struct, frozen=True):
+    """Guess, without a model, what may follow the text; `alternatives` are guesses too.
 
     Attributes:
         base: length of the text that is as in the last `Guess` (at first: the prompt).
@@ -216,6 +185,8 @@ class Guess(OfRequest, frozen=True):
         limit: the first position that needs no guess.
         trust: of each pending token the probability that it is right if those before it are.
         most: maximum number of guesses from the text.
+        worth: (chances, fed tokens) -> how many of the guesses are to be fed. The chance of a guess is the estimated
+            probability that the target takes the path to it, itself included; chances never rise.
         head: whether the target's head guesses too, if there is one.
     """
 
@@ -225,46 +196,22 @@ class Guess(OfRequest, frozen=True):
     limit: int
     trust: tuple[float, ...]
     most: int
+    worth: Callable[[Sequence[float], int], int]
     alternatives: tuple[Alternative, ...] = ()
     head: bool = True
 
 
 class Forward(OfRequest, frozen=True):
-    """Feed `tokens` from position `start` on; keep the last `rows` rows. Answer: Forwarded.
+    """Feed `tokens` from position `start` on, and guesses; keep the rows of the last `rows` tokens and of the guesses.
 
-    `parents`: None for a chain; else the index in `tokens` of each one's parent, -1 for a token at `start`.
+    Answer: Forwarded.  `guess`: None: feed no guesses.
     """
 
     phase: Phase
     start: int
     tokens: tuple[int, ...]
     rows: int
-    parents: tuple[int, ...] | None = None
-
-
-class Judge(OfRequest, frozen=True):
-    """Judge draft `tokens` from position `start` on. Answer: Judged.
-
-    Attributes:
-        rows: the draft distribution of each (opaque).
-        nodes: the last forward's token whose row judges each.
-    """
-
-    start: int
-    tokens: tuple[int, ...]
-    rows: tuple[Any, ...]
-    nodes: tuple[int, ...]
-
-
-class Sample(OfRequest, frozen=True):
-    """Draw position `position` from the target alone, by the row of token `node` of the last forward. Answer: Sampled.
-
-    `follow`: if the draw is a child of that node, draw the position after it too, and so on.
-    """
-
-    position: int
-    node: int
-    follow: bool = False
+    guess: Guess | None = None
 
 
 class Draft(OfRequest, frozen=True):
@@ -301,13 +248,14 @@ class Deliver(Struct, frozen=True):
 
 
 class End(Struct, frozen=True):
-    """A request is over: tell its front. `counts`: `request.Counts`; `window`: c as last used."""
+    """A request is over: tell its front. `counts`: `request.Counts`; `window`: c as last used; `failure`: its cause."""
 
     request: int
     reason: FinishReason
     prompt_tokens: int
     counts: Any
     window: int
+    failure: Failed | None = None
 
 
 class DraftDropped(OfRequest, frozen=True):
@@ -320,3 +268,64 @@ class Wait(OfRequest, frozen=True):
     """Nothing to do until a message comes."""
 
     cause: Cause
+
+
+# ---- questions, answered at once ----
+
+
+class Judge(OfRequest, frozen=True):
+    """Judge draft `tokens` from position `start` on.
+
+    Attributes:
+        rows: the draft distribution of each (opaque).
+        nodes: the last forward's token whose row judges each.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    rows: tuple[Any, ...]
+    nodes: tuple[int, ...]
+
+
+class Sample(OfRequest, frozen=True):
+    """Draw position `position` from the target alone, by the row of token `node` of the last forward.
+
+    `follow`: if the draw is a child of that node, draw the position after it too, and so on.
+    """
+
+    position: int
+    node: int
+    follow: bool = False
+
+
+class Judged(Struct, frozen=True):
+    """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
+
+    `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
+    `odds`: of the judged positions; None if the rule does not have the draft's distributions.
+    `is_candidate`: whether `token` is no correction but the accepted one of several candidates.
+    """
+
+    accepted: int
+    token: int | None
+    stop_after: int | None = None
+    odds: Odds | None = None
+    is_candidate: bool = False
+
+
+class Sampled(Struct, frozen=True):
+    """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
+
+    `stop_after`: number of `tokens` that complete a stop string; None if none does.
+    """
+
+    tokens: tuple[int, ...]
+    stop_after: int | None = None
+
+
+class Verifier(Protocol):
+    """Computes what the rows of a request's last forward decide; raises `ForwardError` where they cannot be used."""
+
+    def judge(self, judge: Judge) -> Judged: ...
+
+    def sample(self, sample: Sample) -> Sampled: ...

@@ -66,10 +66,10 @@ class Estimate:
 
 
 class Comparison(NamedTuple):
-    """Two ways on neighbouring stretches of one text. `gain`: the log of the rate of `way` over that of `other`."""
+    """Two ways on neighbouring stretches of one text. `gain`: the log of the rate of `method` over `reference`'s."""
 
-    way: str
-    other: str
+    method: str
+    reference: str
     gain: float
 
 
@@ -134,9 +134,9 @@ class Auto:
     def speedup(self) -> float | None:
         """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
         scores: list[float] = []
-        for way in WAYS:
-            if METHODS[way].drafts and self.estimates[way].count:
-                scores.append(self.estimates[way].score)
+        for method in WAYS:
+            if METHODS[method].drafts and self.estimates[method].count:
+                scores.append(self.estimates[method].score)
         if not scores:
             return None
         return exp(max(scores) - self.estimates[WAYS[0]].score)
@@ -146,11 +146,11 @@ class Auto:
         """How many times as fast as another way the best one is, by this text's comparisons of the two."""
         logs: dict[str, list[float]] = {}
         for comparison in self._comparisons:
-            if comparison.way == self.best:
-                logs.setdefault(comparison.other, []).append(comparison.gain)
-            elif comparison.other == self.best:
-                logs.setdefault(comparison.way, []).append(-comparison.gain)
-        return {way: exp(fmean(gains)) for way, gains in logs.items()}
+            if comparison.method == self.best:
+                logs.setdefault(comparison.reference, []).append(comparison.gain)
+            elif comparison.reference == self.best:
+                logs.setdefault(comparison.method, []).append(-comparison.gain)
+        return {method: exp(fmean(gains)) for method, gains in logs.items()}
 
     def begin(
         self, left: int, alone: float = 0.0, one_core: float = 0.0, has_draft: bool = True
@@ -181,8 +181,8 @@ class Auto:
             has_drafted: whether the draft has sent tokens since this way began.
         """
         self._since_trial += tokens
-        for way in self.ways:
-            self._waited[way] += tokens
+        for method in self.ways:
+            self._waited[method] += tokens
         if self._began is None:
             self._skipped += tokens  # the draft's prefill and the change of ways are not timed
             if has_drafted or not METHODS[self.way].drafts or self._skipped >= _SILENT:
@@ -274,8 +274,8 @@ class Auto:
         self.estimates[refuge] = replace(self.estimates[refuge], count=0)
 
     def _forget(self) -> None:
-        for way, estimate in self.estimates.items():
-            self.estimates[way] = replace(estimate, count=min(estimate.count, 1))
+        for method, estimate in self.estimates.items():
+            self.estimates[method] = replace(estimate, count=min(estimate.count, 1))
 
     def _end_stretch(self) -> None:
         rate = self._rate
@@ -303,23 +303,23 @@ class Auto:
             self._usual = (self._usual + rate) / 2 if self._usual else rate
         self._reference = rate
         if self._trial is not None:
-            way, trial_rate = self._trial
+            method, trial_rate = self._trial
             self._trial = None
-            self._compare(way, trial_rate, neighbours)
+            self._compare(method, trial_rate, neighbours)
 
-    def _compare(self, way: str, rate: float, reference: float) -> None:
+    def _compare(self, method: str, rate: float, reference: float) -> None:
         """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
         best = self.estimates[self.best]
-        estimate = self.estimates[way]
+        estimate = self.estimates[method]
         count = min(estimate.count + 1, _MEMORY)
         gain = log(rate / reference)
-        self._comparisons.append(Comparison(way, self.best, gain))
+        self._comparisons.append(Comparison(method, self.best, gain))
         gain = max(-1.5, min(1.5, gain))
         score = estimate.score + (best.score + gain - estimate.score) / count
-        self.estimates[way] = Estimate(score, count)
+        self.estimates[method] = Estimate(score, count)
         if score - best.score > _NOISE / sqrt(count) / 2:
             self.estimates[self.best] = Estimate(best.score, max(best.count, 1))
-            self.best = way
+            self.best = method
             self._reference = None
             self._usual = rate
 
@@ -327,16 +327,16 @@ class Auto:
         """The way whose trial is due now, if any."""
         if self._since_trial < _LEAST_PATIENCE or left < 2 * _TOKENS:
             return None
-        for way in self.ways:
+        for method in self.ways:
             may_draft = self._has_draft and left_for_reading >= 2 * _TOKENS
-            has_room = may_draft or not METHODS[way].drafts
-            if way != self.best and has_room and self._waited[way] >= self._patience(way):
-                return way
+            has_room = may_draft or not METHODS[method].drafts
+            if method != self.best and has_room and self._waited[method] >= self._patience(method):
+                return method
         return None
 
-    def _patience(self, way: str) -> float:
+    def _patience(self, method: str) -> float:
         """Tokens between two trials of a way; more, the more it lost by."""
-        estimate = self.estimates[way]
+        estimate = self.estimates[method]
         if not estimate.count:
             return 0
         lost = self.estimates[self.best].score - estimate.score

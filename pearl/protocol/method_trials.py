@@ -72,11 +72,11 @@ class AutoText:
         num_new = committed - self._committed
         self._committed = committed
         tokens_left = self._request.submit.limit - committed
-        way = self._speeds.auto.step(at, num_new, tokens_left, self._draft.has_sent)
-        if way is None:
+        method = self._speeds.auto.step(at, num_new, tokens_left, self._draft.has_sent)
+        if method is None:
             return
         self._draft.finish(do)
-        self._use(way, do)
+        self._use(method, do)
         if self._request.method.drafts:
             self._request.discard_pending()
             self._draft.begin(do)
@@ -102,9 +102,8 @@ class AutoText:
             counts.draft_speedup = auto.speedup
             counts.settled = auto.best if auto.speedup is not None else ""
 
-    def _use(self, way: str, do: Do) -> None:
-        self._request.use(way)
-        self._draft.has_sent = False
+    def _use(self, method: str, do: Do) -> None:
+        self._request.use(method)
         self._place(do)
 
     def _place(self, do: Do) -> None:

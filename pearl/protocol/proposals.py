@@ -83,14 +83,13 @@ class ProposalStore:
         rows = proposal.rows or nothing
         self._line += map(_Token, rows, proposal.sources, proposal.seen or nothing)
 
-    @property
-    def seen(self) -> list[Seen | None]:
-        """What the draft says of each token of the main line; None where it says nothing."""
-        return [token.seen for token in self._line]
+    def seen(self, count: int) -> list[Seen | None]:
+        """What the draft says of the first `count` tokens of the main line; None where it says nothing."""
+        return [token.seen for token in self._line[:count]]
 
     def rows(self, count: int) -> tuple[Any, ...]:
         """The draft distributions of the first `count` tokens of the main line."""
-        return tuple(token.row for token in self._line[:count])
+        return tuple([token.row for token in self._line[:count]])
 
     def accept(self, committed: int) -> Source:
         """The main line's first token was committed, as the last of `committed` tokens; return who guessed it.

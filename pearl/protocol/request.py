@@ -1,6 +1,6 @@
 """One request in the target: its text, the proposals for it, and what its client (front) has received.
 
-Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `TargetSteps`) change a `Request`.
+Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `LookAhead`) change a `Request`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pearl.config.options import RequestOptions
+from pearl.protocol.acceptance_estimates import Foresight
 from pearl.protocol.events import Deliver, Odds, Phase
 from pearl.protocol.machine import Do
 from pearl.protocol.messages import Committed, FinishReason, Preview, Provenance, Source, Submit
@@ -101,12 +102,6 @@ class Counts(Tally):
     lone_seconds: float = 0.0
     was_shared: bool = False
 
-    def observe_step(self, fed: int, seconds: float) -> None:
-        """Take in a forward of `fed` tokens in all."""
-        if fed == 1:
-            self.lone_forwards += 1
-            self.lone_seconds += seconds
-
 
 class Request:
     """The text of one request and its proposals.
@@ -118,6 +113,7 @@ class Request:
 
     def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
         self.submit = submit
+        self.number = submit.request
         self.sequence = sequence
         #: Proposals for the pending tokens of the sequence, and branches.
         self.proposals = ProposalStore()
@@ -130,19 +126,18 @@ class Request:
         self.opened_by: tuple[int, int] | None = None
         #: End position of the branch that this epoch began with; 0: there was none.
         self.foreseen_end = 0
-        #: Length of the text that the guessing index has.
-        self.indexed = 0
+        #: Other requests' tokens in the last forward.
+        self.beside = 0
+        #: Whether a forward after the prefill has begun.
+        self.has_stepped = False
         #: The finish reason once the request is to end; nothing is committed after that.
         self.ending: FinishReason | None = None
         #: Block length: tokens that the rule judges as a whole. 1 except for block rules.
         self.block = submit.options.rule_in_force.block(submit.options.parameters)
         self._decode_by(submit.options)
+        self._indexed = 0  # length of the text that the guessing index has
         self._delivered = 0  # length of the prefix that the front has
         self._undelivered: list[Provenance] = []
-
-    @property
-    def number(self) -> int:
-        return self.submit.request
 
     def use(self, way: str) -> None:
         """Method auto: decode with `way` from here on."""
@@ -169,7 +164,13 @@ class Request:
         """Begin with the prompt; a prefix of it may be in the KV cache already."""
         self.sequence.restart(self.submit.prompt)
         self.counts.num_cached_tokens = self.sequence.fed
-        self._delivered = self.indexed = self.sequence.committed
+        self._delivered = self._indexed = self.sequence.committed
+
+    def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
+        """The text that the guessing index does not have yet: its start, and its tokens."""
+        start = self._indexed
+        self._indexed = len(self.sequence.tokens)
+        return start, tuple(self.sequence.tokens[start:])
 
     def propose(self, proposal: Proposal) -> None:
         """Append draft tokens to the text, as pending."""
@@ -197,7 +198,7 @@ class Request:
             ways = self.counts.ways
             ways[self.method.name] = ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
-        if not self.counts.steps:
+        if not self.has_stepped:
             self.counts.num_prefill_tokens += 1
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
@@ -232,6 +233,18 @@ class Request:
             histogram[length] = histogram.get(length, 0) + 1
         self.counts.run = 0
 
+    def learn(self, foresight: Foresight, token: int) -> None:
+        """Compare what the draft's row said of the first pending token with the target's `token`."""
+        (seen,) = self.proposals.seen(1)
+        if seen is not None:
+            foresight.learn(seen, self.sequence.tokens[self.sequence.committed], token)
+
+    def count_guess(self, guesser: Source | None) -> None:
+        """Count a committed token by who guessed it; None: nobody."""
+        if guesser is not None:
+            by_source = self.counts.guessed_by_source
+            by_source[guesser] = by_source.get(guesser, 0) + 1
+
     def _count_accepted(self, source: Source) -> None:
         by_source = self.counts.accepted_by_source
         by_source[source] = by_source.get(source, 0) + 1
@@ -243,7 +256,7 @@ class Request:
         self.epoch += 1
         self.opened_by = None
         self.foreseen_end = 0
-        self.indexed = min(self.indexed, self.sequence.committed)
+        self._indexed = min(self._indexed, self.sequence.committed)
         self.proposals.clear()
         self.sequence.drop_pending()
 
@@ -252,8 +265,8 @@ class Request:
         seq = self.sequence
         start = self._delivered
         if start < seq.committed:
-            new = tuple(seq.tokens[start : seq.committed])
-            do(Deliver(Committed(self.number, start, new, tuple(self._undelivered))))
+            tokens = tuple(seq.tokens[start : seq.committed])
+            do(Deliver(Committed(self.number, start, tokens, tuple(self._undelivered))))
             self._delivered = seq.committed
             self._undelivered.clear()
 

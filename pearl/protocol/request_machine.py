@@ -1,13 +1,13 @@
 """The target's state machine for one request: it owns the prefix, decides what is computed next, issues every verdict.
 
 Events in (`handle`), commands out. All methods are settings of this one machine (`spec.methods`); what differs between
-acceptance rules, models and transports is behind the commands.
+acceptance rules, models and transports is behind the commands and the verifier.
 
-A forward feeds unfed tokens and yields a row for the position after each; then `_decide` picks the next step from the
-rows at hand. A row and a draft token: judge. A row for which no draft token will come: draw from it. A row whose token
-is still on its way: hold it. No row: feed what is unfed, once the window is full enough.
+A forward feeds unfed tokens and yields a row for the position after each; then `_decide` uses the rows at hand. A row
+and a draft token: judge. A row for which no draft token will come: draw from it. A row whose token is still on its way:
+hold it. No row: feed what is unfed, once the window is full enough.
 
-A request that looks ahead has guesses, made without a model, fed beside and behind what is unfed, as a tree: where the
+A request that looks ahead has guesses, made without a model, fed beside and after what is unfed, as a tree: where the
 text turns out to follow them, its rows are there already. If the rule then commits the target's own draw whatever was
 proposed, no row is held either: the target draws from it at once, and the draft, sent the token, catches up.
 """
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
-from pearl.errors import RemoteProtocolError
+from pearl.errors import ForwardError, RemoteProtocolError
 from pearl.protocol.draft_state import DraftState, Received
 from pearl.protocol.events import (
     Cause,
@@ -27,22 +27,36 @@ from pearl.protocol.events import (
     DraftJoined,
     End,
     Failed,
+    Forward,
     Forwarded,
-    Guessed,
-    Judged,
+    Judge,
+    Keep,
     Odds,
     Open,
     Phase,
+    Rollback,
+    Sample,
     Sampled,
+    Verifier,
     Wait,
 )
+from pearl.protocol.fed_tokens import FedTokens
+from pearl.protocol.look_ahead import LookAhead
 from pearl.protocol.machine import Do, Machine, Table
-from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Submit
+from pearl.protocol.messages import (
+    Cancel,
+    DraftTokens,
+    FinishReason,
+    Provenance,
+    Resync,
+    Source,
+    Submit,
+)
 from pearl.protocol.method_trials import AutoText
 from pearl.protocol.request import Request
+from pearl.protocol.scheduler import prefill_chunk
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_steps import TargetSteps
 
 
 class State(Enum):
@@ -50,53 +64,27 @@ class State(Enum):
     PREFILL = "prefill"  # a forward of the prompt is running
     PRE_VERIFY = "pre-verify"  # a forward of one token (and guesses) is running
     POST_VERIFY = "post-verify"  # a forward of several tokens (and guesses) is running
-    JUDGING = "judging"  # the acceptance rule is being applied to draft tokens
-    SAMPLING = "sampling"  # the target is drawing a token of its own
-    HELD = "held"  # logits are there, the draft token to judge with them is not
+    HELD = "held"  # a row is there, the draft token to judge with it is not
     GATHERING = "gathering"  # waits for enough draft tokens to start a forward
-    GUESSING = "guessing"  # model-free guesses are being looked up
 
 
 WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
-_FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-# Under block rules tokens are gathered, not held.
-_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})
 _ENDED = frozenset({State.IDLE})
-_DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
+_ALONE = frozenset({State.PRE_VERIFY})
+_STEPS = frozenset({State.PRE_VERIFY, State.POST_VERIFY})
+_DECIDED = WAITING | _STEPS | _ENDED
 
 # state -> event -> the states that may follow; anything else is illegal. The README's diagram is generated from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.IDLE: {Submit: frozenset({State.PREFILL})},
-    State.PREFILL: {Forwarded: _FED | _OF_BLOCKS | {State.PREFILL}, Failed: _ENDED},
-    State.PRE_VERIFY: {Forwarded: _FED | _OF_BLOCKS, Failed: _ENDED},
-    State.POST_VERIFY: {Forwarded: _FED | _OF_BLOCKS, Failed: _ENDED},
-    State.JUDGING: {
-        Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD},
-        Failed: _ENDED,
-    },
-    # The last two: the token taken in place of a withheld one was fed as a guess, so that the next row is there.
-    State.SAMPLING: {
-        Sampled: _DECIDED | {State.POST_VERIFY, State.HELD, State.SAMPLING},
-        Failed: _ENDED,
-    },
-    State.HELD: {
-        # SAMPLING where the draft withholds its token.
-        DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),
-        DraftGone: frozenset({State.SAMPLING}),
-        Cancel: _ENDED,
-    },
-    State.GATHERING: {
-        DraftTokens: frozenset({State.PRE_VERIFY, State.POST_VERIFY, State.GUESSING}),
-        DraftGone: frozenset({State.PRE_VERIFY, State.GUESSING}),
-        Cancel: _ENDED,
-    },
-    State.GUESSING: {Guessed: _ENDED | {State.PRE_VERIFY, State.POST_VERIFY}, Failed: _ENDED},
+    State.PREFILL: {Forwarded: _DECIDED | {State.PREFILL}, Failed: _ENDED},
+    State.PRE_VERIFY: {Forwarded: _DECIDED, Failed: _ENDED},
+    State.POST_VERIFY: {Forwarded: _DECIDED, Failed: _ENDED},
+    State.HELD: {DraftTokens: _DECIDED, DraftGone: _ALONE | _ENDED, Cancel: _ENDED},
+    State.GATHERING: {DraftTokens: _STEPS, DraftGone: _ALONE, Cancel: _ENDED},
 }
 # Legal in every state: peers do not wait for our forwards. Where a state does not list one, the state stays the same.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
-# These events discard pending tokens, so they are deferred while such tokens are judged or guesses made after them.
-AFTER_COMPUTING = (DraftGone, DraftJoined)
-COMPUTING = {State.JUDGING: (Judged, Failed), State.GUESSING: (Guessed, Failed)}
 
 
 class RequestMachine(Machine):
@@ -105,6 +93,7 @@ class RequestMachine(Machine):
     Args:
         sequence: the slot's, with the text whose cache the request may begin with.
         speeds: the target's estimates, which this machine adds to.
+        verifier: judges and draws with the rows of the request's last forward.
         draft_context: tokens that the draft's model holds; 0: no draft.
         window: c as last used.
         running: the machines of all running requests, this one among them.
@@ -120,6 +109,7 @@ class RequestMachine(Machine):
         sequence: TokenSequence,
         slot: int,
         speeds: Speeds,
+        verifier: Verifier,
         draft_context: int,
         window: int,
         running: Mapping[int, RequestMachine],
@@ -129,30 +119,13 @@ class RequestMachine(Machine):
         self.sequence = sequence
         self.slot = slot
         self._speeds = speeds
+        self._verifier = verifier
         self._running = running
         self.request = Request(submit, sequence)
         self.draft = DraftState(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
-        self._steps = TargetSteps(self.request, self.draft, speeds, running)
-        self._deferred: list[object] = []
-
-    def handle(self, event: object) -> list[object]:
-        """See `Machine.handle`. Defers events that would discard tokens while something is computed about these."""
-        computing = COMPUTING.get(self.state, ())
-        if computing and type(event) in AFTER_COMPUTING:
-            self._deferred.append(event)
-            return []
-        commands = super().handle(event)
-        if type(event) in computing:
-            deferred = self._deferred
-            self._deferred = []
-            for deferred_event in deferred:
-                commands += self.handle(deferred_event)
-        is_drafted_for = not self.draft.is_lost and self.state is not State.IDLE
-        if is_drafted_for and self.draft.resyncs_too_often:
-            gone = DraftGone("it was given the whole prefix too often", self.request.number)
-            commands += self.handle(gone)
-        return commands
+        self._look_ahead = LookAhead(self.request, speeds)
+        self._fed = FedTokens(0, ())  # in the last forward
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -173,75 +146,54 @@ class RequestMachine(Machine):
             self._decide(do)
 
     def _forwarded(self, event: Forwarded, do: Do) -> None:
-        if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
+        if event.fed is not None and event.fed.guessers:
+            self._take_guesses(event.fed)
+        is_prompt = self.state is State.PREFILL
+        if not is_prompt:  # a prompt's forward says nothing about a window's
             self._observe_step(event)
             self.auto.step(event.at, do)
-        has_prompt_left = self.sequence.fed < self.sequence.committed
-        if self.state is State.PREFILL and has_prompt_left and not self.request.ending:
+        has_prompt_left = is_prompt and self.sequence.fed < self.sequence.committed
+        if has_prompt_left and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
 
+    def _take_guesses(self, fed: FedTokens) -> None:
+        self._fed = fed
+        self.sequence.cached = fed.start  # of a tree, `_settle` keeps one path
+        if fed.parents is None:
+            self.sequence.cached += len(fed.tokens)
+        counts = self.request.counts
+        counts.num_guesses += len(fed.guessers)
+        counts.num_siblings += fed.guessers.count(Source.RUNNER_UP)
+
     def _observe_step(self, event: Forwarded) -> None:
-        self.request.counts.was_shared |= len(self._running) > 1
+        request = self.request
+        request.counts.was_shared |= len(self._running) > 1
         if event.beside is None:
             return
-        fed = self._steps.num_fed + event.beside
-        self.draft.beside = event.beside
+        fed = len(self._fed.tokens) + event.beside
+        request.beside = event.beside
         self._speeds.observe_target(fed, event.seconds)
-        self.request.counts.observe_step(fed, event.seconds)
+        if fed == 1:
+            request.counts.lone_forwards += 1
+            request.counts.lone_seconds += event.seconds
 
-    def _failed(self, _: Failed, do: Do) -> None:
+    def _failed(self, event: Failed, do: Do) -> None:
         self.request.ending = FinishReason.CANCELLED
         self.sequence.fed = 0  # the cache may hold what the model failed on
-        self._finish(do)
-
-    def _judged(self, event: Judged, do: Do) -> None:
-        request = self.request
-        judged = event.accepted + (event.token is not None)
-        self._speeds.observe_judgement(event.accepted, judged)
-        if event.odds is not None:
-            request.counts.odds = event.odds + (request.counts.odds or Odds())
-            request.counts.num_rejections += event.token is not None and not event.is_candidate
-        for count in range(1, event.accepted + 1):
-            request.commit(None, Provenance.ACCEPTED, event.stop_after == count)
-        if event.token is not None:
-            provenance = Provenance.ACCEPTED if event.is_candidate else Provenance.CORRECTED
-            request.commit(event.token, provenance, event.stop_after == judged)
-        self._decide(do)
-
-    def _sampled(self, event: Sampled, do: Do) -> None:
-        stops = [event.stop_after == count for count in range(1, len(event.tokens) + 1)]
-        if self.request.looks_ahead:
-            self._steps.commit_draws(event.tokens, stops)
-        else:
-            request = self.request
-            has_bonus = request.method.bonus and not request.is_fresh
-            is_bonus = has_bonus and self.draft.is_drafting
-            provenance = Provenance.BONUS if is_bonus else Provenance.DIRECT
-            request.commit(event.tokens[0], provenance, stops[0])
-        self._decide(do)
-
-    def _guessed(self, event: Guessed, do: Do) -> None:
-        if self.request.ending:
-            self._finish(do)
-        elif len(self.sequence.tokens) == self.request.indexed:
-            self._forward(Phase.PRE_VERIFY, do, event)
-        else:  # the text has changed behind them
-            self._forward(Phase.PRE_VERIFY, do)
+        self._finish(do, event)
 
     def _draft_tokens(self, message: DraftTokens, do: Do) -> None:
-        match self.draft.receive(message):
-            case Received.PENDING:
-                self.request.preview(do)
-                if self.state in WAITING:
-                    self._decide(do)
-            case Received.COMPARED if self.state is State.GATHERING:
+        received = self.draft.receive(message)
+        if received is Received.GAP:
+            self._resynchronise(do)
+        elif received is Received.PENDING:
+            self.request.preview(do)
+            if self.state in WAITING:
                 self._decide(do)
-            case Received.GAP if self.state in COMPUTING:
-                self._deferred.append(message)
-            case Received.GAP:
-                self._resynchronise(do)
+        elif received is Received.COMPARED and self.state is State.GATHERING:
+            self._decide(do)
 
     def _draft_joined(self, event: DraftJoined, do: Do) -> None:
         self.draft.context = event.context
@@ -270,56 +222,201 @@ class RequestMachine(Machine):
             raise RemoteProtocolError(
                 f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}"
             )
-        elif self.state in COMPUTING:
-            self._deferred.append(message)
         else:
             self._resynchronise(do)
 
     # ---- what to do next ----
 
     def _decide(self, do: Do) -> None:
-        """Called whenever nothing is being computed: the one place where the next step is chosen."""
+        """Called whenever no forward is running: the one place where the next step is chosen."""
         request = self.request
-        seq = self.sequence
+        try:
+            is_held = self._use_rows()
+        except ForwardError as error:
+            failed = Failed(str(error), type(error).__name__, request=request.number)
+            self._failed(failed, do)
+            return
         if request.ending:
             self._finish(do)
             return
-        self._steps.follow()
-        has_row = seq.fed >= seq.committed  # for the position after the prefix
-        if has_row and self._use_rows(do):
-            return
         self._announce(do)
-        if len(seq.unfed) < self.draft.needed:
+        if is_held:
+            self.state = State.HELD
+            do(Wait(Cause.HELD_ROW, request=request.number))
+        elif len(self.sequence.tokens) - self.sequence.fed < self.draft.needed:
             self.state = State.GATHERING
             do(Wait(Cause.WINDOW, request=request.number))
-        elif request.looks_ahead:
-            self.state = State.GUESSING
-            self._steps.guess(do)
         else:
             self._forward(Phase.PRE_VERIFY, do)
 
-    def _use_rows(self, do: Do) -> bool:
-        """Judge, draw or wait with the rows at hand; False where these are of no use."""
+    def _use_rows(self) -> bool:
+        """Judge and draw with the rows at hand; whether the next one is held for a draft token."""
         request = self.request
-        steps = self._steps
-        if steps.num_judged:
-            self.state = State.JUDGING
-            steps.judge(do)
-        elif request.runs_ahead or steps.row_is_direct:
-            self.state = State.SAMPLING
-            steps.sample(do)
-        elif request.block == 1:
-            self._announce(do)
-            self.state = State.HELD
-            do(Wait(Cause.HELD_ROW, request=request.number))
-        else:
-            # The row comes again with those of a block.
-            self.sequence.fed = self.sequence.committed - 1
-            return False
-        return True
+        seq = self.sequence
+        while not request.ending:
+            if seq.fed < len(seq.tokens):
+                self._fed.follow(seq)
+            if seq.fed < seq.committed:  # no row for the position after the prefix
+                return False
+            count = self._num_judged()
+            if count:
+                self._judge(count)
+            elif request.runs_ahead or self._row_is_direct:
+                self._sample()
+            elif request.block == 1:
+                return True
+            else:
+                seq.fed = seq.committed - 1  # the row comes again with those of a block
+                return False
+        return False
 
-    def _forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> None:
-        self.state = State(self._steps.forward(phase, do, guessed).value)  # named alike
+    def _num_judged(self) -> int:
+        """How many pending tokens the rows of the last forward can judge: for a block rule, a block or none.
+
+        The bonus token is drawn from the target even if a draft token for it has come: the text must not depend on
+        timing.
+        """
+        request = self.request
+        seq = self.sequence
+        if request.runs_ahead:
+            return 0
+        rows = seq.fed + 1 - seq.committed
+        if request.method.bonus and (rows > 1 or not request.is_fresh):
+            rows -= 1
+        count = min(len(seq.tokens) - seq.committed, rows)
+        if request.block == 1 or not count:
+            return count
+        block = self.draft.next_block
+        return block if count >= block else 0
+
+    @property
+    def _row_is_direct(self) -> bool:
+        """Whether the next row judges no draft token but is drawn from: for a bonus, or where none will come."""
+        if self._has_bonus or not self.draft.is_drafting:
+            return True
+        return self.draft.withholds and self.sequence.first_pending is None
+
+    @property
+    def _has_bonus(self) -> bool:
+        return self.request.method.bonus and not self.request.is_fresh
+
+    def _judge(self, count: int) -> None:
+        """Judge the first `count` pending tokens, and commit the verdict."""
+        request = self.request
+        start = self.sequence.committed
+        judge = Judge(
+            start,
+            tuple(self.sequence.tokens[start : start + count]),
+            request.proposals.rows(count),
+            self._fed.nodes(start, count),
+            request=request.number,
+        )
+        judged = self._verifier.judge(judge)
+        num_judged = judged.accepted + (judged.token is not None)
+        self._speeds.observe_judgement(judged.accepted, num_judged)
+        if judged.odds is not None:
+            request.counts.odds = judged.odds + (request.counts.odds or Odds())
+            request.counts.num_rejections += judged.token is not None and not judged.is_candidate
+        for number in range(1, judged.accepted + 1):
+            request.commit(None, Provenance.ACCEPTED, judged.stop_after == number)
+        if judged.token is not None:
+            provenance = Provenance.CORRECTED
+            if judged.is_candidate:
+                provenance = Provenance.ACCEPTED
+            request.commit(judged.token, provenance, judged.stop_after == num_judged)
+
+    def _sample(self) -> None:
+        """Draw the next token from the target's row, and those after it while the draw was fed as a guess."""
+        request = self.request
+        position = self.sequence.committed
+        (node,) = self._fed.nodes(position, 1)
+        # The target draws a withheld token itself; the draft goes on after it.
+        follow = request.looks_ahead and not self.draft.withholds
+        sampled = self._verifier.sample(Sample(position, node, follow, request=request.number))
+        if request.looks_ahead:
+            self._commit_draws(sampled, node)
+            return
+        provenance = Provenance.DIRECT
+        if self._has_bonus and self.draft.is_drafting:
+            provenance = Provenance.BONUS
+        request.commit(sampled.tokens[0], provenance, sampled.stop_after == 1)
+
+    def _commit_draws(self, sampled: Sampled, node: int) -> None:
+        """Commit draws, comparing them with the draft's tokens as far as these have come.
+
+        All draws but the last are guesses that were fed, after `node`; the last follows them.
+        """
+        request = self.request
+        num_accepted = 0
+        num_undrafted = 0
+        is_wrong = False
+        nodes = self._fed.walk(node, sampled.tokens)
+        for index, token in enumerate(sampled.tokens):
+            if request.ending:
+                break
+            is_stop = sampled.stop_after == index + 1
+            is_last = index == len(sampled.tokens) - 1
+            draft_token = self.sequence.first_pending
+            if draft_token is not None:
+                request.learn(self._speeds.foresight, token)
+            if draft_token == token:
+                num_accepted += 1
+                request.commit(None, Provenance.ACCEPTED, is_stop)
+                continue
+            provenance = Provenance.GUESSED
+            if draft_token is None:
+                num_undrafted += 1
+                if is_last:
+                    provenance = Provenance.DIRECT
+            else:
+                is_wrong = True
+                if is_last:
+                    provenance = Provenance.CORRECTED
+                else:  # `commit` counts only a correction as judged
+                    request.counts.num_judged_draft_tokens += 1
+            request.commit(token, provenance, is_stop)
+            if index < len(nodes):
+                request.count_guess(self._fed.guesser(nodes[index]))
+        self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
+        # If every draft token so far was right, one token ahead of the draft is still the same window.
+        request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
+
+    # ---- forwards ----
+
+    def _forward(self, phase: Phase, do: Do) -> None:
+        """Start a forward of unfed tokens and of guesses: of the prompt, or of what the phase's name says.
+
+        The token at the last position before `limit` is not fed: no token follows it.
+        """
+        request = self.request
+        seq = self.sequence
+        guess = None
+        if phase is Phase.PREFILL:
+            count = prefill_chunk(seq, is_alone=len(self._running) == 1)
+        else:
+            count = min(len(seq.tokens), request.submit.limit - 1) - seq.fed
+            if count > 1:
+                phase = Phase.POST_VERIFY
+            if request.looks_ahead:
+                guess = self._look_ahead.guess()
+        self._settle(do)
+        start = seq.fed
+        tokens = tuple(seq.feed(count))
+        self._fed = FedTokens(start, tokens)
+        request.counts.target_steps[phase] += 1
+        request.has_stepped |= phase is not Phase.PREFILL
+        rows = max(0, seq.fed + 1 - seq.committed)
+        do(Forward(phase, start, tokens, rows, guess, request=request.number))
+        self.state = State(phase.value)  # named alike
+
+    def _settle(self, do: Do) -> None:
+        """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
+        seq = self.sequence
+        if seq.cached > seq.fed:
+            do(Rollback(seq.fed, request=self.request.number))
+        elif seq.cached < seq.fed:
+            do(Keep(tuple(self._fed.path[: seq.fed - seq.cached]), request=self.request.number))
+        seq.cached = seq.fed
 
     # ---- the end, and beginning again ----
 
@@ -327,7 +424,7 @@ class RequestMachine(Machine):
         """Send draft and front what was committed, and the front what is pending."""
         self.draft.announce(do)
         self.request.deliver(do)
-        if self.sequence.pending:
+        if self.request.submit.preview and self.sequence.first_pending is not None:
             self.request.preview(do)
 
     def _resynchronise(self, do: Do) -> None:
@@ -336,19 +433,25 @@ class RequestMachine(Machine):
         self.request.discard_pending()
         self.draft.begin(do)
 
-    def _finish(self, do: Do) -> None:
+    def _finish(self, do: Do, failure: Failed | None = None) -> None:
         request = self.request
         request.deliver(do)
         self.draft.finish(do)
         self.auto.end()
         assert request.ending is not None
-        num_prompt_tokens = len(request.submit.prompt)
-        counts = request.counts
-        do(End(request.number, request.ending, num_prompt_tokens, counts, self.draft.window))
+        end = End(
+            request.number,
+            request.ending,
+            len(request.submit.prompt),
+            request.counts,
+            self.draft.window,
+            failure,
+        )
+        do(end)
         self.sequence.drop_pending()
         if self.sequence.cached < self.sequence.fed:
             # A tree that is not settled yet is this request's.
-            self._steps.settle(do)
+            self._settle(do)
         request.proposals.clear()
         self.state = State.IDLE
         do(Wait(Cause.IDLE))
@@ -359,9 +462,6 @@ RequestMachine.handlers = {
     Cancel: RequestMachine._cancel,
     Forwarded: RequestMachine._forwarded,
     Failed: RequestMachine._failed,
-    Guessed: RequestMachine._guessed,
-    Judged: RequestMachine._judged,
-    Sampled: RequestMachine._sampled,
     DraftTokens: RequestMachine._draft_tokens,
     DraftJoined: RequestMachine._draft_joined,
     DraftGone: RequestMachine._draft_gone,

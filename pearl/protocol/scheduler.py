@@ -1,12 +1,15 @@
-"""Scheduling: the queue of waiting requests, their assignment to slots, prefill chunks and batching delay.
+"""Scheduling: the queue of waiting requests, their slots, prefill chunks, and who joins a forward.
 
-The only queue and the only batching policy; the engine and the simulator share it.
+The only queue and the only batching policy; both workers and the simulator follow it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
+from typing import Generic, TypeVar
 
+from pearl.protocol.events import Draft, Forward, Open
 from pearl.protocol.messages import Submit
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
@@ -22,21 +25,50 @@ _GATHERING = 1.2
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
     """The number of unfed prompt tokens to feed in the next forward."""
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
-    count = min(len(sequence.unfed), chunk - sequence.fed % chunk)
+    count = min(len(sequence.tokens) - sequence.fed, chunk - sequence.fed % chunk)
     if sequence.piece > 1 and sequence.fed < sequence.prompt:
         # Tokens after the prompt need forwards of another size.
         count = min(count, sequence.prompt - sequence.fed)
     return count
 
 
-def seconds_to_gather(asked: int, waiting: int, speeds: Speeds) -> float:
-    """How long to delay a target forward for which `asked` requests are ready, so that `waiting` others can join it.
+_Command = TypeVar("_Command", Forward, Draft)
 
-    One draft forward serves several requests, so their draft tokens arrive together, but in a message each. A request
-    that misses the target forward waits for a whole one: t_target is saved for each of the `waiting`. The delay, paid
-    by each of the `asked`, never costs more in total.
+
+class Batch(Generic[_Command]):
+    """The forwards of one model that are due: one forward computes them all.
+
+    It starts as soon as the worker has nothing else to do, but for `delay`.
     """
-    return min(_GATHERING * speeds.t_draft, speeds.t_target(1) * waiting / asked)
+
+    def __init__(self) -> None:
+        self.commands: list[_Command] = []
+        self._start = 0.0  # when the forward is to begin at the latest; 0: not delayed
+
+    def delay(self, waiting: Collection[int], now: float, speeds: Speeds) -> float:
+        """Seconds to wait before the forward, so that requests that wait for their draft can join it.
+
+        One draft forward serves several requests, so their draft tokens arrive together, but in a message each. A
+        request that misses the target forward waits for a whole one: t_target is saved for each of the `waiting`. The
+        delay, paid by each that is ready, never costs more in total.
+        """
+        if not waiting:
+            return 0.0
+        if not self._start:
+            saved = speeds.t_target(1) * len(waiting) / len(self.commands)
+            self._start = now + min(_GATHERING * speeds.t_draft, saved)
+        return max(0.0, self._start - now)
+
+    def precedes(self, command: object) -> bool:
+        """Whether the forward comes before `command`, which may give the slot of a request to another."""
+        return bool(self.commands) and isinstance(command, Open)
+
+    def take(self) -> list[_Command]:
+        """Begin the forward."""
+        commands = self.commands
+        self.commands = []
+        self._start = 0.0
+        return commands
 
 
 class Scheduler:

@@ -47,10 +47,6 @@ class TokenSequence:
     def first_pending(self) -> int | None:
         return self.tokens[self.committed] if self.committed < len(self.tokens) else None
 
-    @property
-    def unfed(self) -> list[int]:
-        return self.tokens[self.fed :]
-
     def held(self, prefix: Sequence[int]) -> int:
         """How many tokens of `prefix`, from the first on, the cache holds."""
         return common_prefix(self.tokens[: self.fed], prefix)

@@ -6,9 +6,10 @@ Pure arithmetic on numbers that others measured.  Times are seconds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from math import inf
 from typing import Annotated, NamedTuple
 
@@ -94,7 +95,7 @@ class ForwardTimes:
         self._known[fed] = _blend(expected, seconds, weight)
         self._forwards += 1
         self._seen[fed] = self._forwards
-        self.refresh()
+        self._sorted = None
 
     def settle(self) -> None:
         """Treat the times measured so far as established ones, as those of a profile are."""
@@ -116,10 +117,11 @@ class ForwardTimes:
         table = self._sorted or self._table()
         return _interpolate(table.sizes, table.times, fed)
 
-    def hoped(self, fed: int) -> float:
+    @property
+    def hoped(self) -> Callable[[int], float]:
         """As `seconds`, but less for sizes not measured lately: a size that seems too slow is tried again."""
         table = self._sorted or self._table()
-        return _interpolate(table.sizes, table.hoped, fed)
+        return partial(_interpolate, table.sizes, table.hoped)
 
     def _bound(self, fed: int) -> float:
         """The most that a first forward of a size counts as: beyond the largest size, each token as long as there."""
@@ -138,7 +140,8 @@ class ForwardTimes:
             hoped: list[float] = []
             smaller = times[:1] + times  # never less than a smaller forward takes
             for size, seconds, least in zip(sizes, times, smaller, strict=False):
-                share = max(_LEAST_LEFT, _DECAY ** self._age(size))
+                age = max(0, self._forwards - self._seen.get(size, 0) - _LASTS)
+                share = max(_LEAST_LEFT, _DECAY**age)
                 hoped.append(max(seconds * share, least))
             self._sorted = _Table(sizes, times, hoped)
         return self._sorted
@@ -152,9 +155,6 @@ class ForwardTimes:
         scale = here / there if here and there else 1.0
         scaled = {size: self.like.seconds(size) * scale for size in self.like._known}
         return scaled | self._known
-
-    def _age(self, size: int) -> int:
-        return max(0, self._forwards - self._seen.get(size, 0) - _LASTS)
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], fed: int) -> float:

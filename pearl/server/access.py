@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.server.errors import ApiError
 
@@ -18,7 +16,6 @@ NOT_EMBEDDED = [
     ("cross-origin-resource-policy", "same-origin"),
     ("content-security-policy", "frame-ancestors 'none'"),
 ]
-Check = Callable[[Request], None]  # raises `ApiError`
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,15 @@ class Access:
     hosts: frozenset[str] | None = None
     origins: frozenset[str] = frozenset()
 
-    def check_key(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise `ApiError` for a request that is not answered."""
+        self._check_host(request)
+        # Not of `request.url`, which a Host header with a slash would change.
+        if request.scope["path"].startswith("/v1/"):
+            self._check_origin(request)
+            self._check_key(request)
+
+    def _check_key(self, request: Request) -> None:
         """Raise 401 if the request lacks the API key."""
         if self.key is None:
             return
@@ -47,14 +52,14 @@ class Access:
             text = "send the API key with the header Authorization: Bearer KEY"
             raise ApiError(401, text, code="invalid_api_key")
 
-    def check_host(self, request: Request) -> None:
+    def _check_host(self, request: Request) -> None:
         """Raise 403 if the Host header is none of `hosts`."""
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
         if self.hosts is not None and host not in self.hosts:
             names = ", ".join(sorted(self.hosts))
             raise ApiError(403, f"this server answers to {names} only, not to {host[:100]!r}")
 
-    def check_origin(self, request: Request) -> None:
+    def _check_origin(self, request: Request) -> None:
         """Raise 403 for a web page of another origin, which could not read the answer, but would have it computed.
 
         Pages cannot change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site takes
@@ -72,15 +77,3 @@ class Access:
         if not is_own and origin not in self.origins:
             text = "web pages of other origins are not answered: name theirs with --cors"
             raise ApiError(403, text)
-
-
-class Checked:
-    """Middleware that calls `check` before its routes, and raises what `check` raises."""
-
-    def __init__(self, app: ASGIApp, check: Check) -> None:
-        self._app = app
-        self._check = check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check(Request(scope))
-        await self._app(scope, receive, send)

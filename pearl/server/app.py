@@ -7,8 +7,9 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
@@ -19,24 +20,30 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
-from pearl.document import parse_json
-from pearl.engine import Result
-from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
-from pearl.server.access import Access, Checked
+from pearl.server.access import Access
 from pearl.server.errors import ApiError, no_model, of_engine
-from pearl.server.http import DONE, AnswerWriter, event, usage
+from pearl.server.http import (
+    DONE,
+    ChatWriter,
+    CompletionWriter,
+    ReplyText,
+    ReplyWriter,
+    event,
+    read_body,
+    usage,
+)
 from pearl.server.openapi import HttpEndpoint
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
-from pearl.server.requests import Setup, TextRequest, check_fits, read_request
+from pearl.server.requests import Setup, TextBody, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses, ResponsesRequest
 from pearl.server.schemas import ChatCompletionRequest, CompletionRequest
 from pearl.server.service import Service
@@ -44,8 +51,6 @@ from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
-MOST_BODY = 2 << 20  # bytes of one request
-BODY_SECONDS = 30.0  # for a body to arrive
 _LOOK_SECONDS = 1.0  # between two checks of an idle timeline whether the server ends
 
 
@@ -55,7 +60,7 @@ class App:
     def __init__(self, service: Service, setup: Setup, access: Access) -> None:
         self._service = service
         self._engine = service.engine
-        self._setup = setup
+        self.setup = setup
         self._spell = partial(token_bytes, self._engine.tokenizer)
         self._responses = Responses(setup)
         self._timeline = Timeline(self._engine.client.recording)
@@ -67,9 +72,9 @@ class App:
         self.asgi = self._routed(endpoints, access)
 
     def _endpoints(self) -> list[HttpEndpoint]:
-        """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
-        chat = self._posted(partial(self._read, True))
-        completions = self._posted(partial(self._read, False))
+        """Return all paths of the server. A new endpoint is a module with its schema and answer, and a row here."""
+        chat = self._posted(partial(self._read, ChatCompletionRequest, ChatWriter))
+        completions = self._posted(partial(self._read, CompletionRequest, CompletionWriter))
         responses = self._posted(self._responses.read)
         texts = "The texts, at once or as server-sent events."
         return [
@@ -87,19 +92,16 @@ class App:
         ]
 
     def _routed(self, endpoints: list[HttpEndpoint], access: Access) -> Starlette:
-        open_routes: list[BaseRoute] = []
-        keyed_routes: list[BaseRoute] = []
+        routes = []
         for endpoint in endpoints:
             methods = ["GET"] if endpoint.body is None else ["POST"]
-            path = endpoint.path.removeprefix("/v1")
-            routes = open_routes if path == endpoint.path else keyed_routes
-            routes.append(Route(path, endpoint.answer, methods=methods))
-        checks = [
-            Middleware(Checked, check=access.check_origin),
-            Middleware(Checked, check=access.check_key),
-        ]
-        routes = [*open_routes, Mount("/v1", routes=keyed_routes, middleware=checks)]
-        host_check = Middleware(Checked, check=access.check_host)
+            routes.append(Route(endpoint.path, endpoint.answer, methods=methods))
+        router = Router(routes)
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            access.check(Request(scope))
+            await router(scope, receive, send)
+
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
         outermost = []
         if access.origins:
@@ -111,7 +113,7 @@ class App:
             )
             outermost.append(cors)
         return Starlette(
-            routes=[Mount("", routes=routes, middleware=[host_check])],
+            routes=[Mount("", guarded)],  # within the handlers of exceptions
             middleware=outermost,
             exception_handlers={
                 ApiError: self._refuse,
@@ -155,7 +157,7 @@ class App:
     @property
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._setup.model,
+            "id": self.setup.model,
             "object": "model",
             "created": self._created,
             "owned_by": "pearl",
@@ -167,17 +169,18 @@ class App:
 
     async def _named_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._setup.model:
-            raise no_model(name, self._setup.model)
+        if name != self.setup.model:
+            raise no_model(name, self.setup.model)
         return JSONResponse(self._card)
 
-    def _read(self, is_chat: bool, body: Any) -> tuple[TextRequest, AnswerWriter]:
-        request = read_request(body, is_chat, self._setup)
-        options = request.body.stream_options
-        return request, AnswerWriter(is_chat, self._setup.model, self._spell, options)
+    def _read(
+        self, schema: type[TextBody], writer: type[CompletionWriter], body: Any
+    ) -> tuple[TextRequest, ReplyWriter]:
+        request = read_request(body, schema, self.setup)
+        return request, writer(request.body, self._spell)
 
     def _posted(
-        self, read: Callable[[Any], tuple[TextRequest, AnswerWriter]]
+        self, read: Callable[[Any], tuple[TextRequest, ReplyWriter]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Make an endpoint that answers with texts.
 
@@ -203,7 +206,10 @@ class App:
         assert isinstance(error, ApiError)
         self._service.metrics.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
-        return _ErrorResponse(error.body, error.status, error.headers | headers)
+        # In ASCII, for it may quote half a surrogate pair that the client sent.
+        body = json.dumps(error.body)
+        headers |= error.headers
+        return Response(body, error.status, headers, media_type="application/json")
 
     def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
         """Return why a request has no endpoint, and which one may be meant."""
@@ -216,8 +222,9 @@ class App:
         return f"there is no {path} here: {hint}/openapi.json lists what there is"
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        self._service.metrics.refused(500)
-        return _ErrorResponse(ApiError(500, "internal error; the server's log has more").body, 500)
+        return await self._refuse(
+            request, ApiError(500, "internal error; the server's log has more")
+        )
 
 
 def _page_headers(html: str) -> dict[str, str]:
@@ -233,40 +240,6 @@ def _page_headers(html: str) -> dict[str, str]:
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-
-
-class _ErrorResponse(JSONResponse):
-    """An error in ASCII, for it may quote half a surrogate pair that the client sent."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode("ascii")
-
-
-async def read_body(request: Request) -> Any:
-    """Return the parsed body. Raises `ApiError`."""
-    media_type = request.headers.get("content-type", "").partition(";")[0]
-    if media_type.strip().lower() != "application/json":
-        raise ApiError(415, "send the body with the header Content-Type: application/json")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MOST_BODY:
-                    raise ApiError(
-                        413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large"
-                    )
-        return parse_json(body.decode("utf-8"))
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise ApiError(
-            400, "the client closed the connection before its request was complete"
-        ) from None
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not UTF-8") from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class _WhileConnected(Response):
@@ -295,32 +268,27 @@ class _WhileConnected(Response):
                 await asyncio.wait({working})
 
 
+@dataclass
 class _Reply:
-    """The texts of one request, as a stream or all at once."""
+    """The texts of one request, as a stream or all at once. `arrived`: when the request did, a time.monotonic()."""
 
-    def __init__(
-        self, service: Service, request: TextRequest, writer: AnswerWriter, arrived: float
-    ) -> None:
-        self._service = service
-        self._engine = service.engine
-        self._request = request
-        self._body = request.body
-        self._writer = writer
-        self._arrived = arrived
+    service: Service
+    request: TextRequest
+    writer: ReplyWriter
+    arrived: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = f"{scope['method']} {scope['path']}"
-        log_as = partial(log_request, endpoint, self._body.model, self._arrived)
+        log_as = partial(log_request, endpoint, self.request.body.model, self.arrived)
         try:
-            prompts = [await self._encoded(prompt) for prompt in self._request.prompts]
-            tokenizer = self._engine.tokenizer
-            self._writer.new_parts = partial(self._request.parts, tokenizer, prompts[0])
-            if self._body.stream:
+            prompts = [await self._encoded(prompt) for prompt in self.request.prompts]
+            if self.request.body.stream:
                 status, counts = await self._send_stream(prompts, send)
                 log_as(status, counts)
                 return
-            results, counts = await self._generate(prompts, _read)
-            answer = await asyncio.to_thread(self._writer.whole, results, counts)
+            texts = await self._written(prompts)
+            counts = usage(texts, self.request.body.n)
+            answer = await asyncio.to_thread(self.writer.whole, texts, counts)
             await Response(answer, media_type="application/json")(scope, receive, send)
             log_as(200, counts)
         except asyncio.CancelledError:
@@ -328,47 +296,48 @@ class _Reply:
             raise
 
     async def _encoded(self, prompt: Any) -> list[int]:
-        with _errors_about(self._request.prompt_field):
-            tokens = await self._service.encode(prompt)
-        check_fits(tokens, self._request, self._engine.context)
+        with _errors_about(self.request.prompt_field):
+            tokens = await self.service.encode(prompt)
+        check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 
-    async def _generate(
-        self, prompts: list[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
-    ) -> tuple[list[Result], dict[str, Any]]:
-        """Pass each text to `write`, as many at a time as the engine has slots. Returns the results and the usage."""
-        room = asyncio.Semaphore(self._engine.config.slots)
-        waits: dict[int, float] = {}  # index of a text -> seconds in the queue
+    async def _written(
+        self, prompts: list[list[int]], events: _EventStream | None = None
+    ) -> list[ReplyText]:
+        """Write all texts, as many at a time as the engine has slots. Sends the pieces of each to `events`."""
+        slots = asyncio.Semaphore(self.service.engine.config.slots)
+        options = Options()
+        if self.request.format is not None:
+            options["show"] = self.request.format.shown
+        texts: list[ReplyText] = []
+        tasks: list[asyncio.Task[None]] = []
 
-        async def generate(index: int, tokens: list[int], number: int) -> Result:
-            async with room, self._text(tokens, number) as text:
-                await write(index, text)
-            waits[index] = text.watch.begun - text.watch.submitted
-            return text.result
+        async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
+            params = self.request.numbered(sample, self.service.engine.context - len(tokens))
+            async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
+                async for piece in stream:
+                    delta = text.feed(piece.text)
+                    if events is not None:
+                        await events.send(self.writer.piece(text, piece, delta))
+            text.result = stream.result
+            text.wait_seconds = stream.watch.begun - stream.watch.submitted
+            delta = text.feed("", True)
+            if events is not None:
+                await events.send(self.writer.last(text, delta))
 
-        tasks: list[asyncio.Task[Result]] = []
         for tokens in prompts:
-            for number in range(self._body.n):
-                text = generate(len(tasks), tokens, number)
-                tasks.append(asyncio.create_task(text))
+            for sample in range(self.request.body.n):
+                text = self.request.text(len(texts), self.service.engine.tokenizer, tokens)
+                texts.append(text)
+                tasks.append(asyncio.create_task(write(text, tokens, sample)))
         try:
-            results = await asyncio.gather(*tasks)
-            return results, usage(results, self._body.n, waits)
+            with _errors_about(self.request.prompt_field):
+                await asyncio.gather(*tasks)
+            return texts
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-    @asynccontextmanager
-    async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
-        with _errors_about(self._request.prompt_field):
-            room = self._engine.context - len(tokens)
-            params = self._request.numbered(number, room)
-            options = Options()
-            if self._request.format is not None:
-                options["show"] = self._request.format.shown
-            async with self._service.text(tokens, params, options, self._arrived) as text:
-                yield text
 
     async def _send_stream(
         self, prompts: list[list[int]], send: Send
@@ -377,35 +346,18 @@ class _Reply:
 
         The headers go out with the first piece, so that an earlier error can have its own status code.
         """
-        stream = _EventStream(send)
+        events = _EventStream(send)
         try:
-            _, counts = await self._generate(prompts, partial(self._send_text, stream))
+            texts = await self._written(prompts, events)
         except ApiError as error:
-            if not stream.has_begun:
+            if not events.has_begun:
                 raise
-            self._service.metrics.refused(error.status)
-            await stream.send(self._writer.error(error.body), more=False)
+            self.service.metrics.refused(error.status)
+            await events.send(self.writer.error(error.body), more=False)
             return error.status, {}
-        for chunk in self._writer.usage(counts):
-            await stream.send(chunk)
-        await stream.send(self._writer.done, more=False)
+        counts = usage(texts, self.request.body.n)
+        await events.send(self.writer.end(counts), more=False)
         return 200, counts
-
-    async def _send_text(self, stream: _EventStream, index: int, text: AsyncStream) -> None:
-        has_begun = False
-        async for piece in text:
-            if not has_begun:
-                has_begun = True
-                for chunk in self._writer.first(index):
-                    await stream.send(chunk)
-            for chunk in self._writer.piece(index, piece):
-                await stream.send(chunk)
-        await stream.send(self._writer.last(index, text.result))
-
-
-async def _read(index: int, text: AsyncStream) -> None:
-    async for _ in text:
-        pass
 
 
 @contextmanager
@@ -430,6 +382,8 @@ class _EventStream:
         self.has_begun = False
 
     async def send(self, chunk: bytes, more: bool = True) -> None:
+        if more and not chunk:
+            return
         async with self._sending:
             if not self.has_begun:
                 self.has_begun = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,7 @@ class Error(BaseModel):
     error: Problem
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that is not served.
 
@@ -54,14 +56,10 @@ class ApiError(Exception):
         code: a short name that programs can test.
     """
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
+    status: int
+    message: str
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -89,10 +87,6 @@ def no_model(name: str, only: str) -> ApiError:
     return ApiError(404, text, param="model", code="model_not_found")
 
 
-def engine_lost(why: str) -> ApiError:
-    return ApiError(503, why, code="engine_lost")
-
-
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     """Turn an error of the engine into one for the client.
 
@@ -110,7 +104,7 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
         case EngineClosed():
             return ApiError(503, "the server is shutting down", code="shutting_down")
         case TargetLost() | StartError() | TransportError():
-            return engine_lost(str(error))
+            return ApiError(503, str(error), code="engine_lost")
         case _:
             return ApiError(500, str(error), code=type(error).__name__)
 

@@ -1,22 +1,55 @@
-"""Answers to clients as OpenAI's objects, whole or in chunks. No I/O: `app` sends them."""
+"""Bodies of requests, and replies as OpenAI's objects, whole or in chunks, which `app` sends."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from msgspec.json import encode
+from starlette.requests import ClientDisconnect, Request
 
+from pearl.document import parse_json
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
-from pearl.server.schemas import StreamOptions
+from pearl.server.errors import ApiError
+from pearl.server.schemas import SharedRequest, StreamOptions
 from pearl.text.reasoning import Splitter
 from pearl.text.tools import Call, CallSplitter
 
+MOST_BODY = 2 << 20  # bytes of one request
+BODY_SECONDS = 30.0  # for a body to arrive
 DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request) -> Any:
+    """Return the parsed body. Raises `ApiError`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
+        raise ApiError(415, "send the body with the header Content-Type: application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BODY:
+                    raise ApiError(
+                        413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large"
+                    )
+        return parse_json(body.decode("utf-8"))
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(
+            400, "the client closed the connection before its request was complete"
+        ) from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def event(data: Any) -> bytes:
@@ -24,18 +57,27 @@ def event(data: Any) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
-class Parts:
-    """A text as OpenAI's message: reasoning, content and tool calls.
+class ReplyText:
+    """One text of a reply, as OpenAI's message: reasoning, content and tool calls.
 
     Attributes:
+        index: its place among the texts of the request.
         message: the message so far.
+        result: the engine's result; complete once the text has ended.
+        wait_seconds: how long the text waited until it was submitted.
 
     Args:
         thoughts: splits off the reasoning; None if the model does not think.
         calls: splits off the tool calls; None if the text may have none.
     """
 
-    def __init__(self, thoughts: Splitter | None = None, calls: CallSplitter | None = None) -> None:
+    result: Result
+    wait_seconds: float
+
+    def __init__(
+        self, index: int, thoughts: Splitter | None = None, calls: CallSplitter | None = None
+    ) -> None:
+        self.index = index
         self._thoughts = thoughts
         self._calls = calls
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -73,115 +115,146 @@ class Parts:
             function = self.message["tool_calls"][-1]["function"]
             function["arguments"] += call["function"]["arguments"]
 
-    def finish_reason(self, result: Result) -> str:
-        """Return OpenAI's finish reason."""
-        reason = finish_reason(result)
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's finish reason."""
+        reason = finish_reason(self.result)
         if reason == "stop" and "tool_calls" in self.message:
             return "tool_calls"
         return reason
 
 
-class AnswerWriter:
-    """Writes the answer to one request, whose objects share an id, a time and a model.
+class ReplyWriter(Protocol):
+    """Writes a reply in the format of one endpoint: as a whole, or as server-sent events that are sent one by one."""
 
-    Attributes:
-        done: the bytes that end a streamed answer.
-        new_parts: makes the `Parts` of a text.
+    def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
+        """Return a reply whose texts have ended. May take long: call it outside the event loop."""
+
+    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+        """Return the events of a piece; of the first one also those that begin the text.
+
+        Args:
+            delta: what the piece adds to the text's message.
+        """
+
+    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
+        """Return the events that end a text. `delta`: what was held back of its message."""
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the events after all texts."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the last event of a stream that fails."""
+
+
+class CompletionWriter(ReplyWriter):
+    """Writes replies of /v1/completions, whose objects share an id, a time and a model.
 
     Args:
         spell: returns a token's bytes in UTF-8, for log probabilities.
     """
 
-    done = DONE
+    _ID = "cmpl-"
+    _OBJECT = "text_completion"
+    _CHUNK = "text_completion"
 
-    def __init__(
-        self,
-        is_chat: bool,
-        model: str,
-        spell: Callable[[int], bytes],
-        options: StreamOptions | None = None,
-    ) -> None:
-        if options is None:
-            options = StreamOptions()
-        self._is_chat = is_chat
-        self._spell = spell
+    def __init__(self, request: SharedRequest, spell: Callable[[int], bytes]) -> None:
+        options = request.stream_options or StreamOptions()
         self._include_usage = options.include_usage  # each chunk then has a field `usage`
         self._include_provenance = options.include_provenance
-        self.new_parts: Callable[[], Parts] = Parts
-        self._parts: defaultdict[int, Parts] = defaultdict(lambda: self.new_parts())
-        prefix = "chatcmpl-" if is_chat else "cmpl-"
+        self._spell = spell
+        self._begun: set[int] = set()  # texts of chats that have a first chunk
         self._head = {
-            "id": prefix + secrets.token_hex(12),
+            "id": self._ID + secrets.token_hex(12),
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
         }
 
-    def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        """Return all texts, prompt by prompt. Many log probabilities take long: call it outside the event loop."""
+    def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
         choices = []
-        for index, result in enumerate(results):
-            choice = {"index": index, **self._text(index, result.text)}
-            choice["finish_reason"] = self._parts[index].finish_reason(result)
-            choice["logprobs"] = self._logprobs(result.tokens, result.logprobs)
+        for text in texts:
+            choice = {"index": text.index, **self._message(text.message)}
+            choice["finish_reason"] = text.finish_reason
+            choice["logprobs"] = self._logprobs(text.result.tokens, text.result.logprobs)
             choices.append(choice)
-        head = {**self._head, "object": self._object("")}
-        return encode({**head, "usage": usage, "choices": choices})
+        return encode({**self._head, "object": self._OBJECT, "usage": usage, "choices": choices})
 
-    def _text(self, index: int, text: str) -> dict[str, Any]:
-        if not self._is_chat:
-            return {"text": text}
-        self._parts[index].feed(text, True)
-        message = self._parts[index].message
+    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+        """Return a chunk if the piece has text, or if the client requested details of its tokens."""
+        has_details = self._include_provenance or piece.logprobs
+        if not delta and not (has_details and piece.tokens):
+            return b""
+        fields = self._delta(delta or {"content": ""})
+        if self._include_provenance:
+            provenance = []
+            for token, source in zip(piece.texts, piece.provenance, strict=True):
+                provenance.append({"text": token, "source": source.value})
+            fields["provenance"] = provenance
+        logprobs = self._logprobs(piece.tokens, piece.logprobs)
+        return self._chunk(text, fields, logprobs=logprobs)
+
+    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
+        return self._chunk(text, self._delta(delta), text.finish_reason)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event({**self._head, "object": self._CHUNK, "choices": [], "usage": usage}) + DONE
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return event(body)
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a whole text."""
+        return {"text": message["content"]}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a piece."""
+        return {"text": delta.get("content", "")}
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Any:
+        """Return log probabilities of tokens; None if the client did not request them, as only chats can."""
+        return None
+
+    def _chunk(
+        self,
+        text: ReplyText,
+        fields: dict[str, Any],
+        reason: str | None = None,
+        logprobs: Any = None,
+    ) -> bytes:
+        choice = {"index": text.index, **fields, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": self._CHUNK, "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+
+class ChatWriter(CompletionWriter):
+    """Writes replies of /v1/chat/completions."""
+
+    _ID = "chatcmpl-"
+    _OBJECT = "chat.completion"
+    _CHUNK = "chat.completion.chunk"
+
+    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+        chunks = super().piece(text, piece, delta)
+        if text.index not in self._begun:
+            self._begun.add(text.index)
+            chunks = self._chunk(text, {"delta": {"role": "assistant", "content": ""}}) + chunks
+        return chunks
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message["content"]
         if not content and "tool_calls" in message:
             content = None
         return {"message": {"refusal": None, **message, "content": content}}
 
-    def first(self, index: int) -> Iterator[bytes]:
-        """Yield the chunk before the first piece of a text."""
-        if self._is_chat:
-            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"delta": delta}
 
-    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """Yield the chunk of a piece if it has text, or if the client requested details of its tokens."""
-        fields: dict[str, Any] = {"text": piece.text}
-        if self._is_chat:
-            fields = self._parts[index].feed(piece.text)
-        has_details = self._include_provenance or piece.logprobs
-        if not any(fields.values()) and not (has_details and piece.tokens):
-            return
-        if self._is_chat:
-            fields = {"delta": fields or {"content": ""}}
-        if self._include_provenance:
-            provenance = []
-            for text, source in zip(piece.texts, piece.provenance, strict=True):
-                provenance.append({"text": text, "source": source.value})
-            fields["provenance"] = provenance
-        yield self._chunk(index, fields, logprobs=self._logprobs(piece.tokens, piece.logprobs))
-
-    def error(self, body: dict[str, Any]) -> bytes:
-        """Return the last chunk of a stream that fails."""
-        return event(body)
-
-    def last(self, index: int, result: Result) -> bytes:
-        """Return the chunk that ends a text."""
-        parts = self._parts[index]
-        fields: dict[str, Any] = {"text": ""}
-        if self._is_chat:
-            fields = {"delta": parts.feed("", True)}
-        return self._chunk(index, fields, parts.finish_reason(result))
-
-    def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the last chunk, if the client requested it."""
-        if self._include_usage:
-            head = {**self._head, "object": self._object(".chunk")}
-            yield event({**head, "choices": [], "usage": usage})
-
-    def _logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[Logprobs]
-    ) -> dict[str, Any] | None:
-        """Return log probabilities of tokens; None if the client did not request them, as only chats can."""
-        if not self._is_chat or not logprobs:
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Any:
+        if not logprobs:
             return None
         content = []
         for token, logprob in zip(tokens, logprobs, strict=True):
@@ -198,44 +271,31 @@ class AnswerWriter:
             "bytes": list(spelling),
         }
 
-    def _chunk(
-        self,
-        index: int,
-        fields: dict[str, Any],
-        reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> bytes:
-        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
-        chunk = {**self._head, "object": self._object(".chunk"), "choices": [choice]}
-        if self._include_usage:
-            chunk["usage"] = None
-        return event(chunk)
-
-    def _object(self, suffix: str) -> str:
-        return f"chat.completion{suffix}" if self._is_chat else "text_completion"
-
 
 def finish_reason(result: Result) -> str:
     """Return OpenAI's finish reason, "length" or "stop"; an end-of-sequence token is a stop."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
-def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict[str, Any]:
-    """Count the tokens of a request, and add the statistics of its drafts.
+def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
+    """Count the tokens of a request, and add the statistics of its drafts: the field `usage` of every endpoint.
 
     Args:
-        n: texts for each prompt, adjacent in `results`; the tokens of a prompt count once.
-        waits: index of a result -> seconds before it was submitted.
+        n: texts for each prompt, adjacent in `texts`; the tokens of a prompt count once.
     """
+    results = [text.result for text in texts]
     prompt_tokens = sum(len(result.prompt_tokens) for result in results[::n])
     cached_tokens = sum(result.statistics.num_cached_tokens for result in results[::n])
     completion_tokens = sum(len(result.tokens) for result in results)
+    queue_seconds = []
+    for text in texts:
+        queue_seconds.append(text.wait_seconds + text.result.statistics.queue_seconds)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "pearl": _statistics(results, waits),
+        "pearl": _statistics(results) | {"queue_seconds": queue_seconds},
     }
 
 
@@ -250,13 +310,10 @@ _LISTED = (
 )
 
 
-def _statistics(results: Sequence[Result], waits: Mapping[int, float]) -> dict[str, Any]:
+def _statistics(results: Sequence[Result]) -> dict[str, Any]:
     statistics = [result.statistics for result in results]
     num_draft_tokens = sum(text.num_draft_tokens for text in statistics)
     num_accepted = sum(text.num_accepted_draft_tokens for text in statistics)
-    queue_seconds = []
-    for index, text in enumerate(statistics):
-        queue_seconds.append(waits.get(index, 0.0) + text.queue_seconds)
     lists = {name: [getattr(text, name) for text in statistics] for name in _LISTED}
     return {
         "seed": results[0].seed,
@@ -265,7 +322,6 @@ def _statistics(results: Sequence[Result], waits: Mapping[int, float]) -> dict[s
         "draft_acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else None,
         "tokens_by_source": sources(results),
         "seconds_to_first_token": statistics[0].seconds_to_first_token,
-        "queue_seconds": queue_seconds,
         "seconds": [text.seconds - text.queue_seconds for text in statistics],
         **lists,
     }

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pearl.config import Settings
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
 from pearl.server.access import NOT_EMBEDDED, Access
@@ -41,35 +42,23 @@ class Door:
 
     Attributes:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
+        host: as a URL has it.
+        access: who is answered.
         model: the name under which clients request the model; None: as it was loaded.
-        origins: origins of web pages that may use the server, besides its own.
         tool_parser: the format of the model's calls, a name in `pearl.text.tools`.
         logs_requests: whether each request is a line in the log.
     """
 
     bound: socket.socket
     host: str
-    key: str | None
+    access: Access
     model: str | None = None
-    origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     logs_requests: bool = True
 
     @property
     def url(self) -> str:
-        return f"http://{self._literal}:{self.bound.getsockname()[1]}"
-
-    @property
-    def _literal(self) -> str:
-        return f"[{self.host}]" if ":" in self.host else self.host
-
-    @property
-    def access(self) -> Access:
-        """Who is answered. Without a key the Host header must be one of the server's own names."""
-        hosts = None
-        if not self.key:
-            hosts = frozenset({"localhost", "127.0.0.1", "[::1]", self._literal.lower()})
-        return Access(self.key, hosts, frozenset(self.origins))
+        return f"http://{self.host}:{self.bound.getsockname()[1]}"
 
     def model_name(self, engine: Engine) -> str:
         """Return the model's name for clients."""
@@ -78,20 +67,24 @@ class Door:
     def close(self) -> None:
         self.bound.close()
 
-    def serve(self, engine: Engine, settings: Settings) -> None:
-        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost."""
+    def serve(self, engine: Engine, options: RequestOptions) -> None:
+        """Serve until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost.
+
+        Args:
+            options: the defaults of requests.
+        """
         raise_limit()
         try:
             self.bound.listen()
         except OSError as error:  # another process listens there now
             raise ConfigError(f"{self.url}: cannot listen there: {error.strerror}") from None
-        asyncio.run(self._serve(engine, settings))
+        asyncio.run(self._serve(engine, options))
 
-    async def _serve(self, engine: Engine, settings: Settings) -> None:
+    async def _serve(self, engine: Engine, options: RequestOptions) -> None:
         model = self.model_name(engine)
         service = Service(engine, model)
         show_requests(self.logs_requests)
-        setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser))
+        setup = Setup(model, options, format_of(engine.tokenizer, self.tool_parser))
         app = App(service, setup, self.access)
         server = Server(app, service)
         watching = asyncio.create_task(_end_when_lost(service, server))
@@ -163,12 +156,18 @@ def name_of(target: str) -> str:
     return path.name if path.exists() else target
 
 
-def bind(address: str, key: str | None = None, **options: Any) -> Door:
-    """Bind HOST:PORT; port 0 is a free one. `options`: fields of `Door`. Raises `ConfigError`."""
+def bind(address: str, key: str | None = None, origins: Sequence[str] = (), **options: Any) -> Door:
+    """Bind HOST:PORT; port 0 is a free one. Raises `ConfigError`.
+
+    Args:
+        key: of the API; without one the Host header of requests must be one of the server's own names.
+        origins: as of `Access`.
+        options: further fields of `Door`.
+    """
     host, port = _split(address)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise ConfigError("the API key must be printable ASCII without spaces, and not empty")
-    for origin in options.get("origins", ()):
+    for origin in origins:
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
             raise ConfigError(
                 f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000"
@@ -194,7 +193,12 @@ def bind(address: str, key: str | None = None, **options: Any) -> Door:
     except OSError as error:
         bound.close()
         raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
-    return Door(bound, host, key, **options)
+    if ":" in host:
+        host = f"[{host}]"
+    hosts = None
+    if key is None:
+        hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host.lower()})
+    return Door(bound, host, Access(key, hosts, frozenset(origins)), **options)
 
 
 def _split(address: str) -> tuple[str, int]:

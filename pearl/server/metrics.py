@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from importlib.resources import files
+from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client
+from msgspec import Struct, yaml
 
 from pearl.engine import Piece, Result
 from pearl.metrics import Statistics, Stopwatch
 from pearl.server.http import finish_reason, sources
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _POSITIONS = 32  # of an accepted run that have a series of their own
-_ENDED = ", of texts that came to their end."
 
 
-class Series(NamedTuple):
+class Series(Struct, frozen=True):
     """A series of measurements as Prometheus shows it.
 
     Attributes:
@@ -30,72 +29,15 @@ class Series(NamedTuple):
         buckets: upper bounds of a histogram, in seconds.
     """
 
-    kind: Any
+    kind: Literal["Counter", "Gauge", "Histogram"]
     name: str
     help: str
     label: str = ""
     buckets: tuple[float, ...] = ()
 
 
-_SERIES = {  # by the names that this file uses
-    "running": Series(Gauge, "vllm:num_requests_running", "Requests whose text is being written."),
-    "waiting": Series(Gauge, "vllm:num_requests_waiting", "Requests that wait for their turn."),
-    "restarts": Series(Gauge, "pearl:draft_restarts", "Drafts that were lost and started again."),
-    "prompt": Series(Counter, "vllm:prompt_tokens", f"Prompt tokens{_ENDED}"),
-    "generated": Series(Counter, "vllm:generation_tokens", "Tokens generated."),
-    "drafted": Series(
-        Counter, "vllm:spec_decode_num_draft_tokens", f"Draft tokens that the target judged{_ENDED}"
-    ),
-    "accepted": Series(
-        Counter, "vllm:spec_decode_num_accepted_tokens", f"Draft tokens accepted{_ENDED}"
-    ),
-    "runs": Series(Counter, "pearl:runs", f"Accepted runs that a correction ended{_ENDED}"),
-    "lost": Series(
-        Counter, "pearl:texts_with_draft_lost", "Texts during which the draft was lost."
-    ),
-    "ended": Series(
-        Counter, "vllm:request_success", "Texts; abort: the client went away.", "finished_reason"
-    ),
-    "sources": Series(
-        Counter,
-        "pearl:tokens_by_source",
-        "Tokens generated; accepted draft tokens: accepted.",
-        "source",
-    ),
-    "positions": Series(
-        Counter,
-        "pearl:accepted_tokens_per_position",
-        f"By place in a run, from 0{_ENDED}",
-        "position",
-    ),
-    "waits": Series(
-        Counter, "pearl:target_wait_seconds", f"Seconds that the target waited{_ENDED}", "cause"
-    ),
-    "refused": Series(
-        Counter, "pearl:http_refused", "Requests that were not served, by status code.", "status"
-    ),
-    "ttft": Series(
-        Histogram,
-        "vllm:time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
-        buckets=_LONG,
-    ),
-    "itl": Series(
-        Histogram,
-        "vllm:inter_token_latency_seconds",
-        "0 for further tokens of the same step.",
-        buckets=_SHORT,
-    ),
-    "queue": Series(
-        Histogram, "vllm:request_queue_time_seconds", "Waited for a turn.", buckets=_LONG
-    ),
-    "latency": Series(
-        Histogram,
-        "vllm:e2e_request_latency_seconds",
-        "From a request's arrival to the end of its text.",
-        buckets=_LONG,
-    ),
-}
+# By the names that this file uses.
+_SERIES = yaml.decode((files("pearl.server") / "series.yaml").read_bytes(), type=dict[str, Series])
 
 
 class ServerMetrics:
@@ -107,7 +49,7 @@ class ServerMetrics:
 
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._model = model
-        self._registry = CollectorRegistry()
+        self._registry = prometheus_client.CollectorRegistry()
         self._series: dict[str, Any] = {}  # a function of the label's value, for series with one
         for key, series in _SERIES.items():
             self._series[key] = self._registered(series)
@@ -121,14 +63,16 @@ class ServerMetrics:
             options["buckets"] = series.buckets
         if series.label:
             labels.append(series.label)
-        metric = series.kind(series.name, series.help, labels, **options)
+        metric = getattr(prometheus_client, series.kind)(
+            series.name, series.help, labels, **options
+        )
         if series.label:
             return partial(metric.labels, self._model)
         return metric.labels(self._model)
 
     def page(self) -> bytes:
         """Return all series in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def refused(self, status: int) -> None:
         """Count a request that was not served."""

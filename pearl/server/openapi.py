@@ -75,7 +75,8 @@ def _described(endpoint: HttpEndpoint) -> dict[str, Any]:
     for status in _PROBLEMS:
         responses[str(status)] = _content(HTTPStatus(status).phrase, _named("Error"))
     if endpoint.body is not None:
-        success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        if "stream" in endpoint.body.field_names:
+            success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         content = {"application/json": {"schema": _named(endpoint.body.__name__)}}
         request_body = {"required": True, "content": content}
         return {"post": {"requestBody": request_body, "responses": responses}}

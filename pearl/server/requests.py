@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.config import RequestOptions, Settings
-from pearl.engine.request import Chat, Prompt
+from pearl.config import RequestOptions
+from pearl.engine.request import Chat, Prompt, as_prompts
 from pearl.errors import ConfigError, RequestError
 from pearl.server.errors import ApiError, invalid, no_model
-from pearl.server.http import Parts
+from pearl.server.http import ReplyText
 from pearl.server.schemas import (
     MOST_TEXTS,
-    SAMPLING,
     ChatCompletionRequest,
     CompletionRequest,
     Function,
@@ -36,12 +35,12 @@ class Setup:
 
     Attributes:
         model: the name under which clients request the model.
-        settings: the engine's settings, whose options are the defaults of requests.
+        options: the defaults of requests.
         tools: the format in which the model writes calls.
     """
 
     model: str
-    settings: Settings
+    options: RequestOptions
     tools: Format = FORMATS["hermes"]
 
 
@@ -52,46 +51,32 @@ class TextRequest:
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
         params: how to decode and sample; `numbered` has them for each text.
+        prompt_field: the field that has the prompts.
+        limit_field: the field that set max_tokens; empty if it is a default.
         format: the format of calls in the text; None if the text may have none.
-        chat_field: the endpoint's name of the field with a chat's messages.
-        chat_limit_field: the endpoint's name of `max_completion_tokens`.
     """
 
     body: TextBody
-    prompts: tuple[Prompt, ...]
+    prompts: list[Prompt]
     params: RequestOptions
-    format: Format | None = None
-    chat_field: str = "messages"
-    chat_limit_field: str = "max_completion_tokens"
+    prompt_field: str
+    limit_field: str
+    format: Format | None
 
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.body, ChatCompletionRequest)
-
-    def parts(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parts:
-        """Make what splits one text into reasoning, content and calls."""
+    def text(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyText:
+        """Make the reply's text number `index`, which splits into reasoning, content and calls."""
         if not isinstance(self.body, ChatCompletionRequest):
-            return Parts()
+            return ReplyText(index)
         thoughts = None
         if self.params.json_schema is None and self.params.regex is None:  # else without tags
             thoughts = splitter_of(tokenizer, prompt)
         if self.format is None:
-            return Parts(thoughts)
+            return ReplyText(index, thoughts)
         names = [tool.function.name for tool in self.body.tools]
         is_forced = bool(self.body.forced_functions)
         max_calls = None if self.body.parallel_tool_calls else 1
-        return Parts(thoughts, CallSplitter(self.format, names, is_forced, max_calls))
-
-    @property
-    def prompt_field(self) -> str:
-        return self.chat_field if self.is_chat else "prompt"
-
-    @property
-    def limit_field(self) -> str:
-        """The field that set max_tokens; empty if it is a default."""
-        if "max_completion_tokens" in self.body.model_fields_set:
-            return self.chat_limit_field
-        return "max_tokens" if "max_tokens" in self.body.model_fields_set else ""
+        calls = CallSplitter(self.format, names, is_forced, max_calls)
+        return ReplyText(index, thoughts, calls)
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
         """Return the params of text number `sample`, from 0; all share one seed.
@@ -105,28 +90,33 @@ class TextRequest:
         return self.params.changed(sample=sample, max_tokens=max_tokens)
 
 
-def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
-    """Check the parsed body. `is_chat`: whether it was sent to /v1/chat/completions."""
-    schema = ChatCompletionRequest if is_chat else CompletionRequest
-    request: TextBody = validate(schema, body)
+def read_request(body: Any, schema: type[TextBody], setup: Setup) -> TextRequest:
+    """Check the parsed body of a request to the endpoint that takes `schema`."""
+    request = validate(schema, body)
     if request.model != setup.model:
         raise no_model(request.model, setup.model)
-    prompts: tuple[Prompt, ...]
     if isinstance(request, ChatCompletionRequest):
-        prompts = (_chat(request, body, setup),)
+        prompt_field = "messages"
+        prompts = as_prompts(_chat(request, body, setup))
     else:
-        prompts = _prompts(request)
+        prompt_field = "prompt"
+        prompts = as_prompts(request.prompt)
     if request.n * len(prompts) > MOST_TEXTS:
         text = f"prompts times n may be at most {MOST_TEXTS} texts a request"
         raise ApiError(400, text, param="n")
     params = _params(request, setup).with_seed()
-    may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
-    if isinstance(request, ChatCompletionRequest) and not request.forced_functions:
-        may_call = may_call and params.json_schema is None
-    return TextRequest(request, prompts, params, setup.tools if may_call else None)
+    format = None
+    may_call = params.json_schema is None or request.forced_functions
+    if may_call and isinstance(prompts[0], Chat) and prompts[0].tools:
+        format = setup.tools
+    limit_field = ""
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in request.model_fields_set:
+            limit_field = name
+    return TextRequest(request, prompts, params, prompt_field, limit_field, format)
 
 
-def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Prompt:
+def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Chat:
     messages = [message.for_template() for message in request.messages]
     prefix = ""
     if request.continue_final_message:
@@ -136,9 +126,7 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
         tools = [_tool(tool["function"]) for tool in body["tools"]]
     if request.forced_functions:
         prefix += setup.tools.prefix
-    if tools or prefix or request.variables:
-        return Chat(messages, tools, prefix, request.variables)
-    return messages
+    return Chat(messages, tools, prefix, request.variables)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,33 +138,11 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
-def _prompts(request: CompletionRequest) -> tuple[Prompt, ...]:
-    prompt: Any = request.prompt
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        return tuple(prompt)
-    return (prompt,)
-
-
 def _params(request: TextBody, setup: Setup) -> RequestOptions:
-    defaults = setup.settings.options
-    values: dict[str, Any] = {}
-    for name in SAMPLING:
-        if name in request.model_fields_set:
-            values[name] = getattr(request, name)
+    defaults = setup.options
+    values = request.options
     if isinstance(request, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
-    else:
-        if request.max_completion_tokens is not None:
-            values["max_tokens"] = request.max_completion_tokens
-        if request.logprobs:
-            values["logprobs"] = request.top_logprobs
-    if request.stop is not None:
-        values["stop"] = request.stop
-    if request.stop_token_ids:
-        values["stop_token_ids"] = tuple(request.stop_token_ids)
-    if request.logit_bias:
-        biases = request.logit_bias.items()
-        values["logit_bias"] = tuple((int(token), bias) for token, bias in biases)
     try:
         return defaults.changed(**(values | _grammar(request, setup)))
     except ConfigError as error:  # it begins with a field's name
@@ -189,7 +155,7 @@ def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
     schema = None
     if request.response_format is not None:
         schema = request.response_format.schema_to_keep
-    if isinstance(request, ChatCompletionRequest) and request.forced_functions:
+    if request.forced_functions:
         field = "tools"
         functions = [function.model_dump() for function in request.forced_functions]
         try:

@@ -6,25 +6,25 @@ import json
 import re
 import secrets
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from pearl.engine import Piece, Result
+from pearl.engine import Piece
 from pearl.server.errors import ApiError, invalid
-from pearl.server.http import AnswerWriter
+from pearl.server.http import ReplyText, ReplyWriter
 from pearl.server.requests import Setup, TextRequest, read_request
 from pearl.server.schemas import (
+    FOREIGN_FIELDS,
     MOST_MESSAGES,
     MOST_TOOLS,
-    UNSERVED,
     ChatCompletionRequest,
     SharedRequest,
     Text,
-    Unserved,
     check_text,
     validate,
 )
@@ -32,16 +32,6 @@ from pearl.text.tools import Call
 
 MOST_KEPT = 1000  # responses that can be continued
 MOST_CHARACTERS = 64 << 20  # of their conversations as JSON
-_UNSERVED_HERE: Unserved = {
-    "conversation": (),
-    "prompt": (),
-    "messages": (),
-    "max_tokens": (),
-    "max_completion_tokens": (),
-    "background": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled", "auto"),
-}
 # Fields of a chat -> their names here. Messages have other numbers than items.
 _RENAMED = {
     re.compile(r"^messages(\[\d+\])?(?=\W|$)"): "input",
@@ -51,7 +41,7 @@ _RENAMED = {
 
 
 class ResponsesRequest(SharedRequest):
-    unserved: ClassVar = {**UNSERVED, **_UNSERVED_HERE}
+    unserved: ClassVar = SharedRequest.unserved | FOREIGN_FIELDS["refused_in_responses"]
     n: Literal[1] = 1
     input: Text | list[dict[str, Any]] = Field(
         description="A text, or items: messages, calls of functions, outputs."
@@ -104,6 +94,13 @@ class ResponsesRequest(SharedRequest):
         return format
 
 
+def _renamed(text: str) -> str:
+    """Return a chat's field, or a message that begins with one, with the field's name here."""
+    for chat_name, name in _RENAMED.items():
+        text = chat_name.sub(name, text)
+    return text
+
+
 def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
@@ -115,7 +112,7 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": _without(tool, "type")}
 
 
-def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat's messages. Raises `ApiError`.
 
     An assistant's reasoning, content and calls are three items and one message:
@@ -199,19 +196,24 @@ class Responses:
         self._size = 0  # of all conversations
         self._lock = threading.Lock()
 
-    def read(self, body: Any) -> tuple[TextRequest, AnswerWriter]:
+    def read(self, body: Any) -> tuple[TextRequest, ReplyWriter]:
         """Return the checked request, and what writes its answer. Raises `ApiError`."""
         response = validate(ResponsesRequest, body)
-        messages = self._earlier(response.previous_response_id) + _messages(response.input)
+        messages = self._earlier(response.previous_response_id) + chat_messages(response.input)
         try:
-            request = read_request(response.chat(body, messages), True, self._setup)
+            request = read_request(
+                response.chat(body, messages), ChatCompletionRequest, self._setup
+            )
         except ApiError as error:
-            for chat_name, name in _RENAMED.items():
-                error.param = chat_name.sub(name, error.param or "")
-                error.message = chat_name.sub(name, error.message)
+            error.param = _renamed(error.param or "")
+            error.message = _renamed(error.message)
             raise
         writer = _ResponseWriter(response, lambda id, reply: self._keep(id, [*messages, reply]))
-        request = replace(request, chat_field="input", chat_limit_field="max_output_tokens")
+        request = replace(
+            request,
+            prompt_field=_renamed(request.prompt_field),
+            limit_field=_renamed(request.limit_field),
+        )
         return request, writer
 
     def _earlier(self, id: str | None) -> list[dict[str, Any]]:
@@ -240,7 +242,15 @@ class Responses:
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # item -> the kind of its part
+# Fields of a chat's usage -> their names here.
+_RENAMED_USAGE = {
+    "prompt_tokens": "input_tokens",
+    "prompt_tokens_details": "input_tokens_details",
+    "completion_tokens": "output_tokens",
+    "completion_tokens_details": "output_tokens_details",
+}
 _ECHOED = (  # fields that a response repeats
+    "model",
     "instructions",
     "max_output_tokens",
     "previous_response_id",
@@ -254,68 +264,61 @@ _ECHOED = (  # fields that a response repeats
 )
 
 
-class _ResponseWriter(AnswerWriter):
-    """Writes one response. Every method that writes takes the next numbers of the stream's events."""
+class _ResponseWriter(ReplyWriter):
+    """Writes one response: its output is a list of items, of which the last grows.
 
-    done = b""
+    Every method that writes takes the next numbers of the stream's events.
+    """
 
     def __init__(
         self, request: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        super().__init__(True, request.model, lambda _: b"")
         self._request = request
         self._keep = keep
         self._id = f"resp_{secrets.token_hex(24)}"
+        self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # whether the last item is
         self._number = 0
-        self._reason = ""
+        self._events = b""  # not returned yet
+        self._status = "completed"  # of what has ended
 
-    def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        for _ in self._grown(self._parts[0].feed(results[0].text)):
-            pass
-        self.last(0, results[0])
+    def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
+        self.last(texts[0], texts[0].message)
         return json.dumps(self._ended(usage), ensure_ascii=False).encode()
 
-    def first(self, index: int) -> Iterator[bytes]:
-        for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress"))
+    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+        if self._number == 0:
+            for name in ("created", "in_progress"):
+                self._add(name, response=self._response("in_progress"))
+        self._grow(delta)
+        return self._written()
 
-    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._grown(self._parts[0].feed(piece.text))
-
-    def last(self, index: int, result: Result) -> bytes:
-        self._reason = self._parts[0].finish_reason(result)
-        events = list(self._grown(self._parts[0].feed("", True)))
+    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
+        if text.finish_reason == "length":
+            self._status = "incomplete"
+        self._grow(delta)
         if not self._items:
-            events += self._begun("message")
-        events += self._closed()
-        return b"".join(events)
+            self._begin("message")
+        self._close()
+        self._message = text.message
+        return self._written()
 
-    def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: dict[str, Any]) -> bytes:
         response = self._ended(usage)
-        yield self._event(response["status"], response=response)
+        self._add(self._status, response=response)
+        return self._written()
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return self._written("error", body["error"] | body)
-
-    @property
-    def _status(self) -> str:
-        """The status of what has ended."""
-        return "incomplete" if self._reason == "length" else "completed"
+        return self._event("error", body["error"] | body)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         if self._request.store:
-            self._keep(self._id, self._parts[0].message)
+            self._keep(self._id, self._message)
         response = self._response(self._status)
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-            "pearl": usage["pearl"],
-        }
+        counts: dict[str, Any] = {"output_tokens_details": {"reasoning_tokens": 0}}
+        for name, value in usage.items():
+            counts[_RENAMED_USAGE.get(name, name)] = value
+        response["usage"] = counts
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -326,11 +329,10 @@ class _ResponseWriter(AnswerWriter):
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": self._created,
             "status": status,
             "error": None,
             "incomplete_details": incomplete_details,
-            "model": self._head["model"],
             "output": self._items,
             **echoed,
             "reasoning": {"effort": self._request.reasoning.get("effort"), "summary": None},
@@ -339,49 +341,50 @@ class _ResponseWriter(AnswerWriter):
             "usage": None,
         }
 
-    def _event(self, name: str, /, **fields: Any) -> bytes:
-        return self._written(f"response.{name}", fields)
+    def _add(self, name: str, /, **fields: Any) -> None:
+        """Add an event to those that are written next."""
+        self._events += self._event(f"response.{name}", fields)
 
-    def _written(self, name: str, fields: dict[str, Any]) -> bytes:
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         fields = fields | {"type": name, "sequence_number": self._number}
         self._number += 1
         return f"event: {name}\ndata: {json.dumps(fields, ensure_ascii=False)}\n\n".encode()
 
-    @property
-    def _item(self) -> dict[str, Any]:
-        """The last item."""
-        return self._items[-1]
+    def _written(self) -> bytes:
+        events = self._events
+        self._events = b""
+        return events
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        """The fields of an event that name its item, the last one."""
-        return {"item_id": self._item["id"], "output_index": len(self._items) - 1}
+    def _add_of_item(self, name: str, /, **fields: Any) -> None:
+        """Add an event that names its item, the last one."""
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        self._add(name, **place, **fields)
 
-    def _grown(self, delta: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._text_grown("reasoning", delta.get("reasoning_content", ""))
-        yield from self._text_grown("message", delta.get("content", ""))
+    def _grow(self, delta: dict[str, Any]) -> None:
+        self._grow_text("reasoning", delta.get("reasoning_content", ""))
+        self._grow_text("message", delta.get("content", ""))
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                yield from self._begun("function_call", call)
+                self._begin("function_call", call)
             arguments = call["function"]["arguments"]
             if arguments:
-                self._item["arguments"] += arguments
-                yield self._event("function_call_arguments.delta", **self._place, delta=arguments)
+                self._items[-1]["arguments"] += arguments
+                self._add_of_item("function_call_arguments.delta", delta=arguments)
 
-    def _text_grown(self, kind: str, text: str) -> Iterator[bytes]:
+    def _grow_text(self, kind: str, text: str) -> None:
         if not text:
             return
-        if not self._is_open or self._item["type"] != kind:
-            yield from self._begun(kind)
-        self._item["content"][0]["text"] += text
-        place = self._place | {"content_index": 0}
+        if not self._items or self._items[-1]["type"] != kind:
+            self._begin(kind)
+        self._items[-1]["content"][0]["text"] += text
+        fields: dict[str, Any] = {"content_index": 0, "delta": text}
         if kind == "message":
-            place["logprobs"] = []
-        yield self._event(f"{_TEXTS[kind]}.delta", **place, delta=text)
+            fields["logprobs"] = []
+        self._add_of_item(f"{_TEXTS[kind]}.delta", **fields)
 
-    def _begun(self, kind: str, call: Call | None = None) -> Iterator[bytes]:
+    def _begin(self, kind: str, call: Call | None = None) -> None:
         """Close the last item, and begin a new one."""
-        yield from self._closed()
+        self._close()
         id = f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
         item: dict[str, Any] = {"id": id, "type": kind, "status": "in_progress"}
         if call is not None:
@@ -391,30 +394,27 @@ class _ResponseWriter(AnswerWriter):
         else:
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._is_open = True
-        yield self._event("output_item.added", output_index=len(self._items) - 1, item=item)
+        self._add("output_item.added", output_index=len(self._items) - 1, item=item)
         if call is not None:
             return
         part: dict[str, Any] = {"type": _TEXTS[kind], "text": ""}
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}
         item["content"].append(part)
-        yield self._event("content_part.added", **self._place, content_index=0, part=part)
+        self._add_of_item("content_part.added", content_index=0, part=part)
 
-    def _closed(self) -> Iterator[bytes]:
-        if not self._is_open:
+    def _close(self) -> None:
+        """Close the last item, if there is one."""
+        if not self._items:
             return
-        self._is_open = False
-        item = self._item
+        item = self._items[-1]
         item["status"] = self._status
-        place = self._place
         if item["type"] == "function_call":
             call = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("function_call_arguments.done", **place, **call)
+            self._add_of_item("function_call_arguments.done", **call)
         else:
             part = item["content"][0]
-            place["content_index"] = 0
             text = {"text": part["text"], "logprobs": part.get("logprobs")}
-            yield self._event(f"{part['type']}.done", **place, **text)
-            yield self._event("content_part.done", **place, part=part)
-        yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+            self._add_of_item(f"{part['type']}.done", content_index=0, **text)
+            self._add_of_item("content_part.done", content_index=0, part=part)
+        self._add("output_item.done", output_index=len(self._items) - 1, item=item)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from msgspec import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,6 +33,7 @@ from pearl.config.options import (
     MAX_BIASES,
     MAX_LOGPROBS,
     MOST_STOPS,
+    NUMBERS,
     OPTIONS,
     bounds_of,
     description_of,
@@ -46,55 +50,10 @@ MOST_UNKNOWN = 8  # unknown fields of a request that the log names
 _MOST_WARNED = 100  # unknown fields that the log names at all, for clients choose these names
 _warned: set[str] = set()
 
-# Fields that are not supported -> values that are accepted because they have no effect.
-# Null is accepted for every field.
-Unserved = dict[str, tuple[Any, ...]]
-_REFUSED = (
-    "audio",
-    "web_search_options",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "grammar",
-    "json_schema",
+# The fields that are refused or ignored, and the values that are accepted all the same.
+FOREIGN_FIELDS: dict[str, Any] = yaml.decode(
+    (files("pearl.server") / "foreign_fields.yaml").read_bytes()
 )
-UNSERVED: Unserved = {
-    **dict.fromkeys(_REFUSED, ()),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "suffix": ("",),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "structured_outputs": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-}
-# Clients send back the messages that they received.
-_UNSERVED_IN_MESSAGE: Unserved = {"function_call": ([],), "audio": ([],), "images": ([],)}
-_PICTURES = ("image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file")
-# Fields that change nothing here, and need no warning.
-_NEUTRAL = {
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "metadata",
-    "store",
-    "service_tier",
-    "annotations",
-    "prediction",
-    "verbosity",
-    "prompt_cache_retention",
-    "include_obfuscation",
-    "refusal",
-    "cache_control",
-    "include",
-}
 
 
 # ---- shared checks ----
@@ -104,7 +63,7 @@ class Body(BaseModel):
     """A JSON object in which nulls count as missing. Its validation adds unknown fields to the context, a set."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    unserved: ClassVar[Unserved] = {}
+    unserved: ClassVar[dict[str, Any]] = {}
     field_names: ClassVar[set[str]] = set()
 
     @model_validator(mode="before")
@@ -119,7 +78,7 @@ class Body(BaseModel):
                 continue
             if name in cls.field_names or name in cls.unserved:  # pydantic refuses the latter
                 fields[name] = value
-            elif name not in _NEUTRAL and len(unknown) < MOST_UNKNOWN:
+            elif name not in FOREIGN_FIELDS["ignored"] and len(unknown) < MOST_UNKNOWN:
                 unknown.add(name[:50])
         return fields
 
@@ -128,7 +87,7 @@ class Body(BaseModel):
         cls.field_names = {field.alias or name for name, field in cls.model_fields.items()}
 
 
-def _is_among(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+def _is_among(value: Any, neutral_values: Sequence[Any]) -> bool:
     """Return whether `value` is one of these; in contrast to Python, false is not 0 and true is not 1."""
     is_bool = isinstance(value, bool)
     return any(
@@ -193,7 +152,7 @@ class TextPart(Body):
     @field_validator("type", mode="before")
     @classmethod
     def _is_no_picture(cls, value: Any) -> Any:
-        if value in _PICTURES:
+        if value in FOREIGN_FIELDS["pictures"]:
             raise ValueError(f"{value} is not supported: the model gets text alone")
         return value
 
@@ -226,7 +185,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    unserved: ClassVar = _UNSERVED_IN_MESSAGE
+    unserved: ClassVar = FOREIGN_FIELDS["refused_in_messages"]
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Text | None = Field(default=None, description="For the chat template.")
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(
@@ -269,11 +228,8 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            value = getattr(self, name)
-            if value is not None:
-                message[name] = value
-        return message
+        others = {"name", "reasoning_content", "tool_call_id"}
+        return message | self.model_dump(include=others, exclude_none=True)
 
 
 class Function(Body):
@@ -338,18 +294,6 @@ class StreamOptions(Body):
 
 # ---- requests ----
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = (
@@ -371,13 +315,13 @@ def _field_of(name: str) -> Any:
     return type_of(option.type) | None, field
 
 
-_FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
+_FIELDS: dict[str, Any] = {name: _field_of(name) for name in NUMBERS}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
     """The fields that all endpoints share; fields of `RequestOptions` have its bounds."""
 
-    unserved: ClassVar = UNSERVED
+    unserved: ClassVar = FOREIGN_FIELDS["refused"]
     model: str
     n: int = Field(default=1, ge=1, le=MOST_TEXTS)
     stream: bool = False
@@ -412,17 +356,26 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
             raise ValueError('takes token ids, each with a number, such as {"42": -100}')
         return value
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _as_pairs(cls, value: dict[str, float]) -> list[tuple[int, float]]:
+        return [(int(token), bias) for token, bias in value.items()]
+
     _of_stream = only_with("stream_options", "stream", True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields of `RequestOptions` that the request sets."""
+        return {name: getattr(self, name) for name in OPTIONS.keys() & self.model_fields_set}
+
+    @property
+    def forced_functions(self) -> list[Function]:
+        """The functions of which the model must call one; empty if it may answer with text."""
+        return []
 
 
 class CompletionRequest(SharedRequest):
-    unserved: ClassVar = {
-        **UNSERVED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "logprobs": (False,),
-        "echo": (False,),
-    }
+    unserved: ClassVar = SharedRequest.unserved | FOREIGN_FIELDS["refused_in_completions"]
     prompt: (
         _Prompt
         | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
@@ -489,8 +442,16 @@ class ChatCompletionRequest(SharedRequest):
         return self
 
     @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = super().options
+        if "logprobs" in options:
+            options["logprobs"] = self.top_logprobs if self.logprobs else None
+        if self.max_completion_tokens is not None:
+            options["max_tokens"] = self.max_completion_tokens
+        return options
+
+    @property
     def forced_functions(self) -> list[Function]:
-        """The functions of which the model must call one; empty if it may answer with text."""
         functions = [tool.function for tool in self.tools]
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name

@@ -9,8 +9,8 @@ from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
-from pearl.errors import EngineClosed
-from pearl.server.errors import engine_lost, of_engine
+from pearl.errors import EngineClosed, TargetLost
+from pearl.server.errors import of_engine
 from pearl.server.metrics import ServerMetrics
 
 
@@ -43,7 +43,7 @@ class Service:
     def check(self) -> None:
         """Raise `ApiError` once the engine is lost or the server ends."""
         if self.lost:
-            raise engine_lost(self.lost)
+            raise of_engine(TargetLost(self.lost))
         try:
             _ = self._async.engine
         except EngineClosed as error:

@@ -5,12 +5,26 @@ from __future__ import annotations
 import re
 
 ON_ONE_HOST = "ipc"
-_REMOTE = re.compile(r"tcp://([^:\s/]+|\[[^]\s]+\]):(\*|\d{1,5})")
+#: scheme of an address -> the module whose `listen` and `connect` open an end of the channel there
+TRANSPORTS = {
+    "ipc": "pearl.transport.zeromq",
+    "tcp": "pearl.transport.zeromq",
+}
+_SCHEMES = "|".join(scheme for scheme in TRANSPORTS if scheme != ON_ONE_HOST)
+_REMOTE = re.compile(rf"({_SCHEMES})://(?P<host>[^:\s/]+|\[[^]\s]+\]):(\*|\d{{1,5}})")
+# Names, numbers and interfaces, but no wildcard, because it does not tell the other host where to connect.
+_HOST = re.compile(r"(?!0\.0\.0\.0$|\[[0:]*\]$)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])")
 
 
 def is_remote(address: str) -> bool:
     """Whether this is the address of a channel between hosts, which takes keys."""
     return _REMOTE.fullmatch(address) is not None
+
+
+def names_host(address: str) -> bool:
+    """Whether a channel between hosts may be bound to this address: it names a host, and is no wildcard."""
+    match = _REMOTE.fullmatch(address)
+    return match is not None and _HOST.fullmatch(match["host"]) is not None
 
 
 def is_control(control: str) -> bool:

@@ -161,7 +161,7 @@ _METHODS = (
         "ngram as REST has it: guesses from --datastore alone",
         **_ALONE,
         look_ahead=64,
-        guesses="pearl.lab.guesses.published:Rest",
+        guesses="pearl.lab.guesses.published:rest",
         needs="datastore",
     ),
     Method(

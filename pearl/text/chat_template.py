@@ -81,17 +81,9 @@ def _compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _to_json(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON, without jinja2's escapes for HTML."""
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    """Write JSON, without jinja2's escapes for HTML; `form`: more arguments of `json.dumps`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def chat_prompt(

@@ -6,9 +6,12 @@ its expressions only approximates the one that the model was published with, we 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
+import yaml
 from tokenizers import (
     AddedToken,
     Regex,
@@ -26,79 +29,17 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
 _NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # `tokenizer.ggml.model`
 _USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of a "llama"
 _SPACE = "▁"  # sentencepiece's
-
-_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_DIGIT = r"\p{N}"
-_THREE = r"\p{N}{1,3}"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CAPITALISED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
-_CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_THREE_ASCII = "[0-9][0-9][0-9]"
-_CJK = "[一-龥\u0800-一\uac00-\ud7ff]+"
-_WITH_CASE = (  # the letters that DeepSeek LLM puts together
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7d"
-    "ᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = "|".join([_ENGLISH, _WORD, _THREE, _SIGNS, _SPACES])
-_QWEN2 = "|".join([_ENGLISH, _WORD, _DIGIT, _SIGNS, _SPACES])
-_SEED = "|".join([_ENGLISH, _WORD, _DIGIT, r" ?[^\s\p{L}\p{N}]+", _SPACES])
-_UFAKZEKA = "|".join([_WORD, _DIGIT, _SIGNS, _SPACES])
-_TEKKEN = "|".join([_CAPITALISED, _CAPITALS, _DIGIT, _PATHS, _SPACES])
-_GPT4O = f"{_CAPITALISED}{_ENGLISH}?|{_CAPITALS}{_ENGLISH}?|{_THREE}|{_PATHS}|{_SPACES}"
-_DEEPSEEK = (
-    r"[\r\n]",
-    rf"\s?[{_WITH_CASE}]+",
-    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-    r"\s+$",
-    _CJK,
-    r"\p{N}+",
-)
+_PRETOKENIZERS = Path(__file__).with_name("pretokenizers.yaml")
 
 
 class _Pretokenizer(NamedTuple):
-    """How a byte-level BPE splits texts before it merges.
-
-    Attributes:
-        names: its names in `tokenizer.ggml.pre`.
-        expressions: each splits the pieces of those before it.
-        flags: "whole": a word that is a token is not made by merges; "bos": texts begin with BOS unless the file states
-            otherwise; "nfc": texts are normalised.
-    """
+    """How a byte-level BPE splits texts before it merges; pretokenizers.yaml describes the fields."""
 
     names: str
-    expressions: tuple[str, ...]
+    splits: Sequence[Sequence[str]]
     flags: str = ""
 
 
-_PRETOKENIZERS = (
-    _Pretokenizer(
-        "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 jais trillion granite-docling", (_GPT2,)
-    ),
-    _Pretokenizer("starcoder refact smollm codeshell exaone minerva-7b mellum2", (_DIGIT, _GPT2)),
-    _Pretokenizer("default", (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _THREE_ASCII)),
-    _Pretokenizer("viking", (r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT)),
-    _Pretokenizer(
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", (_LLAMA3,), "whole bos"
-    ),
-    _Pretokenizer("glm4 glm5", (_LLAMA3,), "whole"),
-    _Pretokenizer("dbrx smaug-bpe chatglm-bpe", (_LLAMA3,)),
-    _Pretokenizer("qwen2", (_QWEN2,), "nfc"),
-    _Pretokenizer(
-        "stablelm2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open grok-2", (_QWEN2,)
-    ),
-    _Pretokenizer("seed-coder", (_SEED,)),
-    _Pretokenizer("ufakzeka", (_UFAKZEKA,)),
-    _Pretokenizer("tekken", (_TEKKEN,), "whole bos"),
-    _Pretokenizer("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT4O,)),
-    _Pretokenizer("deepseek-llm", _DEEPSEEK),
-    _Pretokenizer("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
-)
 # Tokens that end a text wherever they are, whatever `eos_token_id` says.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> "
@@ -223,7 +164,8 @@ def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
     if "nfc" in pretokenizer.flags:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = []
-    for expression in pretokenizer.expressions:
+    for alternatives in pretokenizer.splits:
+        expression = "|".join(alternatives)
         steps.append(pre_tokenizers.Split(Regex(expression), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -232,7 +174,9 @@ def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def _pretokenizer(name: str) -> _Pretokenizer:
-    for pretokenizer in _PRETOKENIZERS:
+    table = yaml.safe_load(_PRETOKENIZERS.read_text(encoding="utf-8"))
+    for entry in table["pretokenizers"]:
+        pretokenizer = _Pretokenizer(**entry)
         if name in pretokenizer.names.split():
             return pretokenizer
     raise ValueError(
@@ -282,7 +226,10 @@ def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]
     kinds = stated["token_type"]
     scores = stated["scores"]
     special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    words = {token for token, id in ids.items() if kinds[id] not in special}
+    words = set()
+    for token, id in ids.items():
+        if kinds[id] not in special:
+            words.add(token)
     merges = []
     for token in sorted(words, key=lambda token: (-scores[ids[token]], ids[token])):
         for cut in range(1, len(token)):

@@ -179,7 +179,11 @@ class Guides:
         def make() -> LLMatcher:
             return LLMatcher(self._tokens(), notation, log_level=0, limits=limits())
 
-        guide = Guide(make, [token for token in ends if token < self._size])
+        own_ends = []
+        for token in ends:
+            if token < self._size:
+                own_ends.append(token)
+        guide = Guide(make, own_ends)
         guide.check()
         return guide
 

@@ -7,9 +7,9 @@ answer "Yes".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
@@ -24,33 +24,46 @@ class Tags:
     Attributes:
         plain: marks that begin an answer without reasoning.
         other_end: a mark that also ends the reasoning, before a call of a tool.
+        marks: strings of which a model's chat template has one if the model writes these tags.
     """
 
     start: str
     end: str
     plain: tuple[str, ...] = ()
     other_end: str = ""
+    marks: tuple[str, ...] = ()
 
     def are_open(self, prompt: str) -> bool:
         """Return whether the text after this prompt begins with reasoning."""
         return prompt.rstrip().endswith(self.start)
 
 
-_TAGS = {  # what a chat template has -> its tags
-    "</think>": Tags("<think>", "</think>"),
+# Every kind of tags that is read; of several in one template the first.
+TAGS = {
+    "think": Tags("<think>", "</think>", marks=("</think>",)),
     # gpt-oss: its special tokens have no text.
-    "<|channel|>analysis": Tags(
-        "analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary"
+    "harmony": Tags(
+        "analysis",
+        "assistantfinal",
+        ("final", "commentary"),
+        "assistantcommentary",
+        marks=("<|channel|>analysis",),
     ),
 }
 
 
+def entry_for(template: str, registry: Mapping[str, Any]) -> Any:
+    """Return the first entry of `TAGS` or `tools.FORMATS` of which a chat template has a mark; None if it has none."""
+    for entry in registry.values():
+        if any(mark in template for mark in entry.marks):
+            return entry
+    return None
+
+
 def tags_of(template: str) -> Tags | None:
     """Return the tags that a chat template knows; None if its model does not think."""
-    for mark, tags in _TAGS.items():
-        if mark in template:
-            return tags
-    return None
+    tags: Tags | None = entry_for(template, TAGS)
+    return tags
 
 
 def splitter_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Splitter | None:

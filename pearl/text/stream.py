@@ -118,7 +118,7 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     piece = tokenizer.token(id)
     if piece is None:
         return b""
-    if _BYTE_PIECE.fullmatch(piece):
+    if is_byte_piece(piece):
         return bytes([int(piece[3:5], 16)])
     text = tokenizer.decode([id])
     if not text or _SPACE in piece:
@@ -148,7 +148,7 @@ class Detokenizer:
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt's last `CONTEXT` tokens with text, from the first on that begins a character."""
-        context: list[int] = []
+        context = []
         for token in reversed(prompt):
             if not self.is_special(token):
                 context.append(token)
@@ -266,7 +266,10 @@ class StopMatcher:
 
     def _find(self, text: str) -> _Stop | None:
         """Return the stop that starts first; None if there is none."""
-        stops = [_Stop(text.index(stop), stop) for stop in self._stops if stop in text]
+        stops = []
+        for stop in self._stops:
+            if stop in text:
+                stops.append(_Stop(text.index(stop), stop))
         return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:

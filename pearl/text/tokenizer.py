@@ -131,7 +131,7 @@ class FileTokenizer(Tokenizer):
         self.chat_template = templates.get("default", "")
         self.tool_template = templates.get("tool_use", "")
         if encodes:
-            self.read_merges()
+            self.encode("")  # loads the merges
         self._vocabulary = self._read_vocabulary()
         self.vocab_size = len(self._vocabulary.entries)
         self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
@@ -166,10 +166,6 @@ class FileTokenizer(Tokenizer):
             if entry is None or not entry.special:
                 tokenizer.add_special_tokens([_as_special(token)])
         return tokenizer
-
-    def read_merges(self) -> None:
-        """Load what encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
-        self.encode("")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
@@ -220,14 +216,20 @@ def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[A
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
-    candidates = {name: token for name, token in settings.items() if name.endswith("_token")}
+    candidates = {}
+    for name, token in settings.items():
+        if name.endswith("_token"):
+            candidates[name] = token
     listed = extra
     if not isinstance(extra, list):
         listed = additional
     if isinstance(extra, dict):
         candidates |= extra
     candidates |= settings.get("model_specific_special_tokens") or {}
-    named = {name: token for name, token in candidates.items() if _content(token)}
+    named = {}
+    for name, token in candidates.items():
+        if _content(token):
+            named[name] = token
     return named, list(filter(_content, listed))
 
 
@@ -245,7 +247,10 @@ def _as_special(token: Any) -> Any:
     if isinstance(token, str):
         return token
     names = ("single_word", "lstrip", "rstrip", "normalized")
-    flags = {name: token[name] for name in names if name in token}
+    flags = {}
+    for name in names:
+        if name in token:
+            flags[name] = token[name]
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 
@@ -357,12 +362,19 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     if not samples:
         values["temperature"] = 0.0
     eos = _eos(directory, config)
-    for token in _listed(eos):
-        if not _is_whole(token):
-            ignored.append(f"eos_token_id {token!r}")
     if eos is None:
         eos = tokenizer_eos
-    return GenerationDefaults(**values, eos=_ids(eos), ignored=tuple(ignored))
+    if not isinstance(eos, list):
+        eos = [eos]
+    ends: dict[int, None] = {}  # each once
+    for token in eos:
+        # A 2.0 is 2, as in `generate`; no token has an id such as -1.
+        is_whole = isinstance(token, int) or (isinstance(token, float) and token.is_integer())
+        if is_whole and 0 <= token < 2**31:
+            ends[int(token)] = None
+        elif not is_whole and token is not None:
+            ignored.append(f"eos_token_id {token!r}")
+    return GenerationDefaults(**values, eos=tuple(ends), ignored=tuple(ignored))
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
@@ -388,27 +400,6 @@ def _is_valid(name: str, value: Any) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _ids(eos: Any) -> tuple[int, ...]:
-    """Return the ids that end a text, each once, without those that no token has (such as -1).
-
-    A 2.0 is 2, as in `generate`.
-    """
-    ids = []
-    for token in _listed(eos):
-        if _is_whole(token) and 0 <= token < 2**31:
-            ids.append(int(token))
-    return tuple(dict.fromkeys(ids))
-
-
-def _listed(eos: Any) -> list[Any]:
-    tokens = eos if isinstance(eos, list) else [eos]
-    return [token for token in tokens if token is not None]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def unsupported_options(config: Mapping[str, Any], samples: bool) -> tuple[str, ...]:

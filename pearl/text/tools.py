@@ -10,12 +10,12 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pearl.text.reasoning import decided
+from pearl.text.reasoning import decided, entry_for
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
@@ -25,6 +25,17 @@ _NAMED = r'"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _LEFT_OVER = re.compile(  # marks of formats that follow calls
     r'(?:</?tool_calls?>|<｜[^｜]*｜>|```|"id"\s*:\s*"[^"]*"|[\s\]},;)])*'
 )
+
+
+def _as_json(arguments: str) -> str:
+    """Convert Python's keyword arguments, such as (a=1, b="x"), to a JSON object; return other text as it is."""
+    try:
+        call = ast.parse(f"f{arguments}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return json.dumps(values, ensure_ascii=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Format:
         prefix: begins a reply that must be a call: {"name": ..., `key`: ...} follows it.
         leads: whether calls stand at the beginning of a text or nowhere, and name a function that the request has, for
             texts without calls have `start`, too.
-        is_python: whether arguments are Python's keywords, not JSON.
+        convert: makes JSON of the whole arguments of a call; None: they are JSON.
         shown: special tokens that are part of the format; they have no text otherwise.
     """
 
@@ -48,10 +59,11 @@ class Format:
     prefix: str = ""
     key: str = "arguments"
     leads: bool = False
-    is_python: bool = False
+    convert: Callable[[str], str] | None = None
     shown: tuple[str, ...] = ()
 
 
+# Every format that is read, by its name in `--tool-parser`; of several in one template the first.
 FORMATS = {
     "hermes": Format(("<tool_call>",), "<tool_call>", prefix="<tool_call>\n"),
     "mistral": Format(
@@ -78,7 +90,7 @@ FORMATS = {
         "[",
         r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()",
         leads=True,
-        is_python=True,
+        convert=_as_json,
     ),
     # gpt-oss; its special tokens have no text, and `pearl.text.reasoning` takes the channel's name.
     "harmony": Format(
@@ -109,10 +121,8 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
     template = tokenizer.tool_template or tokenizer.chat_template
     if not template or not knows_tools(tokenizer):
         return FORMATS["hermes"]
-    for format in FORMATS.values():
-        if any(mark in template for mark in format.marks):
-            return format
-    return FORMATS["hermes"]
+    format: Format = entry_for(template, FORMATS) or FORMATS["hermes"]
+    return format
 
 
 # ---- for templates that leave tools out ----
@@ -233,13 +243,13 @@ class CallSplitter:
         self._max_calls = most
         self._head = re.compile(_NAMED if is_forced else format.head)
         self._step = self._find_head if is_forced else self._find_start
-        self._is_python = format.is_python and not is_forced
+        self._convert = None if is_forced else format.convert
         self._pending = ""  # text that may be the beginning of a call
         self._text = ""
         self._calls: list[Call] = []  # parts that are known with this piece
         self._count = 0  # of calls so far
         self._end = _ArgumentsEnd()  # of the arguments that are being read
-        self._python = ""  # these arguments, if they are Python's
+        self._unconverted = ""  # these arguments, if they are converted as a whole
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, list[Call]]:
         """Take the next piece; return the text outside of calls, and the parts of calls, that become final with it."""
@@ -281,7 +291,7 @@ class CallSplitter:
 
     def _begin_call(self, name: str) -> None:
         self._end = _ArgumentsEnd()
-        self._python = ""
+        self._unconverted = ""
         self._step = self._take_arguments
         self._count += 1
         if self._is_within_limit:
@@ -295,11 +305,11 @@ class CallSplitter:
         end = self._end.find(self._pending)
         arguments = self._pending[:end]
         self._pending = "" if end is None else self._pending[end:]
-        if self._is_python:  # whose arguments are converted as a whole
-            self._python += arguments
+        if self._convert is not None:
+            self._unconverted += arguments
             arguments = ""
             if end is not None or is_last:
-                arguments = _as_json(self._python)
+                arguments = self._convert(self._unconverted)
         if arguments and self._is_within_limit:
             if not self._calls:
                 self._calls.append({"index": self._count - 1, "function": {"arguments": ""}})
@@ -344,14 +354,3 @@ class _ArgumentsEnd:
                 if not self._depth:
                     return index + 1
         return None
-
-
-def _as_json(arguments: str) -> str:
-    """Convert Python's keyword arguments, such as (a=1, b="x"), to a JSON object; return other text as it is."""
-    try:
-        call = ast.parse(f"f{arguments}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return json.dumps(values, ensure_ascii=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return arguments

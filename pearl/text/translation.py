@@ -79,8 +79,5 @@ class Translation:
 
 def _characters_first(tokenizer: Tokenizer) -> list[int]:
     """Return all ids, those of bytes such as "<0x2E>" last, for a vocabulary with such bytes prefers its "."."""
-
-    def is_byte(id: int) -> bool:
-        return is_byte_piece(tokenizer.token(id) or "")
-
-    return sorted(range(tokenizer.vocab_size), key=is_byte)
+    ids = range(tokenizer.vocab_size)
+    return sorted(ids, key=lambda id: is_byte_piece(tokenizer.token(id) or ""))

@@ -70,9 +70,13 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def _vocabulary(ids: dict[str, int], added_tokens: Collection[Any], decoder: Any) -> Vocabulary:
+    # There may be gaps: added tokens need not follow the others at once.
+    entries: list[str | None] = [None] * (max(ids.values()) + 1)
+    for entry, id in ids.items():
+        entries[id] = entry
     added = frozenset(token.content for token in added_tokens)
     special = frozenset(token.content for token in added_tokens if token.special)
-    return Vocabulary(_by_id(ids), ids, added, special, decoder)
+    return Vocabulary(entries, ids, added, special, decoder)
 
 
 def read_vocabulary(file: Path) -> Vocabulary | None:
@@ -101,12 +105,7 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
 def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
     if isinstance(vocab, dict):
         return dict(vocab)
-    return {piece: id for id, (piece, _) in enumerate(vocab)}
-
-
-def _by_id(ids: Mapping[str, int]) -> list[str | None]:
-    """Return the entries by id; there may be gaps, as added tokens need not follow the others at once."""
-    entries: list[str | None] = [None] * (max(ids.values()) + 1)
-    for entry, id in ids.items():
-        entries[id] = entry
-    return entries
+    ids = {}
+    for id, (piece, _) in enumerate(vocab):
+        ids[piece] = id
+    return ids

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from pearl.document import damaged
 from pearl.errors import TraceError
@@ -30,6 +30,7 @@ DRAFTED = {
     DISCARDED: "draft token unused",
 }
 _MAX_HELD = 1000  # records of one wait
+WAIT = "wait: "  # begins the names of waits
 # Names of arrows
 VERDICT = "verdict"
 REJECTION = "verdict: rejection"
@@ -37,48 +38,75 @@ REJECTION = "verdict: rejection"
 Event = dict[str, Any]
 
 
-def merge(trace: Path, recorded: Path | None = None) -> None:
+def merge(trace: Path) -> None:
     """Make the file `trace` from the parts beside it, and remove them.
 
-    `recorded`: the path that the parts are named after, if not `trace`. Only the latest run is merged; the parts of
-    earlier ones and foreign files stay, and so does the target's until the draft's comes from its host. Raises
-    `TraceError` if there are no parts, or the file cannot be written.
+    Only the latest run is merged; the parts of earlier ones and foreign files stay, and so does the target's until the
+    draft's comes from its host. Raises `TraceError` if there are no parts, or the file cannot be written.
     """
     parts: list[Part] = []
-    with damaged(recorded or trace, TraceError):
+    with damaged(trace, TraceError):
         why = f"no target has left a part {trace.name}.target-*.part"
-        for path in part_paths(recorded or trace):
+        for path in part_paths(trace):
             try:
                 parts.append(Part(path))
             except TraceError as error:
                 why = str(error)
-        targets = [part for part in parts if part.header["role"] == "target"]
+        targets = [part for part in parts if part.header.role == "target"]
         if not targets:
             raise TraceError(f"there is nothing to make {trace} of: {why}")
-        target = max(targets, key=lambda part: int(part.header["opened"]))
-        parts = [part for part in parts if part.header["run"] == target.header["run"]]
-        roles = [part.header["role"] for part in parts]
-        is_complete = not lacks_draft(target.header["config"], roles)
-        write(trace, parts)
+        target = max(targets, key=_opened)
+        drafts = []
+        for part in sorted(parts, key=_opened):
+            if part.header.run == target.header.run and part.header.role != "target":
+                _align(part, target)
+                drafts.append(part)
+        is_complete = not lacks_draft(target.header.config, len(drafts))
+        _write(trace, _MergedRun([target, *drafts]))
     if is_complete:
-        for part in parts:
+        for part in (target, *drafts):
             part.path.unlink(missing_ok=True)
 
 
-def lacks_draft(config: Any, roles: list[str]) -> bool:
+def _opened(part: Part) -> int:
+    return part.header.opened
+
+
+def lacks_draft(config: Any, drafts: int) -> bool:
     """Whether the draft wrote its part on another host, and none has been copied here yet."""
-    return "draft" not in roles and config["draft"] != "none" and config["control"] != ON_ONE_HOST
+    return not drafts and config["draft"] != "none" and config["control"] != ON_ONE_HOST
 
 
-def write(trace: Path, parts: list[Part]) -> None:
-    merged = _Merged(parts)
+def _align(part: Part, target: Part) -> None:
+    """Align the clock of a part with the target's; on the target's machine they are the same.
+
+    As NTP does, take the ping with the shortest round trip. Its answer was stamped halfway, give or take half of the
+    round trip: offset = (sent + returned) / 2 - received.
+    """
+    if part.header.boot == target.header.boot:
+        return
+    pings = [record for record in target.records() if record.kind == "clock"]
+    if not pings:
+        raise TraceError(
+            f"{part.path}: from another machine, and without clock pings its clock cannot be "
+            "aligned"
+        )
+    ping = min(pings, key=lambda ping: ping.end - ping.args["sent"])
+    sent = ping.args["sent"]
+    part.offset = (sent + ping.end) // 2 - ping.args["received"]
+    part.uncertainty = (ping.end - sent) // 2
+
+
+def _write(trace: Path, run: _MergedRun) -> None:
     temporary = trace.with_name(f"{trace.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            head = json.dumps(merged.document(), ensure_ascii=False)
+            head = json.dumps(run.document(), ensure_ascii=False)
             file.write(head[:-1] + ',\n"traceEvents": [')
-            for i, event in enumerate(merged.events()):
-                file.write((",\n" if i else "\n") + json.dumps(event, ensure_ascii=False))
+            separator = "\n"
+            for event in run.events():
+                file.write(separator + json.dumps(event, ensure_ascii=False))
+                separator = ",\n"
             file.write("\n]}\n")
         temporary.replace(trace)
     except OSError as error:
@@ -87,77 +115,23 @@ def write(trace: Path, parts: list[Part]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Clock(NamedTuple):
-    """What to add to a part's times, and how far that may be off, in nanoseconds."""
-
-    offset: int
-    uncertainty: int
-
-
-class _Place(NamedTuple):
-    """A time, in nanoseconds, on a track of a process."""
-
-    process: int
-    track: int
-    time: int
-
-
-def _order(part: Part) -> tuple[bool, int]:
-    """The target's part comes first, then the drafts' as they started."""
-    return part.header["role"] != "target", part.header["opened"]
-
-
-class _Merged:
+class _MergedRun:
     """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
     It keeps a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
     the target's clock.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts = sorted(parts, key=_order)
-        self._clocks = [self._clock(part) for part in self._parts]
-        starts = []
-        for part, clock in zip(self._parts, self._clocks, strict=True):
-            starts.append(int(part.header["opened"]) + clock.offset)
-        self._base = min(starts)
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._base = min(part.header.opened + part.offset for part in parts)
         self._outcomes = Outcomes()
         self._sent: dict[tuple[Any, ...], int] = {}  # message -> when it was sent
         self._rejections: set[tuple[Any, ...]] = set()  # verdicts that correct a draft token
         self._ids = count(1)  # of flows and async events
-        for number in range(len(self._parts)):
-            for record in self._records(number):
-                self._link(record, is_target=number == 0)
-
-    def _clock(self, part: Part) -> _Clock:
-        """Align the clock of a part with the target's; on the target's machine they are the same.
-
-        As NTP does, take the ping with the shortest round trip. Its answer was stamped halfway, give or take half of
-        the round trip: offset = (sent + returned) / 2 - received.
-        """
-        if part.header["boot"] == self._parts[0].header["boot"]:
-            return _Clock(0, 0)
-        clocks = []
-        for record in self._parts[0].records():
-            if record.kind == "clock":
-                sent = record.args["sent"]
-                offset = (record.end + sent) // 2 - record.args["received"]
-                clocks.append((record.end - sent, offset))
-        if not clocks:
-            raise TraceError(
-                f"{part.path}: from another machine, and without clock pings its clock cannot be aligned"
-            )
-        round_trip, offset = min(clocks)
-        return _Clock(offset, round_trip // 2)
-
-    def _records(self, number: int) -> Iterator[TraceRecord]:
-        """The records of a part, by its number."""
-        offset = self._clocks[number].offset
-        for record in self._parts[number].records():
-            record.start += offset
-            record.end += offset
-            if record.kind != "clock":
-                yield record
+        for part in parts:
+            for record in part.records():
+                self._link(record, is_target=part is parts[0])
 
     def _link(self, record: TraceRecord, is_target: bool) -> None:
         args = record.args
@@ -165,7 +139,7 @@ class _Merged:
             if args["message"][1] is not None:  # the message of a request: its identity is unique
                 self._sent[tuple(args["message"])] = record.start
         elif is_target:
-            if record.name == "decide" and is_rejection(args):
+            if record.name == "decide" and "corrected" in committed(args):
                 for verdict in messages(args, "Send", "Verdict"):
                     identity = "Verdict", verdict["request"], verdict["epoch"], verdict["start"]
                     self._rejections.add(identity)
@@ -173,133 +147,94 @@ class _Merged:
 
     def events(self) -> Iterator[Event]:
         """Yield the events of all parts; this is the second reading."""
-        for number, part in enumerate(self._parts):
-            process = number + 1
-            header = part.header
-            name = f"{header['role']} (process {header['pid']})"
-            labels = f"{header['host']}, {header['machine']}"
-            yield _about("process_name", process, 0, name=name)
-            yield _about("process_labels", process, 0, labels=labels)
-            yield _about("process_sort_index", process, 0, sort_index=number)
-            records = split_waits(self._records(number), self._sent)
-            if number == 0:
-                events = self._target_events(records)
-            else:
-                events = self._draft_events(records, process)
-            tracks = set()
-            for event in events:
-                if event["ph"] == "X":
-                    tracks.add(event["tid"])
-                yield event
-            for track in sorted(tracks):
-                yield _about("thread_name", process, track, name=TRACKS[track])
-                yield _about("thread_sort_index", process, track, sort_index=track)
+        for process, part in enumerate(self._parts, start=1):
+            yield from _descriptions(part, process)
+            records = split_waits(part.records(), self._sent)
+            if process > 1:
+                records = self._with_outcomes(records)
+            for record in records:
+                yield from self._slice(record, process)
+                if record.name == "read":
+                    yield from self._verdicts(record, process)
+                if record.name == "decide":
+                    name = incident(record.args)
+                    if name is not None:
+                        time = self._us(record.end)
+                        yield _event("i", name, process, LOOP, time) | {"s": "g"}
 
-    def _target_events(self, records: Iterable[TraceRecord]) -> Iterator[Event]:
-        for record in records:
-            yield from self._slice(record, 1)
-            if record.name == "decide":
-                name = incident(record.args["event"])
-                if name is not None:
-                    time = self._us(record.end)
-                    yield {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": LOOP, "ts": time}
-
-    def _draft_events(self, records: Iterable[TraceRecord], process: int) -> Iterator[Event]:
-        forward: TraceRecord | None = None  # held until the outcomes of its tokens are known
-        awaited = 0  # decisions still to come on what it drafted
+    def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
+        """Yield the draft's records; a forward comes after the decisions on what it drafted, with their outcomes."""
+        forward: TraceRecord | None = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
                 if forward is not None:
-                    yield from self._slice(forward, process)
+                    yield forward
                 forward = record
-                awaited = len(record.args.get("requests", (0,)))
                 continue
             if record.name == "decide":
-                self._outcomes.read(record.args["event"])
-                if forward is not None and record.args["event"]["type"] == "Drafted":
-                    forward = self._drafted(forward, record.args)
-                    awaited -= 1
-                    if awaited == 0:
-                        yield from self._slice(forward, process)
-                        forward = None
-            yield from self._slice(record, process)
-            if record.name == "read":
-                yield from self._verdicts(record, process)
+                event = record.args["event"]
+                self._outcomes.read(event)
+                if forward is not None and event["type"] == "Drafted":
+                    self._add_outcomes(forward, record.args)
+            yield record
         if forward is not None:
-            yield from self._slice(forward, process)
+            yield forward
 
-    def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """Arrows from where the target sent verdicts to where `record` read them."""
-        for message in map(tuple, record.args["messages"]):
-            if message[0] == "Verdict" and message in self._sent:
-                name = REJECTION if message in self._rejections else VERDICT
-                start = _Place(1, LOOP, self._sent[message])
-                yield from self._flow(name, start, _Place(process, record.track, record.middle))
-
-    def _drafted(self, forward: TraceRecord, decision: dict[str, Any]) -> TraceRecord:
-        """A forward with the outcomes of the tokens drafted in it."""
-        args = dict(forward.args)
+    def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
+        """Add the outcomes of the tokens that were drafted in `forward`."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # else its token was withheld
-                drafted = "fates" if message["after"] is None else "branches"
-                args[drafted] = args.get(drafted, []) + outcomes
-        return replace(forward, args=args)
+                drafted = "fates"
+                if message["after"] is not None:
+                    drafted = "branches"
+                forward.args.setdefault(drafted, []).extend(outcomes)
+
+    def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
+        """Arrows from where the target sent verdicts to where `record` read them; both ends lie within a slice."""
+        read = (record.start + record.end) // 2
+        for message in map(tuple, record.args["messages"]):
+            if message[0] == "Verdict" and message in self._sent:
+                name = REJECTION if message in self._rejections else VERDICT
+                arrow = {"cat": "flow", "id": next(self._ids)}
+                # It may be read before its sender returns from sending.
+                sent = self._us(min(self._sent[message], read))
+                yield _event("s", name, 1, LOOP, sent) | arrow
+                end = _event("f", name, process, record.track, self._us(read))
+                yield end | arrow | {"bp": "e"}
 
     def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
         """The event of a record that lies on a track; a request lies on none and gives two events, begin and end."""
-        if record.kind == "whole":
-            event = {
-                "name": record.name,
-                "cat": "whole",
-                "id": next(self._ids),
-                "pid": process,
-                "tid": LOOP,
-            }
-            yield event | {"ph": "b", "ts": self._us(record.start), "args": record.args}
-            yield event | {"ph": "e", "ts": self._us(record.end)}
+        if record.kind == "clock":
             return
         name = record.name
         if record.kind == "wait":
-            name = f"wait: {name}"
+            name = WAIT + name
         elif name == "draft" and "fates" in record.args:
             name = DRAFTED[record.args["fates"][0]]
-        event = {
-            "ph": "X",
-            "name": name,
-            "cat": record.kind,
-            "pid": process,
-            "tid": record.track,
-            "ts": self._us(record.start),
-            "dur": (record.end - record.start) / 1000,
-        }
-        if record.kind != "wait" and record.args:
-            event["args"] = record.args
-        yield event
-
-    def _flow(self, name: str, start: _Place, end: _Place) -> Iterator[Event]:
-        """An arrow from one slice to another; each place lies within its slice."""
-        arrow = {"name": name, "cat": "flow", "id": next(self._ids)}
-        # A message may be read before its sender returns from sending.
-        time = self._us(min(start.time, end.time))
-        yield arrow | {"ph": "s", "pid": start.process, "tid": start.track, "ts": time}
-        time = self._us(end.time)
-        yield arrow | {"ph": "f", "pid": end.process, "tid": end.track, "ts": time, "bp": "e"}
+        event = _event("X", name, process, record.track, self._us(record.start))
+        event |= {"cat": record.kind, "args": record.args}
+        if record.kind == "whole":
+            event["id"] = next(self._ids)
+            yield event | {"ph": "b"}
+            yield event | {"ph": "e", "ts": self._us(record.end)}
+        else:
+            yield event | {"dur": (record.end - record.start) / 1000}
 
     def _us(self, ns: int) -> float:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
         """The document without its events."""
-        workers: list[dict[str, Any]] = []
-        for part, clock in zip(self._parts, self._clocks, strict=True):
-            worker = {"process": len(workers) + 1} | part.header
+        workers = []
+        for process, part in enumerate(self._parts, start=1):
+            worker = {"process": process} | asdict(part.header)
             for name in ("config", "versions", "run", "opened"):
-                worker.pop(name, None)
-            worker["clock_offset_ns"] = clock.offset
-            worker["clock_uncertainty_ns"] = clock.uncertainty
+                worker.pop(name)
+            worker["clock_offset_ns"] = part.offset
+            worker["clock_uncertainty_ns"] = part.uncertainty
             # A worker that was killed lacks up to the last quarter of a second.
-            worker["ended"] = part.end is not None
+            worker["ended"] = part.has_ended
             workers.append(worker)
         header = self._parts[0].header
         return {
@@ -308,21 +243,41 @@ class _Merged:
             "distributedInfo": {
                 "rank": 0,
                 "world_size": 1,
-                "backend": header["config"]["tensors"],
+                "backend": header.config["tensors"],
             },
             "metadata": {
                 "pearl_trace": VERSION,
                 "clock": "monotonic",
                 "base_ns": self._base,
-                "config": header["config"],
-                "versions": header["versions"],
+                "config": header.config,
+                "versions": header.versions,
                 "workers": workers,
             },
         }
 
 
-def incident(event: dict[str, Any]) -> str | None:
-    """A note on a failure or a recovery; None for other events."""
+def _event(phase: str, name: str, process: int, track: int, time: float = 0.0) -> Event:
+    return {"ph": phase, "name": name, "pid": process, "tid": track, "ts": time}
+
+
+def _descriptions(part: Part, process: int) -> Iterator[Event]:
+    """The name and the place of a process and of its tracks."""
+    header = part.header
+    process_args = {
+        "process_name": {"name": f"{header.role} (process {header.pid})"},
+        "process_labels": {"labels": f"{header.host}, {header.machine}"},
+        "process_sort_index": {"sort_index": process},
+    }
+    for name, args in process_args.items():
+        yield _event("M", name, process, 0) | {"args": args}
+    for track, name in TRACKS.items():
+        yield _event("M", "thread_name", process, track) | {"args": {"name": name}}
+        yield _event("M", "thread_sort_index", process, track) | {"args": {"sort_index": track}}
+
+
+def incident(decision: dict[str, Any]) -> str | None:
+    """A note on a failure or a recovery; None for other decisions."""
+    event = decision["event"]
     match event["type"]:
         case "DraftGone":
             if event.get("request") is None:
@@ -334,31 +289,18 @@ def incident(event: dict[str, Any]) -> str | None:
             return "a message was lost: the draft gets the whole prefix"
         case "Failed":
             return f"the request fails: {event['reason']}"
+    for command in decision["commands"]:
+        if command.get("failure"):
+            return f"the request fails: {command['failure']['reason']}"
     return None
 
 
-class CommittedSources(NamedTuple):
-    """The source of each token that a decision commits to a request."""
-
-    request: int
-    sources: list[str]
-
-
-def committed(decision: dict[str, Any]) -> list[CommittedSources]:
-    """The tokens that a decision of the target commits, by request."""
-    return [
-        CommittedSources(message["request"], message["provenance"])
-        for message in messages(decision, "Deliver", "Committed")
-    ]
-
-
-def is_rejection(decision: dict[str, Any]) -> bool:
-    """Whether a decision of the target corrects a draft token."""
-    return any("corrected" in text.sources for text in committed(decision))
-
-
-def _about(name: str, process: int, track: int, /, **args: Any) -> Event:
-    return {"ph": "M", "name": name, "pid": process, "tid": track, "ts": 0, "args": args}
+def committed(decision: dict[str, Any]) -> list[str]:
+    """The sources of the tokens that a decision of the target commits."""
+    sources: list[str] = []
+    for message in messages(decision, "Deliver", "Committed"):
+        sources += message["provenance"]
+    return sources
 
 
 def split_waits(

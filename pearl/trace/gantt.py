@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,26 +20,29 @@ _STEPS = 12  # verification forwards shown by default
 _PAUSE = 1e-3
 
 
-class _Look(NamedTuple):
-    """The colour of a bar or an arrow, and what it means."""
-
-    colour: str
-    meaning: str
-
-
-_WORK = {name: _Look(colour, meaning) for name, (colour, meaning) in WORK.items()}
-_SOURCES = {
-    source: _Look(colour, f"in the text: {meaning}")
-    for source, (colour, meaning) in SOURCES.items()
+# Options that make pearl guess, as a title names them.
+_GUESSES = {
+    "look_ahead": "look-ahead",
+    "draft_lookup": "lookup",
+    "branches": "branches",
+    "siblings": "siblings",
 }
-_ACCEPTANCE = _Look("#333333", "verdict: all accepted")
-_REJECTION = _Look(_WORK["rejected"].colour, "verdict: a draft token rejected")
+# By whether the verdict is a rejection: colour, meaning.
+_VERDICTS = {
+    False: ("#333333", "verdict: all accepted"),
+    True: (WORK["rejected"][0], "verdict: a draft token rejected"),
+}
+_IN_TEXT = "in the text: "  # begins the labels of sources
+_LEGEND = [meaning for _, meaning in chain(WORK.values(), _VERDICTS.values())]
+_LEGEND += [_IN_TEXT + meaning for _, meaning in SOURCES.values()]
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
 _STEP = 1.1  # between the middles of two rows
 _TEXT = 0.95  # height of the largest step in the row of the text
 _CHARACTER = 0.005  # width of a character
-_EDGE = {"edgecolor": "white", "linewidth": 0.6}
+_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6}
+_THIN_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+_CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,25 @@ class Chart:
         return sum(len(commit.sources) for commit in self.commits)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest commit."""
+        return max((len(commit.sources) for commit in self.commits), default=0)
+
+    @property
     def rate(self) -> float:
         """Tokens per second of the time shown, the prefill included."""
         return self.tokens / self.seconds
 
     def shares(self, row: str) -> Shares:
         """Shares of the time shown in which a worker works and waits."""
-        total = sum(bar.seconds for bar in self.rows[row])
-        wait = sum(bar.seconds for bar in self.rows[row] if bar.look == "wait")
-        return Shares((total - wait) / self.seconds, wait / self.seconds)
+        work = 0.0
+        wait = 0.0
+        for bar in self.rows[row]:
+            if bar.look == "wait":
+                wait += bar.seconds
+            else:
+                work += bar.seconds
+        return Shares(work / self.seconds, wait / self.seconds)
 
 
 def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
@@ -140,9 +155,21 @@ def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) ->
     """A worker's bars, clipped to [`start`, `end`]. `zero`: when the first request began."""
     bars = []
     for piece in slices:
-        for bar in _bars(piece, zero):
+        for bar in _bars(piece, piece.start - zero):
             if bar.end > start and bar.start < end:
                 bars.append(replace(bar, start=max(bar.start, start), end=min(bar.end, end)))
+    return bars
+
+
+def _bars(piece: Slice, start: float) -> list[Bar]:
+    """The bars of a slice: a forward that drafted several tokens has one for each."""
+    if piece.kind == "wait":
+        return [Bar(start, start + piece.seconds, "wait", piece.name)]
+    looks = piece.args.get("fates", [piece.name if piece.name in WORK else "other"])
+    width = piece.seconds / len(looks)
+    bars = []
+    for number, look in enumerate(looks):
+        bars.append(Bar(start + number * width, start + (number + 1) * width, look))
     return bars
 
 
@@ -160,7 +187,7 @@ def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
     for decision in trace.target:
         time = decision.end - trace.start
         if decision.name == "decide" and start <= time <= end:
-            sources = [source for text in committed(decision.args) for source in text.sources]
+            sources = committed(decision.args)
             if sources:
                 commits.append(Commit(time, sources))
     return commits
@@ -168,42 +195,27 @@ def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
 
 def _method(trace: RunTrace) -> str:
     """The method, and the guesses used with it if all requests use the same."""
-    names = {
-        "look_ahead": "look-ahead",
-        "draft_lookup": "lookup",
-        "branches": "branches",
-        "siblings": "siblings",
-    }
     guesses = set()
     for request in trace.requests:
         options = request.args.get("options", {})
-        guesses.add(", ".join(word for name, word in names.items() if options.get(name)))
+        words = [word for name, word in _GUESSES.items() if options.get(name)]
+        guesses.add(", ".join(words))
     if len(guesses) > 1 or trace.method != "pearl":
         return trace.method
-    words = guesses.pop()
-    return f"pearl with {words}" if words else "pearl as published"
+    used = guesses.pop()
+    return f"pearl with {used}" if used else "pearl as published"
 
 
 def _first_steps(trace: RunTrace, start: float) -> float:
     """Seconds from `start` to the end of the first steps that begin then or later; `start`: after the first request."""
     start += trace.start
-    steps = [s.end for s in trace.target if s.name in VERIFICATIONS and s.start >= start][:_STEPS]
-    end = steps[-1] if steps else trace.end
+    end = trace.end
+    count = 0
+    for piece in trace.target:
+        if piece.name in VERIFICATIONS and piece.start >= start and count < _STEPS:
+            end = piece.end
+            count += 1
     return end - start
-
-
-def _bars(piece: Slice, zero: float) -> list[Bar]:
-    """The bars of a slice: a forward that drafted several tokens has one for each."""
-    start = piece.start - zero
-    if piece.kind == "wait":
-        return [Bar(start, piece.end - zero, "wait", piece.name.removeprefix("wait: "))]
-    looks = piece.args.get("fates", [piece.name if piece.name in WORK else "other"])
-    bars = []
-    for number, look in enumerate(looks, start=1):
-        end = piece.start - zero + piece.seconds * number / len(looks)
-        bars.append(Bar(start, end, look))
-        start = end
-    return bars
 
 
 def _joined(bars: Sequence[Bar]) -> list[Bar]:
@@ -233,30 +245,28 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     figure = Figure(figsize=(13, 1.9 + 2.6 * len(charts)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     seconds = max(chart.seconds for chart in charts)
-    commits = chain.from_iterable(chart.commits for chart in charts)
-    max_tokens = max((len(commit.sources) for commit in commits), default=1)
-    handles: dict[str, Any] = {}  # by label
+    max_tokens = max(1, *(chart.most_tokens for chart in charts))
+    handles: dict[str, Any] = dict.fromkeys(_LEGEND)
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
         _panel(axes, chart, seconds, max_tokens)
         title = f"{chart.method}: {chart.tokens} tokens in {chart.seconds:.2f} s"
         if chart is not charts[0] and charts[0].tokens:
             title += f", {chart.rate / charts[0].rate:.2f} times as fast as {charts[0].method}"
         axes.set_title(title, loc="left", fontsize=12, weight="bold")
-        artists, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, artists, strict=True))
-    for colour, label in (_ACCEPTANCE, _REJECTION):
+        for artist in axes.collections:
+            handles[artist.get_label()] = artist
+    for colour, label in _VERDICTS.values():
         handles[label] = Line2D([], [], color=colour, marker="v", markersize=5)
     axes.set_xlabel("seconds since the request began")
-    looks = chain(_WORK.values(), (_ACCEPTANCE, _REJECTION), _SOURCES.values())
-    labels = [look.meaning for look in looks if look.meaning in handles]
+    shown = {label: handle for label, handle in handles.items() if handle is not None}
     figure.legend(
-        [handles[label] for label in labels],
-        labels,
+        list(shown.values()),
+        list(shown),
         loc="outside lower center",
         ncols=4,
         frameon=False,
         fontsize=8.5,
-        title="\n".join(dict.fromkeys(chart.models for chart in charts)),
+        title="\n".join(dict.fromkeys(map(attrgetter("models"), charts))),
         title_fontsize=8,
     )
     try:
@@ -293,20 +303,19 @@ def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
 
 def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
     """A verdict, from the target's row to the draft's; one that is read after `end` is cut off there."""
-    look = _REJECTION if verdict.is_rejection else _ACCEPTANCE
-    form = {
-        "arrowstyle": "-|>",
-        "linewidth": 1.2,
-        "shrinkA": 0,
-        "shrinkB": 0,
-        "mutation_scale": 9,
-        "color": look.colour,
-    }
+    colour, _ = _VERDICTS[verdict.is_rejection]
     axes.annotate(
         "",
         xytext=(verdict.sent, _HALF),
         xy=(min(verdict.read, end), _STEP - _HALF),
-        arrowprops=form,
+        arrowprops={
+            "arrowstyle": "-|>",
+            "linewidth": 1.2,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "mutation_scale": 9,
+            "color": colour,
+        },
         annotation_clip=True,
     )
 
@@ -314,41 +323,39 @@ def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
 def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
     """A worker's bars; a wait names its cause: upright where it is short, not at all where it is very short."""
     bars = _joined(bars)
-    spans: dict[str, list[tuple[float, float]]] = {}
+    spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for bar in bars:
-        spans.setdefault(bar.look, []).append((bar.start, bar.seconds))
+        spans[bar.look].append((bar.start, bar.seconds))
     for name, pieces in spans.items():
-        form: dict[str, Any] = {"linewidth": 0} if name in ("other", "wait") else _EDGE
-        look = _WORK[name]
+        colour, label = WORK[name]
+        edge = _EDGE
+        if name in ("other", "wait"):
+            edge = {"linewidth": 0}
         place = (middle - _HALF, 2 * _HALF)
-        axes.broken_barh(pieces, place, facecolors=look.colour, label=look.meaning, **form)
-    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
+        axes.broken_barh(pieces, place, facecolors=colour, label=label, **edge)
     for bar in bars:
-        if bar.look == "wait":
-            share = bar.seconds / seconds
-            time = (bar.start + bar.end) / 2
-            if share > _CHARACTER * max(len(bar.cause), len("waits for")):
-                axes.text(time, middle, f"waits for\n{bar.cause}", fontsize=8, **centred)
-            elif share > 2 * _CHARACTER:
-                axes.text(time, middle, bar.cause, fontsize=6.5, rotation=90, **centred)
+        share = bar.seconds / seconds
+        if bar.look != "wait" or share <= 2 * _CHARACTER:
+            continue
+        time = (bar.start + bar.end) / 2
+        if share > _CHARACTER * max(len(bar.cause), len("waits for")):
+            axes.text(time, middle, f"waits for\n{bar.cause}", fontsize=8, **_CENTRED)
+        else:
+            axes.text(time, middle, bar.cause, fontsize=6.5, rotation=90, **_CENTRED)
 
 
 def _text(axes: Any, commits: list[Commit], seconds: float, ground: float, height: float) -> None:
     """The tokens of each commit as a pile of boxes of this height, with their number above."""
     has_room = len(commits) * 2 * _CHARACTER < 1
     width = 1.6 * _CHARACTER * seconds
-    form = {"edgecolor": "white", "linewidth": 0.5}
     for time, sources in commits:
         top = ground
         for source in sources:
             top -= height
-            look = _SOURCES[source]
+            colour, meaning = SOURCES[source]
+            label = _IN_TEXT + meaning
             axes.broken_barh(
-                [(time, width)],
-                (top, height),
-                facecolors=look.colour,
-                label=look.meaning,
-                **form,
+                [(time, width)], (top, height), facecolors=colour, label=label, **_THIN_EDGE
             )
         if has_room:
             axes.text(

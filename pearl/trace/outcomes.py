@@ -6,7 +6,8 @@ the draft prepares for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import ChainMap, defaultdict
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 from pearl.trace.recorder import TraceRecord
@@ -31,6 +32,7 @@ class _Outcome(NamedTuple):
 
 
 _NOTHING = _Committed(-1, "")
+_Text = ChainMap[int, int]  # tokens by position
 
 
 def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
@@ -45,15 +47,15 @@ class Outcomes:
 
     def __init__(self) -> None:
         #: request -> position -> the token committed there
-        self._committed: dict[int, dict[int, _Committed]] = {}
+        self._committed: defaultdict[int, dict[int, _Committed]] = defaultdict(dict)
         #: request -> position -> token, as the draft has the text
-        self._text: dict[int, dict[int, int]] = {}
-        #: request -> outcome -> tokens drafted for it
-        self._prepared: dict[int, dict[_Outcome, list[int]]] = {}
+        self._text: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        #: request -> outcome -> its text: the tokens drafted for it, over the draft's
+        self._prepared: defaultdict[int, dict[_Outcome, _Text]] = defaultdict(dict)
 
     def learn(self, record: TraceRecord) -> None:
         for message in messages(record.args, "Deliver", "Committed"):
-            text = self._committed.setdefault(message["request"], {})
+            text = self._committed[message["request"]]
             tokens = zip(message["tokens"], message["provenance"], strict=True)
             for position, (token, source) in enumerate(tokens, message["start"]):
                 text[position] = _Committed(token, source)
@@ -66,35 +68,38 @@ class Outcomes:
         if event["type"] != "Verdict":
             return
         request = event["request"]
-        text = self._text.setdefault(request, {})
+        text = self._text[request]
         for position, token in enumerate(event["tokens"], event["start"]):
             if text.get(position) != token:
                 text[position] = token
-                prepared = self._prepared.pop(request, {}).get(_Outcome(position, token), [])
-                text |= dict(enumerate(prepared, position + 1))
+                prepared = self._prepared.pop(request, {}).get(_Outcome(position, token), _Text())
+                text |= prepared.maps[0]
 
     def of(self, message: dict[str, Any]) -> list[str]:
         """What became of each token of a DraftTokens message."""
         request = message["request"]
         start = message["start"]
-        branch = None if message["after"] is None else _Outcome(*message["after"])
-        prefix = self._drafted(request, branch, start, message["tokens"])
-        is_right = branch is None or self._at(request, branch.position).token == branch.token
-        for position in range(message["known"], start):
-            if position in prefix and (branch is None or position != branch.position):
-                token = prefix[position]
-                is_right = is_right and self._outcome(request, position, token) == ACCEPTED
+        count = len(message["tokens"])
+        text: MutableMapping[int, int] = self._text[request]
+        is_right = True
+        branch = _Outcome(-1, -1)
+        if message["after"] is not None:
+            branch = _Outcome(*message["after"])
+            is_right = self._at(request, branch.position).token == branch.token
+            text = self._prepared[request].setdefault(branch, _Text({}, text))
+        text.update(enumerate(message["tokens"], start))
         outcomes: list[str] = []
-        for position, token in enumerate(message["tokens"], start):
-            outcome = DISCARDED
-            if is_right:
-                outcome = self._outcome(request, position, token)
-            is_right = outcome == ACCEPTED
-            outcomes.append(outcome)
-        return outcomes
+        for position in range(message["known"], start + count):
+            if position in text and position != branch.position:
+                outcome = DISCARDED
+                if is_right:
+                    outcome = self._outcome(request, position, text[position])
+                is_right = outcome == ACCEPTED
+                outcomes.append(outcome)
+        return outcomes[len(outcomes) - count :]
 
     def _at(self, request: int, position: int) -> _Committed:
-        return self._committed.get(request, {}).get(position, _NOTHING)
+        return self._committed[request].get(position, _NOTHING)
 
     def _outcome(self, request: int, position: int, token: int) -> str:
         """What became of a token that follows the text as committed."""
@@ -105,17 +110,3 @@ class Outcomes:
         if token == committed.token and committed.source != "corrected":
             return ACCEPTED
         return REJECTED
-
-    def _drafted(
-        self, request: int, branch: _Outcome | None, start: int, tokens: list[int]
-    ) -> dict[int, int]:
-        """Add drafted tokens to the draft's text, or to their branch; return the text up to them, by position."""
-        text = self._text.setdefault(request, {})
-        if branch is None:
-            text |= dict(enumerate(tokens, start))
-            return text
-        prepared = self._prepared.setdefault(request, {}).setdefault(branch, [])
-        prefix = text | {branch.position: branch.token}
-        prefix |= dict(enumerate(prepared, branch.position + 1))
-        prepared += tokens
-        return prefix

@@ -9,7 +9,7 @@ from typing import Any
 
 from pearl.document import damaged, parse_json
 from pearl.errors import TraceError
-from pearl.trace.chrome import DRAFTED, REJECTION, VERDICT, VERSION, Event
+from pearl.trace.chrome import DRAFTED, REJECTION, VERSION, WAIT, Event
 from pearl.trace.recorder import LOOP, part_paths
 
 VERIFICATIONS = ("pre-verify", "post-verify")
@@ -18,7 +18,7 @@ FORWARDS = ("prefill", *VERIFICATIONS, "draft", "prepare")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What lasted from `start` to `end`, seconds from the trace's beginning."""
+    """What lasted from `start` to `end`, seconds from the trace's beginning; a wait is named by its cause."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class RunTrace:
 
     @property
     def end(self) -> float:
-        return max(request.end for request in self.requests)
+        return max(map(attrgetter("end"), self.requests))
 
 
 def read(path: Path) -> RunTrace:
@@ -92,7 +92,8 @@ def read(path: Path) -> RunTrace:
             )
         if metadata["pearl_trace"] != VERSION:
             raise TraceError(
-                f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}"
+                f"{path} is a trace of format {metadata['pearl_trace']}; this version reads "
+                f"{VERSION}"
             )
         for name in ("config", "workers"):
             if name not in metadata:
@@ -100,10 +101,12 @@ def read(path: Path) -> RunTrace:
         trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
         if not trace.requests:  # a killed target: the slice of a request is written at its end
-            start = next((piece.start for piece in trace.target if piece.name == "open"), None)
-            if start is not None:
-                end = trace.target[-1].end
-                trace.requests.append(Slice("request, cut off", "whole", start, end, {}))
+            for piece in trace.target:
+                if piece.name == "open":
+                    end = trace.target[-1].end
+                    request = Slice("request, cut off", "whole", piece.start, end, {})
+                    trace.requests.append(request)
+                    break
         if not trace.requests:
             raise TraceError(
                 f"{path} holds no request: nothing was generated while it was recorded"
@@ -135,35 +138,39 @@ def read_document(path: Path) -> dict[str, Any]:
 def _sort(events: list[Event], trace: RunTrace) -> None:
     """Put the slices and arrows of all events into `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
-    fates = set(DRAFTED.values())
-    sent: dict[Any, float] = {}
-    begun: dict[Any, Event] = {}  # requests
+    begun: dict[Any, Event] = {}  # requests and flows, by id
     for event in events:
-        if event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
-            sent[event["id"]] = event["ts"] / 1e6
-        elif event["ph"] == "f" and event["id"] in sent:
-            is_rejection = event["name"] == REJECTION
-            trace.verdicts.append(Arrow(sent.pop(event["id"]), event["ts"] / 1e6, is_rejection))
-        elif event["ph"] == "b" and event["pid"] == 1:
-            begun[event["id"]] = event
-        elif event["ph"] == "e" and event["id"] in begun:
-            begin = begun.pop(event["id"])
-            start = begin["ts"] / 1e6
-            args = begin.get("args", {})
-            trace.requests.append(Slice(begin["name"], "whole", start, event["ts"] / 1e6, args))
-        elif event["ph"] == "X" and event["tid"] == LOOP:
-            # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
-            start = round(event["ts"] * 1000) / 1e9
-            end = round((event["ts"] + event["dur"]) * 1000) / 1e9
-            name = "draft" if event["name"] in fates else event["name"]
-            piece = Slice(name, event["cat"], start, end, event.get("args", {}))
-            loops.setdefault(event["pid"], []).append(piece)
+        match event["ph"]:
+            case "s" | "b":
+                begun[event["id"]] = event
+            case "f" if event["id"] in begun:
+                sent = begun.pop(event["id"])["ts"]
+                arrow = Arrow(sent / 1e6, event["ts"] / 1e6, event["name"] == REJECTION)
+                trace.verdicts.append(arrow)
+            case "e" if event["id"] in begun and event["pid"] == 1:
+                begin = begun.pop(event["id"])
+                start = begin["ts"] / 1e6
+                args = begin.get("args", {})
+                request = Slice(begin["name"], "whole", start, event["ts"] / 1e6, args)
+                trace.requests.append(request)
+            case "X" if event["tid"] == LOOP:
+                loops.setdefault(event["pid"], []).append(_slice(event))
     trace.requests.sort(key=attrgetter("start"))
     trace.verdicts.sort(key=attrgetter("sent"))
     trace.target = _outermost(loops.pop(1))
     for loop in loops.values():
         trace.draft += _outermost(loop)
     trace.draft.sort(key=attrgetter("start"))
+
+
+def _slice(event: Event) -> Slice:
+    # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
+    start = round(event["ts"] * 1000) / 1e9
+    end = round((event["ts"] + event["dur"]) * 1000) / 1e9
+    name = event["name"].removeprefix(WAIT)
+    if name in DRAFTED.values():
+        name = "draft"
+    return Slice(name, event["cat"], start, end, event.get("args", {}))
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:

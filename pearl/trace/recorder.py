@@ -15,8 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -49,20 +47,29 @@ _MAX_QUEUED = 128  # records
 _MAX_AGE_NS = 250_000_000
 _MAX_LINE = 64 << 20  # bytes
 _OUTSIDE = "draft service"
-_HEADER_FIELDS = {
-    "role": str,
-    "opened": int,
-    "run": str,
-    "pid": int,
-    "host": str,
-    "machine": str,
-    "boot": str,
-}
+
+
+class WorkerHeader(Struct):
+    """A part's description of the worker that wrote it.
+
+    `opened`: when the part was created, nanoseconds of the worker's clock.
+    """
+
+    role: str
+    opened: int
+    run: str
+    pid: int
+    host: str
+    machine: str
+    boot: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    processor: str = ""
 
 
 class PartHeader(Struct, tag="pearl-trace", array_like=True):
     format: Any
-    worker: dict[str, Any]
+    worker: Any
 
 
 class TraceRecord(Struct, tag="record", array_like=True):
@@ -77,10 +84,6 @@ class TraceRecord(Struct, tag="record", array_like=True):
     start: int
     end: int
     args: dict[str, Any]
-
-    @property
-    def middle(self) -> int:
-        return (self.start + self.end) // 2
 
 
 class PartEnd(Struct, tag="end", array_like=True):
@@ -113,20 +116,12 @@ class Recorder:
             raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
         self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
-    def record(
-        self,
-        track: int,
-        kind: str,
-        name: str,
-        start: int,
-        end: int,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
+    def record(self, record: TraceRecord) -> None:
+        """Its `args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
         """
-        self._queue.append(TraceRecord(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
-        if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
+        self._queue.append(record)
+        if len(self._queue) >= _MAX_QUEUED or record.end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
     def close(self) -> None:
@@ -234,9 +229,10 @@ def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _decode(path: Path, line: bytes) -> PartHeader | TraceRecord | PartEnd:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return _DECODER.decode(line)
+        yield
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} is a damaged part of a trace: {str(error)[:200]}") from None
 
@@ -246,35 +242,39 @@ class Part:
 
     Attributes:
         header: the worker's description.
-        end: its last line, once read; None if the worker was killed.
+        offset: nanoseconds to add to the part's times.
+        uncertainty: how far `offset` may be off.
+        has_ended: whether its last line has been read; never, if the worker was killed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: PartEnd | None = None
+        self.offset = 0
+        self.uncertainty = 0
+        self.has_ended = False
         line = next(_complete_lines(path), b"")
         if not line.startswith(b'["pearl-trace",'):
             raise TraceError(f"{path} is no part of a trace")
-        header = _decode(path, line)
-        assert isinstance(header, PartHeader)
-        if header.format != FORMAT:
-            raise TraceError(
-                f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
-            )
-        self.header = header.worker
-        if any(type(self.header.get(name)) is not kind for name, kind in _HEADER_FIELDS.items()):
-            raise TraceError(
-                f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}"
-            )
+        with _reading(path):
+            header = msgspec.json.decode(line, type=PartHeader)
+            if header.format != FORMAT:
+                raise TraceError(
+                    f"{path} is a part of a trace in format {header.format}; this version reads "
+                    f"{FORMAT}"
+                )
+            self.header = msgspec.convert(header.worker, WorkerHeader)
 
     def records(self) -> Iterator[TraceRecord]:
         """Yield the records in order of their ends; those of other threads than the loop are only roughly in order."""
         for line in _complete_lines(self.path):
-            item = _decode(self.path, line)
+            with _reading(self.path):
+                item = _DECODER.decode(line)
             if isinstance(item, TraceRecord):
+                item.start += self.offset
+                item.end += self.offset
                 yield item
             elif isinstance(item, PartEnd):
-                self.end = item
+                self.has_ended = True
 
 
 def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
@@ -285,7 +285,8 @@ def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
     records = []
     for line in _complete_lines(path, offset):
         offset += len(line)
-        item = _decode(path, line)
+        with _reading(path):
+            item = _DECODER.decode(line)
         if isinstance(item, TraceRecord):
             records.append(item)
     return records, offset
@@ -294,10 +295,14 @@ def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
 # ---- events, commands and messages as lists and dicts ----
 
 _SIMPLE = {int, float, str, bool, type(None)}
+_UNRECORDED: dict[type, str] = {
+    events.Forwarded: "fed",
+    events.Guess: "worth",
+}  # a field that is no data
 
 
 def plain(value: object) -> Any:
-    """A dataclass or a message becomes a dict with its class under "type". Distributions are left out.
+    """A command or a message becomes a dict with its class under "type". Distributions are left out: they are big.
 
     Written by hand, as microseconds count in a worker's loop.
     """
@@ -309,26 +314,19 @@ def plain(value: object) -> Any:
         if not items or type(items[0]) is int:
             return list(items)
         return [plain(item) for item in items]
+    if kind is dict:
+        entries: Any = value
+        return {name: plain(item) for name, item in entries.items()}
     return _encoder(kind)(value)
 
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    is_distribution = kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch"
-    if is_distribution:  # it is big, and no decision depends on it
+    if kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch":
         return lambda distribution: None
-    if issubclass(kind, Enum):
-        return lambda member: member.value
-    if kind is bytes:
-        return bytes.hex
-    if kind is dict:
-        return lambda value: {str(plain(key)): plain(item) for key, item in value.items()}
-    if issubclass(kind, Struct):
-        names = list(kind.__struct_fields__)
-    else:
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if kind is events.Judge:
-        names.remove("rows")
+    if not issubclass(kind, Struct):  # an enum, or bytes
+        return msgspec.to_builtins
+    names = [name for name in kind.__struct_fields__ if name != _UNRECORDED.get(kind)]
     type_name = kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:

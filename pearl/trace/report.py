@@ -6,12 +6,13 @@ that no slice covers is reported as `uncovered`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED
@@ -93,18 +94,20 @@ def report(trace: RunTrace) -> Report:
     target = _between(trace.target, trace.start, trace.end)
     draft = _between(trace.draft, trace.start, trace.end)
     wall = max(trace.end - trace.start, 1e-9)  # a trace may be of one instant
-    verifications = [s for s in target if s.name in VERIFICATIONS]
-    forwards = _forwards(draft, verifications)
+    verifications = []
+    tokens = 0
+    for piece in target:
+        if piece.name in VERIFICATIONS:
+            verifications.append(piece)
+        elif piece.name == "decide":
+            tokens += len(committed(piece.args))
+    forwards = _forwards([*draft, *verifications])
     shares = {"target": _worker(target, wall)}
     if draft:
         shares["draft"] = _worker(draft, wall)
-    tokens = 0
-    for piece in target:
-        if piece.name == "decide":
-            tokens += sum(len(text.sources) for text in committed(piece.args))
     ratio = None
     if verifications and "draft" in forwards and forwards["draft"].p50:
-        ratio = median(s.seconds for s in verifications) / forwards["draft"].p50
+        ratio = median(map(attrgetter("seconds"), verifications)) / forwards["draft"].p50
     return Report(
         method=trace.method,
         wall=wall,
@@ -113,13 +116,13 @@ def report(trace: RunTrace) -> Report:
         tokens_per_second=tokens / wall,
         target=shares["target"],
         draft=shares.get("draft"),
-        overlap=_overlap(_spans(target), _spans(draft)) / wall,
-        steps=dict(Counter(s.name for s in verifications)),
+        overlap=_overlap(target, draft) / wall,
+        steps=dict(Counter(map(attrgetter("name"), verifications))),
         forwards=forwards,
         ratio=ratio or None,
-        alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
+        alternation=shares["target"].busy * wall + _drafting(draft),
         proposals=proposals(target),
-        notes=_notes(trace, shares),
+        notes=_notes(trace, target, shares),
         **_outcomes(draft),
     )
 
@@ -135,24 +138,20 @@ def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
 
 
 def _worker(slices: Sequence[Slice], wall: float) -> WorkerShares:
-    waits: Counter[str] = Counter()
-    work: Counter[str] = Counter()
-    communication = 0.0
+    shares: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by kind and name
     for piece in slices:
         share: Any = piece.seconds / wall
-        if piece.kind == "wait":
-            waits[piece.name.removeprefix("wait: ")] += share
-        elif piece.kind == "busy":
-            work[piece.name] += share
-        else:
-            communication += share
+        shares[piece.kind][piece.name] += share
+    busy = shares["busy"].total()
+    wait = shares["wait"].total()
+    communication = shares["communication"].total()
     return WorkerShares(
-        busy=work.total(),
-        wait=waits.total(),
+        busy=busy,
+        wait=wait,
         communication=communication,
-        uncovered=1 - work.total() - waits.total() - communication,
-        waits=dict(waits.most_common()),
-        work=dict(work.most_common()),
+        uncovered=1 - busy - wait - communication,
+        waits=dict(shares["wait"].most_common()),
+        work=dict(shares["busy"].most_common()),
     )
 
 
@@ -175,44 +174,38 @@ def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     }
 
 
-class _Span(NamedTuple):
-    start: float
-    end: float
-
-
-def _spans(slices: Iterable[Slice]) -> list[_Span]:
-    return [_Span(s.end - s.ran, s.end) for s in slices if s.name in FORWARDS]
-
-
-def _overlap(target: Sequence[_Span], draft: Sequence[_Span]) -> float:
-    """Seconds for which spans of the target and the draft overlap. Those of each are disjoint and in order."""
+def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
+    """Seconds in which both workers run a forward."""
+    edges = []
+    for role, slices in (("target", target), ("draft", draft)):
+        for piece in slices:
+            if piece.name in FORWARDS:
+                edges.append((piece.end - piece.ran, role, 1))
+                edges.append((piece.end, role, -1))
+    running = {"target": 0, "draft": 0}
     seconds = 0.0
-    i = 0
-    j = 0
-    while i < len(target) and j < len(draft):
-        start = max(target[i].start, draft[j].start)
-        end = min(target[i].end, draft[j].end)
-        seconds += max(0.0, end - start)
-        if target[i].end < draft[j].end:
-            i += 1
-        else:
-            j += 1
+    since = 0.0
+    for time, role, change in sorted(edges):
+        if all(running.values()):
+            seconds += time - since
+        running[role] += change
+        since = time
     return seconds
 
 
-def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[str, Forwards]:
-    times: dict[tuple[str, int], list[float]] = {}  # by kind, and number of tokens fed
-    for piece in draft:
-        if piece.name in ("draft", "prepare"):
-            times.setdefault((piece.name, 0), []).append(piece.ran)
-    for piece in verifications:
-        times.setdefault(("verify", piece.args["n"]), []).append(piece.seconds)
+def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
+    """Durations of the forwards among `slices`, but of prompts, by kind and number of tokens fed."""
+    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for piece in slices:
+        if piece.name in VERIFICATIONS:
+            times["verify", piece.args["n"]].append(piece.seconds)
+        elif piece.name in ("draft", "prepare"):
+            times[piece.name, 0].append(piece.ran)
     forwards = {}
     for (name, n), seconds in sorted(times.items()):
+        percentiles = seconds * 99
         if len(seconds) > 1:
             percentiles = quantiles(seconds, n=100, method="inclusive")  # as numpy's
-        else:
-            percentiles = seconds * 99
         label = f"{name} {n}" if n else name
         forwards[label] = Forwards(len(seconds), percentiles[49], percentiles[98])
     return forwards
@@ -232,29 +225,34 @@ def _drafting(draft: Sequence[Slice]) -> float:
     return seconds
 
 
-def _notes(trace: RunTrace, shares: Mapping[str, WorkerShares]) -> list[str]:
+def _notes(
+    trace: RunTrace, target: Iterable[Slice], shares: Mapping[str, WorkerShares]
+) -> list[str]:
     """What the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
-    workers = trace.metadata["workers"]
     notes = []
-    for worker in workers:
+    drafts = 0
+    for worker in trace.metadata["workers"]:
+        role = worker["role"]
+        drafts += role == "draft"
         if not worker["ended"]:
             notes.append(
-                f"the {worker['role']} did not end by itself (killed?): up to 0.25 s of its trace may be missing"
+                f"the {role} did not end by itself (killed?): up to 0.25 s of its trace may be "
+                "missing"
             )
-    for worker in workers:
         if worker["clock_uncertainty_ns"]:
             milliseconds = worker["clock_uncertainty_ns"] / 1e6
             notes.append(
-                f"the {worker['role']}'s clock was aligned by pings, to within {milliseconds:.3f} ms"
+                f"the {role}'s clock was aligned by pings, to within {milliseconds:.3f} ms"
             )
-    if lacks_draft(trace.metadata["config"], [w["role"] for w in workers]):
+    if lacks_draft(trace.metadata["config"], drafts):
         notes.append(
-            f"the draft's half is on its host, so waits for the draft include the way of its messages: copy "
-            f"{trace.path.name}.draft-*.part here and `pearl trace merge {trace.path}`"
+            "the draft's half is on its host, so waits for the draft include the way of its "
+            f"messages: copy {trace.path.name}.draft-*.part here and `pearl trace merge "
+            f"{trace.path}`"
         )
-    for piece in _between(trace.target, trace.start, trace.end):
+    for piece in target:
         if piece.name == "decide":
-            note = incident(piece.args["event"])
+            note = incident(piece.args)
             if note:
                 notes.append(f"at {piece.end - trace.start:.3f} s: {note}")
     for name, share in shares.items():

@@ -11,16 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-from msgspec import Struct
-
 from pearl.errors import TraceError
 from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
+from pearl.trace.recorder import (
+    CONSUMER,
+    DRAFT,
+    HELD_ROW,
+    LOOP,
+    MAIL,
+    START_UP,
+    VERDICT,
+    Recorder,
+    TraceRecord,
+)
+from pearl.transport.base import Endpoint, Peer, Received
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {
@@ -29,8 +36,6 @@ _TARGET_CAUSES = {
     events.Cause.IDLE: CONSUMER,
 }
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
-_WITHOUT_EVENT = (events.Guess, events.Spread, events.Keep, events.Rollback, events.Open)
-_WITH_EVENT = (events.Judge, events.Sample)
 _ROUNDING_NS = 1000
 _MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
 
@@ -70,6 +75,7 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
+        self._deciding = 0  # since when the state machine decides
         #: running request -> since when, its arguments
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}
 
@@ -112,7 +118,8 @@ class Tracer:
         """Record what lasted from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
-            recorder.record(track, kind, name, max(start, self._since), end, args)
+            start = max(start, self._since)
+            recorder.record(TraceRecord(track, kind, name, start, end, args or {}))
 
     @property
     def track(self) -> int:
@@ -120,27 +127,27 @@ class Tracer:
 
     # ---- the state machine ----
 
-    def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
+    def decide(self, machine: Coordinator | Drafter, event: object) -> list[object]:
         """`machine.handle`, recorded with its event and commands."""
+        if self.recorder is None:
+            return machine.handle(event)
+        self._deciding = self.clock()
+        commands = machine.handle(event)
+        self._decided(machine, event, commands, self._deciding)
+        return commands
 
-        def handle(event: object) -> list[object]:
-            if self.recorder is None:
-                return machine.handle(event)
-            start = self.clock()
-            commands = machine.handle(event)
-            self._decided(machine, event, commands, start)
-            return commands
-
-        return handle
+    def verified(self, name: str) -> None:
+        """Record a judgement or draw, from the beginning of the decision that asked for it."""
+        end = self.clock()
+        self.record(LOOP, "busy", name, self._deciding, end)
+        self._deciding = end
 
     def _decided(
         self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int
     ) -> None:
-        assert self.recorder is not None
         end = self.clock()
-        self.recorder.record(
-            LOOP, "busy", "decide", start, end, {"event": event, "commands": commands}
-        )
+        args = {"event": event, "commands": commands}
+        self.record(LOOP, "busy", "decide", start, end, args)
         self._follow_requests(_running(machine), start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
@@ -149,10 +156,9 @@ class Tracer:
 
     def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
-        assert self.recorder is not None
         for number in sorted(self._opened.keys() - running.keys()):
             began, args = self._opened.pop(number)
-            self.recorder.record(LOOP, "whole", f"request {number}", began, end, args)
+            self.record(LOOP, "whole", f"request {number}", began, end, args)
             start = end  # a queued request begins where this one ends
         for number, request in running.items():
             if number not in self._opened:
@@ -163,115 +169,116 @@ class Tracer:
 
     # ---- computing ----
 
-    def computing(self, execute: Callable[[_Command], _Event]) -> Callable[[_Command], _Event]:
-        def traced(command: _Command) -> _Event:
-            if self.recorder is None:
-                return execute(command)
-            start = self.clock()
-            event = execute(command)
-            self.computed(command, event, start, self.clock())
-            return event
-
-        return traced
+    def compute(self, execute: Callable[[_Command], _Event], command: _Command) -> _Event:
+        """`execute(command)`, recorded."""
+        if self.recorder is None:
+            return execute(command)
+        start = self.clock()
+        event = execute(command)
+        self.computed(command, event, start, self.clock())
+        return event
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
-        assert self.recorder is not None
-        if isinstance(command, events.Draft):
-            assert isinstance(event, events.Drafted)
-            self._drafted(command, event, start, end)
-            return
-        work = _work(command, event)
-        if work is not None:
-            name, args = work
-            self.recorder.record(LOOP, "busy", name, start, end, args)
+        if not isinstance(command, list):
+            command = [command]
+            event = [event]
+        assert isinstance(event, list)
+        first = command[0]
+        if isinstance(first, events.Draft) and len(command) == 1:
+            self._drafted(first, event[0], start, end)
+        elif isinstance(first, events.Draft | events.Forward):
+            self._forward(command, event, start, end)
+        else:
+            self.record(LOOP, "busy", type(first).__name__.lower(), start, end)
+
+    def _forward(
+        self,
+        commands: Sequence[Any],
+        answers: Sequence[object],
+        start: int,
+        end: int,
+    ) -> None:
+        """Record a forward, and before it the search for the guesses that it was fed."""
+        name, args = _named(commands)
+        for answer in answers:
+            if isinstance(answer, events.Forwarded) and answer.fed is not None:
+                num_guesses = len(answer.fed.guessers)
+                args["n"] += num_guesses
+                began = end - round(answer.seconds * 1e9)
+                if num_guesses and began > start:
+                    self.record(LOOP, "busy", "guess", start, began)
+                    start = began
+        self.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
-        assert self.recorder is not None
-        record = self.recorder.record
         samples = command.budget > 0
-        tokens = len(command.tokens)
         done = max(start, end - round(event.draw * 1e9)) if samples else end
         began = max(start, done - round(event.seconds * 1e9))
         if began - start > _ROUNDING_NS:
-            record(LOOP, "busy", "hand over", start, began)
+            self.record(LOOP, "busy", "hand over", start, began)
         else:
             began = start
         name = "prefill"
         if command.hedge:
             name = "prepare"
-        elif samples and tokens <= _MAX_CATCH_UP:
+        elif samples and len(command.tokens) <= _MAX_CATCH_UP:
             name = "draft"
-        args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
+        args = {
+            "n": len(command.tokens),
+            "start": command.start,
+            "seconds": round(event.seconds, 7),
+        }
         if event.fed:
             args["fed"] = event.fed
-        record(LOOP, "busy", name, began, done, args)
+        self.record(LOOP, "busy", name, began, done, args)
         if samples:
-            record(LOOP, "busy", "sample", done, end)
+            self.record(LOOP, "busy", "sample", done, end)
 
     # ---- communication and waiting ----
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
-        args = {} if by is None else {"by": identity(by)}
+        args = {}
+        if by is not None:
+            args["by"] = identity(by)
         self.record(LOOP, "wait", self.cause, start, end, args)
 
     def pong(self, pong: Pong) -> None:
         """Record a clock answer, which gives the offset between the clocks of two hosts."""
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
-    def communicated(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `call(*arguments)`, recorded as communication, with the identity of a message."""
-        start = self.clock()
-        result = call(*arguments)
+    def communicated(self, name: str, start: int, message: object) -> None:
+        """Record what was done with a message since `start`."""
         if self.recorder is not None:
-            args = {}
-            if arguments and isinstance(arguments[0], Struct):
-                args["message"] = identity(arguments[0])
-            self.note("communication", name, start, **args)
-        return result
+            self.note("communication", name, start, message=identity(message))
 
 
 def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     """The message that began each running request."""
     if isinstance(machine, Coordinator):
         return {number: text.request.submit for number, text in machine.running.items()}
-    begun = [text.begun for text in machine.machines if text.begun is not None]
-    return {message.request: message for message in begun}
+    begun: dict[int, Submit | Begin] = {}
+    for text in machine.machines:
+        if text.begun is not None:
+            begun[text.begun.request] = text.begun
+    return begun
 
 
-def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments of a command's slice; None if it has no slice. The next decision has the event."""
-    if isinstance(command, list):
-        return _joint_work(command)
-    if isinstance(command, events.Forward):
-        return command.phase.value, {
-            "n": len(command.tokens),
-            "start": command.start,
-            "request": command.request,
-        }
-    has_event = event is not None and isinstance(command, _WITH_EVENT)
-    if has_event or isinstance(command, _WITHOUT_EVENT):
-        return type(command).__name__.lower(), {}
-    return None
-
-
-def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str, dict[str, Any]]:
-    """A forward of several requests. It is named prefill only if it holds nothing else."""
-    args: dict[str, Any] = {
-        "n": sum(len(command.tokens) for command in commands),
-        "requests": [command.request for command in commands],
-    }
+def _named(
+    commands: Sequence[events.Forward | events.Draft],
+) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a forward. It is named prefill only if it holds nothing else."""
     phases = set()
-    prompts = []
+    args: dict[str, Any] = {"n": 0, "requests": [], "prompts": []}
     for command in commands:
+        args["n"] += len(command.tokens)
+        args["requests"].append(command.request)
         if isinstance(command, events.Forward):
             phases.add(command.phase)
             if command.phase is events.Phase.PREFILL:
-                prompts.append(command.request)
-    if prompts:
-        args["prompts"] = prompts
+                args["prompts"].append(command.request)
     for phase in (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL):
         if phase in phases:
             return phase.value, args
@@ -289,18 +296,19 @@ class TracedMailbox(Mailbox):
         start = self._tracer.clock()
         received = super()._read()
         if received and self._tracer.recorder is not None:
-            messages = []
-            for _, message in received:
-                if not isinstance(message, Exception):
-                    messages.append(identity(message))
+            messages = [identity(message) for _, message in received]
             self._tracer.note("communication", "read", start, messages=messages)
         return received
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("send", super().send, message, peer)
+        start = self._tracer.clock()
+        super().send(message, peer)
+        self._tracer.communicated("send", start, message)
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("post", super().post, message, peer)
+        start = self._tracer.clock()
+        super().post(message, peer)
+        self._tracer.communicated("post", start, message)
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
@@ -311,25 +319,27 @@ class TracedMailbox(Mailbox):
             message: object = None
             if received:
                 _, message = received[0]
-            if isinstance(message, Exception):
-                message = None
             self._tracer.waited(start, self._tracer.clock(), message)
         else:
             self._tracer.note("communication", "receive", start)
         return received
 
 
-class TracedChannel:
-    """Records the rows that pass."""
+class TracedVerifier:
+    """Records judgements and draws."""
 
-    def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
-        self._channel = channel
+    def __init__(self, verifier: events.Verifier, tracer: Tracer) -> None:
+        self._verifier = verifier
         self._tracer = tracer
-        self.close = channel.close
 
-    def send(self, row: torch.Tensor) -> None:
-        self._tracer.communicated("send row", self._channel.send, row)
+    def judge(self, judge: events.Judge) -> events.Judged:
+        judged = self._verifier.judge(judge)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("judge")
+        return judged
 
-    def receive(self, count: int) -> torch.Tensor:
-        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
-        return rows
+    def sample(self, sample: events.Sample) -> events.Sampled:
+        sampled = self._verifier.sample(sample)
+        if self._tracer.recorder is not None:
+            self._tracer.verified("sample")
+        return sampled

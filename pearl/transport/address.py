@@ -7,7 +7,6 @@ this user can connect.
 from __future__ import annotations
 
 import os
-import re
 import resource
 import socket
 import stat
@@ -17,16 +16,13 @@ from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
-from pearl.spec.control import ON_ONE_HOST, is_control
+from pearl.spec.control import ON_ONE_HOST, names_host
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
 _SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
 _FILE = "ipc://"
-_TCP = re.compile(
-    r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})"
-)
 
 
 def private_directory() -> Path:
@@ -51,8 +47,6 @@ def is_engine_directory(directory: Path) -> bool:
 
 def bind_address(control: str, directory: Path) -> str:
     """The address for this value of `control`: for ipc a local one, else the value itself."""
-    if not is_control(control):
-        raise ConfigError(f"control channel {control!r} is unknown: choose ipc, or tcp://HOST:PORT")
     return f"{_FILE}{directory}/control" if control == ON_ONE_HOST else control
 
 
@@ -75,16 +69,18 @@ def check_bind(address: str, keys: bool = False) -> None:
     """Raises `ConfigError` if `address` is not one to bind, or others could reach it and there are no `keys`."""
     if is_file(address):
         _check_socket_file(Path(file_of(address)))
-    elif not _TCP.fullmatch(address):
+    elif not names_host(address):
         raise ConfigError(
-            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed, until "
-            "other transports can be secured. HOST is an address of this machine that the other host can reach, or the "
-            "name of a network interface; no wildcard, because it does not tell the other host where to connect"
+            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT "
+            "are allowed, until other transports can be secured. HOST is an address of this "
+            "machine that the other host can reach, or the name of a network interface; no "
+            "wildcard, because it does not tell the other host where to connect"
         )
     elif not keys:
         raise ConfigError(
-            f"refusing to bind {address} until there are keys: anyone who reaches it could use the engine. Make a key "
-            "file with `pearl keys FILE`, copy it to the other host, and give --keys FILE on both"
+            f"refusing to bind {address} until there are keys: anyone who reaches it could use "
+            "the engine. Make a key file with `pearl keys FILE`, copy it to the other host, and "
+            "give --keys FILE on both"
         )
 
 
@@ -97,8 +93,8 @@ def _check_socket_file(path: Path) -> None:
         )
     if not path.is_absolute() or not is_private(path.parent):
         raise ConfigError(
-            f"refusing to bind {path} until its directory is absolute, owned by this user and of mode 0700: "
-            "others could connect"
+            f"refusing to bind {path} until its directory is absolute, owned by this user and of "
+            "mode 0700: others could connect"
         )
     if os.path.lexists(path):
         raise ConfigError(
@@ -161,7 +157,8 @@ def _short_directory() -> Path:
         directory.mkdir(mode=0o700)
     if not is_private(directory):
         raise ConfigError(
-            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and {directory} is not a "
-            "directory of this user and of mode 0700: set TMPDIR to a shorter directory"
+            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and "
+            f"{directory} is not a directory of this user and of mode 0700: set TMPDIR to a "
+            "shorter directory"
         )
     return directory

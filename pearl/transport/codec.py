@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-import pearl.errors
 from pearl.config.records import MAX_TEXT
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
-from pearl.errors import ConfigError, LocalProtocolError, PearlError, RemoteProtocolError
+from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, error_named
 from pearl.protocol.messages import (
     CHANNEL,
     FRAME,
@@ -57,11 +56,6 @@ _OF_TARGET = (
     HiddenStates,
     Finish,
     Outcomes,
-)
-_ERRORS = frozenset(
-    name
-    for name, value in vars(pearl.errors).items()
-    if isinstance(value, type) and issubclass(value, PearlError)
 )
 
 
@@ -130,7 +124,8 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         code = bytes(frames[0][1:2]).hex()
         raise RemoteProtocolError(
-            f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code {code}): {error}"
+            f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code "
+            f"{code}): {error}"
         ) from None
     for problem in _problems(message, frames[1:]):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
@@ -149,6 +144,7 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
     """What is wrong with the fields in combination; each is valid by itself."""
+    seconds: list[float] = []
     match message:
         case DraftTokens():
             yield from _row_problems(message, raw)
@@ -159,18 +155,17 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
                 seconds.append(t_target)
         case Heartbeat():
             seconds = [message.seconds]
-        case _:
-            seconds = []
+        case Error(_, kind) if error_named(kind).__name__ != kind:
+            yield f"names no error of this version: {kind!r}"
+        case Committed():
+            if len(message.tokens) != len(message.provenance):
+                yield "needs one provenance per token"
+            if len(message.logprobs) not in (0, len(message.tokens)):
+                yield "needs one log probability per token, or none"
     if any(0 < duration < LEAST_SECONDS for duration in seconds):
         yield f"has a time below {LEAST_SECONDS} s"
     if raw and not isinstance(message, DraftTokens):
         yield f"came with {len(raw)} raw frames; this type takes none"
-    if isinstance(message, Error) and message.kind not in _ERRORS:
-        yield f"names no error of this version: {message.kind!r}"
-    if isinstance(message, Committed) and len(message.tokens) != len(message.provenance):
-        yield "needs one provenance per token"
-    if isinstance(message, Committed) and len(message.logprobs) not in (0, len(message.tokens)):
-        yield "needs one log probability per token, or none"
 
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
@@ -185,7 +180,10 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     if message.after is not None and message.after[0] >= message.start:
         yield f"starts at {message.start} after an outcome at {message.after[0]}"
     if message.known > message.start:
-        yield f"starts at {message.start}, before the end of its known prefix of {message.known} tokens"
+        yield (
+            f"starts at {message.start}, before the end of its known prefix of {message.known} "
+            "tokens"
+        )
     if rows.count(FRAME) != len(raw):
         yield f"announced {rows.count(FRAME)} raw frames and came with {len(raw)}"
     sizes = set(map(len, raw))
@@ -194,7 +192,10 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     for row in rows:
         is_sparse = isinstance(row, SparseRow)
         if row is None or (is_sparse and (len(row.ids) != len(row.probs) or len(row.ids) % 4)):
-            yield "has sparse rows whose ids and probabilities are not of one length (in bytes, divisible by 4)"
+            yield (
+                "has sparse rows whose ids and probabilities are not of one length (in bytes, "
+                "divisible by 4)"
+            )
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:

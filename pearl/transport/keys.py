@@ -81,8 +81,8 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         )
     if status.st_mode & 0o077:
         raise ConfigError(
-            f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can reach it. "
-            f"If nobody has read it, `chmod 600 {path}`; otherwise {_MAKE}"
+            f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can "
+            f"reach it. If nobody has read it, `chmod 600 {path}`; otherwise {_MAKE}"
         )
 
 
@@ -93,9 +93,7 @@ def _parsed(path: Path, content: bytes) -> Keys:
         document = None
     if not isinstance(document, dict) or document.get("pearl_keys") != _VERSION:
         raise ConfigError(f"{path} is no key file of this version: {_MAKE}")
-    found = [
-        key for key in (document.get("server"), document.get("client")) if isinstance(key, str)
-    ]
-    if len(found) != 2 or not all(map(_KEY.fullmatch, found)):
+    keys = Keys(str(document.get("server")), str(document.get("client")))
+    if not (_KEY.fullmatch(keys.server) and _KEY.fullmatch(keys.client)):
         raise ConfigError(f"the key file {path} is damaged: copy it anew, or {_MAKE}")
-    return Keys(*found)
+    return keys

@@ -17,10 +17,10 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 
@@ -30,9 +30,6 @@ from pearl.transport.address import check_bind, file_of, is_file, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
-
-if TYPE_CHECKING:
-    from zmq.auth.thread import ThreadAuthenticator
 
 # Messages queued to send, or for a front: more than a text has, so a front may read slowly.
 _QUEUE = 1 << 16
@@ -104,15 +101,14 @@ class _Socket:
         self._is_woken = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # ZeroMQ's sockets are for one thread at a time
+        self._helpers = ExitStack()  # closed before the context can end
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        # Nothing may wait for a socket that is dropped unclosed.
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        self._socket.setsockopt(zmq.RCVHWM, queue)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
-        # Of a frame; ZeroMQ disconnects who exceeds it.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.linger = 0  # nothing may wait for a socket that is dropped unclosed
+        self._socket.sndhwm = _QUEUE
+        self._socket.rcvhwm = queue
+        self._socket.handshake_ivl = _HANDSHAKE_SECONDS * 1000
+        self._socket.maxmsgsize = MAX_FRAME  # of a frame; ZeroMQ disconnects who exceeds it
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -129,11 +125,8 @@ class _Socket:
         deadline = time.monotonic() + timeout
         is_woken = False
         arrivals = self._take()
-        while not arrivals and not is_woken:
-            seconds_left = deadline - time.monotonic()
-            if seconds_left <= 0:
-                break
-            is_woken = self._wait(seconds_left)
+        while not arrivals and not is_woken and time.monotonic() < deadline:
+            is_woken = self._wait(deadline - time.monotonic())
             arrivals = self._take()
         return [(peer, received(frames, to_target=self.is_target)) for peer, frames in arrivals]
 
@@ -142,7 +135,7 @@ class _Socket:
 
     def _wait(self, timeout: float) -> bool:
         """Whether `wake` was called. A descriptor may also signal what is no message."""
-        ready = self._poll.poll(ceil(timeout * 1000))
+        ready = self._poll.poll(ceil(max(timeout, 0.0) * 1000))
         if self._wakeup in dict(ready):
             os.eventfd_read(self._wakeup)
         is_woken = self._is_woken
@@ -200,17 +193,10 @@ class _Socket:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._close_helpers()
+            self._helpers.close()
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
-            self._remove_file()
             os.close(self._wakeup)
-
-    def _close_helpers(self) -> None:
-        """Close what must be closed before the context can end."""
-
-    def _remove_file(self) -> None:
-        """Remove the socket file that this end has bound."""
 
 
 class _OneKey:
@@ -221,17 +207,6 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._admitted
-
-
-def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
-    """A running thread that admits one key to the listeners of `context`. `stop` it before the context ends."""
-    # Imports asyncio (0.1 s), and only listeners need it.
-    from zmq.auth.thread import ThreadAuthenticator
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
-    authenticator.start()
-    return authenticator
 
 
 class ZmqListener(_Socket):
@@ -249,23 +224,23 @@ class ZmqListener(_Socket):
         """
         self.is_target = is_target
         check_bind(address, keys is not None)
-        admitted = None if keys is None or is_file(address) else _public(keys.client)
-        queue = _FILE_LISTENER_QUEUE if is_file(address) else _TCP_LISTENER_QUEUE
-        super().__init__(zmq.ROUTER, queue)
-        self._file: Path | None = None
-        raise_limit()
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        self._authenticator: ThreadAuthenticator | None = None
-        if keys is not None and admitted is not None:
+        if is_file(address):
+            super().__init__(zmq.ROUTER, _FILE_LISTENER_QUEUE)
+        else:
+            assert keys is not None
+            admitted = _public(keys.client)  # before there is a socket to close
+            super().__init__(zmq.ROUTER, _TCP_LISTENER_QUEUE)
             self._admit(keys, admitted)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        # Else messages to a vanished peer are dropped silently.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        raise_limit()
+        self._socket.backlog = _BACKLOG
+        self._socket.ipv6 = "[" in address
+        self._socket.router_mandatory = 1  # else messages to a vanished peer are dropped silently
         try:
             self._socket.bind(address)
             if is_file(address):
-                self._file = Path(file_of(address))
-                self._file.chmod(0o600)  # whatever the umask was
+                path = Path(file_of(address))
+                self._helpers.callback(path.unlink, missing_ok=True)  # ZeroMQ leaves it behind
+                path.chmod(0o600)  # whatever the umask was
         except zmq.ZMQError as error:
             self.close()
             problem = f"cannot bind {address}: {error.strerror}"
@@ -276,7 +251,13 @@ class ZmqListener(_Socket):
 
     def _admit(self, keys: Keys, admitted: bytes) -> None:
         """Admit the peers whose public key is `admitted`, and encrypt."""
-        self._authenticator = _authenticator(self._context, admitted)
+        # Imports asyncio (0.1 s), and only listeners need it.
+        from zmq.auth.thread import ThreadAuthenticator
+
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
+        authenticator.start()
+        self._helpers.callback(authenticator.stop)
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server.encode()
         self._socket.zap_domain = _ZAP_DOMAIN.encode()
@@ -285,14 +266,6 @@ class ZmqListener(_Socket):
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         self._send_frames([peer, *frames])
-
-    def _close_helpers(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-
-    def _remove_file(self) -> None:
-        if self._file is not None:  # ZeroMQ leaves it behind
-            self._file.unlink(missing_ok=True)
 
 
 class ZmqConnection(_Socket):
@@ -319,15 +292,16 @@ class ZmqConnection(_Socket):
             self._socket.curve_serverkey = server_key
             self._socket.curve_publickey = client_key
             self._socket.curve_secretkey = keys.client.encode()
-            self._socket.setsockopt(zmq.IPV6, "[" in address)
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
-            # The kernel would try for 15 minutes.
-            self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)
+            self._socket.ipv6 = "[" in address
+            self._socket.connect_timeout = _CONNECT_SECONDS * 1000
+            self._socket.tcp_maxrt = _LOST_SECONDS * 1000  # the kernel would try for 15 minutes
         else:
-            self._socket.setsockopt(zmq.RECONNECT_IVL, int(_RETRY_SECONDS * 1000))
+            self._socket.reconnect_ivl = int(_RETRY_SECONDS * 1000)
         # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
-        self._monitor.setsockopt(zmq.LINGER, 0)
+        self._monitor.linger = 0
+        self._helpers.callback(self._monitor.close)
+        self._helpers.callback(self._socket.disable_monitor)
         self.address = address
         try:
             self._socket.connect(address)
@@ -366,10 +340,10 @@ class ZmqConnection(_Socket):
         if event == zmq.EVENT_DISCONNECTED:
             return f"the peer at {self.address} is gone"
         return (
-            f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that "
-            "moment"
+            f"the peer at {self.address} did not let us in: our key file is not its own, or it "
+            "went away at that moment"
         )
 
-    def _close_helpers(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close()
+
+listen = ZmqListener
+connect = ZmqConnection

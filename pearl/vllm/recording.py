@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Message, Pong
-from pearl.trace.recorder import DRAFT, LOOP, Recorder, outside_recorder
+from pearl.trace.recorder import DRAFT, LOOP, Recorder, TraceRecord, outside_recorder
 
 
-@dataclass(frozen=True)
-class Stepped:
+class Stepped(Struct, frozen=True):
     """The event of a decision: what vLLM's step has committed. `lengths`: tokens of each request that it decoded."""
 
     lengths: tuple[int, ...]
@@ -73,17 +74,17 @@ class StepRecorder:
         num_drafted = sum(windows.values())
         phase = Phase.POST_VERIFY if num_drafted else Phase.PRE_VERIFY
         args = {"n": len(windows) + num_drafted, "requests": list(windows)}
-        self._recorder.record(LOOP, "busy", phase.value, start, end, args)
+        self._recorder.record(TraceRecord(LOOP, "busy", phase.value, start, end, args))
 
     def prompts(self, start: int, end: int) -> None:
         """A step of vLLM that read prompts."""
         if self._recorder is not None:
-            self._recorder.record(LOOP, "busy", Phase.PREFILL.value, start, end)
+            self._recorder.record(TraceRecord(LOOP, "busy", Phase.PREFILL.value, start, end, {}))
 
     def decided(self, event: Stepped, commands: Sequence[object], start: int) -> None:
         if self._recorder is not None:
             args = {"event": event, "commands": list(commands)}
-            self._recorder.record(LOOP, "busy", "decide", start, self.clock(), args)
+            self._recorder.record(TraceRecord(LOOP, "busy", "decide", start, self.clock(), args))
 
     def sent(self, messages: Sequence[Message], start: int) -> None:
         """Each message has a slice of its own, by which a wait of the draft finds what ended it."""
@@ -92,11 +93,11 @@ class StepRecorder:
         end = self.clock()
         for message in messages:
             args = {"message": _identity(message)}
-            self._recorder.record(LOOP, "communication", "send", start, end, args)
+            self._recorder.record(TraceRecord(LOOP, "communication", "send", start, end, args))
 
     def waited(self, start: int) -> None:
         if self._recorder is not None:
-            self._recorder.record(LOOP, "wait", DRAFT, start, self.clock())
+            self._recorder.record(TraceRecord(LOOP, "wait", DRAFT, start, self.clock(), {}))
 
     def proposed(self, start: int, since: int, readiness: Readiness) -> None:
         """A call of `propose` that began at `start`, without its wait and its decisions until `since`."""
@@ -110,13 +111,13 @@ class StepRecorder:
             "rejected": readiness.rejected,
             "foreseen": readiness.foreseen,
         }
-        self._recorder.record(LOOP, "busy", "propose", since, end, args)
+        self._recorder.record(TraceRecord(LOOP, "busy", "propose", since, end, args))
 
     def pong(self, pong: Pong) -> None:
         if self._recorder is not None:
             now = self.clock()
             args = {"sent": pong.sent, "received": pong.received}
-            self._recorder.record(LOOP, "clock", "pong", now, now, args)
+            self._recorder.record(TraceRecord(LOOP, "clock", "pong", now, now, args))
 
     def begin(self, request: int, num_tokens: int) -> None:
         self._began[request] = self.clock()
@@ -132,7 +133,9 @@ class StepRecorder:
                 "options": {"method": "pearl in vllm"},
                 "prompt_tokens": num_tokens,
             }
-            self._recorder.record(LOOP, "whole", f"request {request}", start, self.clock(), args)
+            self._recorder.record(
+                TraceRecord(LOOP, "whole", f"request {request}", start, self.clock(), args)
+            )
 
     def close(self) -> None:
         for request in list(self._began):

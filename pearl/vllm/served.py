@@ -80,7 +80,7 @@ class ServedTexts:
         """Take in what a step has committed to a request. `beside`: the number of other requests in the step."""
         text = self.texts[number]
         with self._lock:
-            text.draft.beside = beside
+            text.request.beside = beside
             text.commit(tokens, self._outbox.append)
         self._window = text.draft.window
         return text

@@ -81,7 +81,8 @@ class DraftedText:
         is_wrong = False
         for token in tokens:
             drafted = request.sequence.first_pending
-            self._learn(token)
+            if drafted is not None:
+                request.learn(self._speeds.foresight, token)
             if drafted == token:
                 num_accepted += 1
                 request.commit(None, Provenance.ACCEPTED, is_stop=False)
@@ -97,15 +98,6 @@ class DraftedText:
         self.was_foreseen = is_wrong and bool(request.sequence.pending)
         self.draft.announce(do)
         request.deliver(do)
-
-    def _learn(self, token: int) -> None:
-        """Take in what the draft's row said of its token, now that the target's is known."""
-        drafted = self.request.sequence.first_pending
-        if drafted is None:
-            return
-        seen = self.request.proposals.seen[0]
-        if seen is not None:
-            self._speeds.foresight.learn(seen, drafted, token)
 
     def end(self, do: Do) -> None:
         self.draft.finish(do)
@@ -140,7 +132,7 @@ class DraftedText:
 
     def chances(self, most: int) -> list[float]:
         """Return for each of up to `most` drafted tokens the probability that it and all before it are accepted."""
-        seen = self.request.proposals.seen[:most]
+        seen = self.request.proposals.seen(most)
         chances: list[float] = []
         reached = 1.0
         for about in seen:

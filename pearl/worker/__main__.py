@@ -57,6 +57,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # a thread that waits in gloo would abort the process if it woke while the interpreter ends
+    # A thread that waits in NCCL would abort the process if it woke while the interpreter ends.
+    os._exit(code)

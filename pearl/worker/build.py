@@ -45,7 +45,7 @@ from pearl.trace.recorder import (
     part_path,
     where_and_what,
 )
-from pearl.trace.tracer import TracedChannel, Tracer
+from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
@@ -74,7 +74,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 0, device, tracer)
+        make_channel = _channel(settings, 0, device)
         choices = core_choices(config)
         profile = load_profile(config)
         keep = keeper(config)
@@ -89,11 +89,16 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         is_drafting = is_head(config.draft)
         digest = b""
         if config.has_draft:  # its token ids are compared with ours, or it translates
-            draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
-            spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
+            spoken = tokenizer
+            if not is_drafting:
+                draft = _tokenizer(config.model("draft"), progress)
+                if have_same_vocabulary(tokenizer, draft):
+                    spoken = draft
             digest = vocabulary_digest(spoken, spoken.vocab_size)
         steps.done("reading the tokenizers")
-        heads = [config.draft] if is_drafting else []
+        heads: list[str] = []
+        if is_drafting:
+            heads.append(config.draft)
         if config.head is not None:
             heads.append(config.head)
         features = states_for(heads, config.target, progress)
@@ -142,7 +147,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 1, device, tracer)
+        make_channel = _channel(settings, 1, device)
         device_choice = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
@@ -167,7 +172,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         policies = partial(make_policy, classifier=classifier_of(config))
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
-            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
+            packer = RowPacker()
+            if make_channel:
+                packer = RowPacker(make_channel(welcome.vocab_size))
             proposer = ModelProposer(
                 runner,
                 welcome.vocab_size,
@@ -307,8 +314,9 @@ def _tracer(settings: WorkerSettings) -> Tracer:
     def open_part(number: int) -> Recorder:
         return recorder(asked_for(settings.directory, number))
 
-    whole = settings.config.trace
-    return Tracer(recorder(Path(whole)) if whole else None, open_part)
+    if settings.config.trace:
+        return Tracer(recorder(Path(settings.config.trace)), open_part)
+    return Tracer(None, open_part)
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
@@ -358,7 +366,9 @@ def make_runner(
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
-        slots = model.slots + (spare if device.type == "cpu" else 0)
+        slots = model.slots
+        if device.type == "cpu":
+            slots += spare
         runner = load_draft_head(
             model.spec, target, device, model.max_context, slots, progress, model.rounding
         )
@@ -373,20 +383,18 @@ def make_runner(
 
 
 def _channel(
-    settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
+    settings: WorkerSettings, rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     config = settings.config
-    kind = settings.tensors or settings.config.tensors
-    if kind not in ("gloo", "nccl") or not config.has_draft:
+    kind = settings.tensors or config.tensors
+    if kind != "nccl" or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
         store = settings.directory / "group"
         timeout = config.draft_timeout
-        return TracedChannel(
-            ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer
-        )
+        return ProcessGroupChannel(store, "rows", rank, vocab_size, device, timeout)
 
     return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from pearl import errors
@@ -20,9 +20,10 @@ from pearl.errors import (
 from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
+from pearl.execution.target import Event
 from pearl.models.out_of_memory import memory_errors
 from pearl.protocol.drafter import Drafter, DrafterState
-from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
+from pearl.protocol.events import Draft, Drafted, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -40,6 +41,7 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pearl.protocol.scheduler import Batch
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault, Peer
@@ -89,12 +91,10 @@ class DraftWorker:
         self._heartbeat_seconds = heartbeat_seconds
         self._launcher_beat = beat
         self._drafter = Drafter(hello.context, slots, piece)
-        self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
-        # Requested and not begun: one forward of the model is to do for all.
-        self._drafts: list[Draft] = []
+        self._batch: Batch[Draft] = Batch()
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
@@ -113,7 +113,7 @@ class DraftWorker:
             while not self._stopping():
                 if self._commands:
                     self._carry_out(self._commands.popleft())
-                elif self._drafts:
+                elif self._batch.commands:
                     self._draft()
                 else:
                     self._wait()
@@ -178,10 +178,8 @@ class DraftWorker:
         self._packer = packer
         self._open.callback(packer.close)
         seconds, self._prefill_pace = executor.proposer.measure(is_brief)
-        thread = Ahead(executor, lambda: self._mail.is_empty, self._computes)
-        self._open.callback(thread.close)
-        self._execute = memory_errors(self._tracer.computing(thread.execute))
-        self._execute_together = memory_errors(self._tracer.computing(thread.draft))
+        self._thread = Ahead(executor, lambda: self._mail.is_empty, self._computes)
+        self._open.callback(self._thread.close)
         return seconds
 
     def _record(self, trace: Trace) -> None:
@@ -211,11 +209,11 @@ class DraftWorker:
     def _handle(self, event: object) -> None:
         if isinstance(event, Begin) and self._drafter.state is DrafterState.IDLE:
             self._waited = 0.0
-        self._commands.extend(self._decide(event))
+        self._commands.extend(self._tracer.decide(self._drafter, event))
 
     def _carry_out(self, command: object) -> None:
         match command:
-            case Open() if self._drafts:  # another request may take their slot: compute them first
+            case _ if self._batch.precedes(command):
                 self._commands.appendleft(command)
                 self._draft()
             case Send(DraftTokens() as message):
@@ -225,7 +223,7 @@ class DraftWorker:
             case Wait():
                 pass
             case Draft():
-                self._drafts.append(command)
+                self._batch.commands.append(command)
             case _:
                 self._execute(command)
 
@@ -240,8 +238,7 @@ class DraftWorker:
 
     def _draft(self) -> None:
         """One forward for all requests that are to be drafted for."""
-        drafts = self._drafts
-        self._drafts = []
+        drafts = self._batch.take()
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED
         if is_long:
@@ -250,7 +247,7 @@ class DraftWorker:
             self._send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)
         began = time.monotonic()
-        events = compute_together(drafts, self._execute_together, self._draft_alone)
+        events = compute_together(drafts, self._compute, _failed)
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = (time.monotonic() - began) / tokens
@@ -258,8 +255,14 @@ class DraftWorker:
         for event in events:
             self._handle(event)
 
-    def _draft_alone(self, command: Draft) -> object:
-        try:
-            return self._execute(command)
-        except ForwardError as error:
-            return Drafted(failure=str(error), request=command.request)
+    @memory_errors
+    def _execute(self, command: object) -> Event | None:
+        return self._tracer.compute(self._thread.execute, command)
+
+    @memory_errors
+    def _compute(self, commands: Sequence[Draft]) -> list[Drafted]:
+        return self._tracer.compute(self._thread.draft, commands)
+
+
+def _failed(command: Draft, error: ForwardError) -> Drafted:
+    return Drafted(failure=str(error), request=command.request)

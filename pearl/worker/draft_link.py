@@ -154,9 +154,10 @@ class DraftLink:
         message = self.with_needed_rows(received)
         if message is None:
             return
-        machine = coordinator.running.get(message.request)
         # A token of a block took a search of as many levels, each a forward of many rows or many forwards.
-        levels = 1 if machine is None else machine.request.block
+        levels = 1
+        if message.request in coordinator.running:
+            levels = coordinator.running[message.request].request.block
         self._handle(message)
         # Only now: `took` may find the draft lost, though these tokens are good.
         self.health.took(message.request, message.seconds / levels, coordinator.speeds)
@@ -256,7 +257,9 @@ class DraftLink:
             raise RemoteProtocolError("draft sent tokens without what the rule needs to judge them")
         if needs is None:
             return None
-        return message if needs or not message.rows else message.changed(rows=())
+        if message.rows and not needs:
+            return message.changed(rows=())
+        return message
 
     def _receive_announced(self, count: int) -> torch.Tensor:
         """Receive announced rows [count, vocab] at once, stale ones included, so that the channel stays in step.

@@ -34,7 +34,9 @@ class RowPacker:
                 announced.append(probs)
             else:
                 rows.append(_on_host(probs))
-        return (message.changed(rows=tuple(rows)) if rows else message), announced
+        if rows:
+            message = message.changed(rows=tuple(rows))
+        return message, announced
 
     def send(self, announced: Sequence[torch.Tensor]) -> None:
         """Send the rows that the last message announced, once it is out."""
@@ -49,12 +51,13 @@ class RowPacker:
 
 def packed(message: Message, waited: float = 0.0) -> Message:
     """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
-    if not isinstance(message, DraftTokens):
+    if not isinstance(message, DraftTokens) or not (message.rows or waited):
         return message
-    if message.rows:
-        rows = tuple(pack(row) if isinstance(row, torch.Tensor) else row for row in message.rows)
-        return message.changed(rows=rows, waited=waited)
-    return message.changed(waited=waited) if waited else message
+    rows = list(message.rows)
+    for index, row in enumerate(rows):
+        if isinstance(row, torch.Tensor):
+            rows[index] = pack(row)
+    return message.changed(rows=tuple(rows), waited=waited)
 
 
 def _on_host(probs: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 from pearl.config.options import wide_window
-from pearl.errors import ForwardError, RemoteProtocolError, RequestError
+from pearl.errors import RemoteProtocolError, RequestError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.protocol.events import End
@@ -110,11 +110,6 @@ class Fronts:
         return self._watches.get(request) or Stopwatch()
 
     @property
-    def held_up(self) -> set[int]:
-        """Requests that wait for their draft."""
-        return {number for number, watch in self._watches.items() if watch.waiting is not None}
-
-    @property
     def waiting(self) -> set[Peer]:
         """Fronts that wait for a text."""
         return {peer for peer, _ in self._owners.values()}
@@ -133,13 +128,14 @@ class Fronts:
                 self._post(message.changed(request=number), peer)
         self._undelivered.clear()
 
-    def end(self, end: End, failure: ForwardError | None, speeds: Speeds) -> None:
+    def end(self, end: End, speeds: Speeds) -> None:
         """Send the last message of a request: why it failed, or its statistics."""
         self.flush()
         peer, number = self._owners.pop(end.request, (b"", -1))
         watch = self._watches.pop(end.request, Stopwatch())
-        if peer and failure is not None:
-            self._post(Error(number, type(failure).__name__, str(failure)), peer)
+        if peer and end.failure is not None:
+            log.info("%s", end.failure.reason)
+            self._post(Error(number, end.failure.kind, end.failure.reason), peer)
         elif peer:
             statistics = fold(end.counts, watch, speeds, end.prompt_tokens, end.window)
             self._post(Finished(number, end.reason, statistics.to_json()), peer)

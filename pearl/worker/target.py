@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from pearl.errors import (
     DraftLost,
@@ -31,6 +32,7 @@ from pearl.protocol.events import (
     End,
     Failed,
     Forward,
+    Forwarded,
     Open,
     Send,
     Wait,
@@ -53,9 +55,9 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.protocol.scheduler import seconds_to_gather
+from pearl.protocol.scheduler import Batch
 from pearl.protocol.speeds import Profile, Speeds
-from pearl.trace.tracer import TracedMailbox, Tracer
+from pearl.trace.tracer import TracedMailbox, TracedVerifier, Tracer
 from pearl.transport.base import Fault, Listener, Peer, Received, TensorChannel
 from pearl.worker.contention import CoreWait
 from pearl.worker.draft import MAX_UNANNOUNCED
@@ -105,20 +107,20 @@ class TargetWorker:
         self._tracer = tracer
         self._ready = ready
         self._stopping = stopping
-        self._measured = None if profile else measured
-        speeds = Speeds.of(profile) if profile else Speeds()
-        if executor.has_head:
+        self._measured = measured if profile is None else None
+        speeds = Speeds.of(profile or Profile())
+        if executor.head is not None:
             speeds.auto.add_head()
-        if executor.chooses_cores:
+        if executor.spread is not None:
             speeds.auto.add_one_core()
         if shared_gpus(settings.config):  # forwards do not overlap there
             speeds.auto.untimed = "sd"
         self._coordinator = Coordinator(
-            speeds, settings.config.slots, executor.runner.capabilities.prompt_piece
+            TracedVerifier(executor, tracer),
+            speeds,
+            settings.config.slots,
+            executor.runner.capabilities.prompt_piece,
         )
-        self._decide = tracer.deciding(self._coordinator)
-        self._execute = tracer.computing(executor.execute)
-        self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
         send: Post = lambda message, peer: self._mail.send(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
@@ -126,18 +128,16 @@ class TargetWorker:
         self._recordings = Recordings(tracer, post)
         self._warned: dict[str, float] = {}  # kind of line -> when it was written last
         self._commands: deque[object] = deque()
-        # Requested and not begun: one forward of the model is to do for all.
-        self._forwards: list[Forward] = []
+        self._batch: Batch[Forward] = Batch()
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
-        executor.meanwhile = self._meanwhile
-        self._failures: dict[int, ForwardError] = {}  # request -> what ends it
+        #: request -> why it cannot be computed: the answer to its next forward
+        self._failures: dict[int, ForwardError] = {}
         self._core_waits: dict[int, CoreWait] = {}  # request -> since it began
         self._is_ready = False
         self._reassured = 0.0
         self._looked = 0.0
         # Until when messages are handled during the forward that is running.
         self._computes_until = 0.0
-        self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
 
@@ -156,8 +156,12 @@ class TargetWorker:
     def _step(self) -> None:
         if self._commands:
             self._carry_out(self._commands.popleft())
-        elif self._forwards:
-            if not self._gathers():
+        elif self._batch.commands:
+            waiting = self._coordinator.waiting
+            delay = self._batch.delay(waiting, time.monotonic(), self._coordinator.speeds)
+            if delay:
+                self._receive(delay)
+            else:
                 self._forward()
         else:
             self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
@@ -169,7 +173,9 @@ class TargetWorker:
         self._fronts.flush()
         messages = self._unhandled
         self._unhandled = []
-        messages += self._mail.receive(0 if messages else timeout)
+        if messages:
+            timeout = 0
+        messages += self._mail.receive(timeout)
         for peer, message in messages:
             self._take(peer, message)
 
@@ -353,21 +359,24 @@ class TargetWorker:
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
-        self._commands.extend(self._decide(event))
+        self._commands.extend(self._tracer.decide(self._coordinator, event))
 
     def _carry_out(self, command: object) -> None:
         match command:
             case Send(message):
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
-            case Deliver(Committed() as message):
-                count = len(message.tokens)
-                logprobs = self._executor.logprobs(message.request, message.start, count)
-                self._fronts.deliver(message.changed(logprobs=logprobs) if logprobs else message)
+            case Deliver(Committed(request, start, tokens) as message):
+                logprobs = self._executor.logprobs(request, start, len(tokens))
+                if logprobs:
+                    message = message.changed(logprobs=logprobs)
+                self._fronts.deliver(message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
-                self._fronts.watch(request).wait(cause.value, time.monotonic())
+                now = time.monotonic()
+                self._fronts.watch(request).resume(now)
+                self._fronts.watch(request).wait(cause.value, now)
             case DraftDropped(reason):
                 self._warn(
                     "the draft cannot go on with this request: %s; the target goes on alone", reason
@@ -376,59 +385,34 @@ class TargetWorker:
                 core_wait = self._core_waits.pop(request, None)
                 if core_wait is not None:  # else it was cancelled before it began
                     self._fronts.watch(request).core_wait = core_wait.share()
-                failure = self._failures.pop(request, None)
-                self._fronts.end(command, failure, self._coordinator.speeds)
+                self._failures.pop(request, None)
+                self._fronts.end(command, self._coordinator.speeds)
             case Cancel():
                 self._handle(command)
             case Forward():
-                self._forwards.append(command)
+                self._batch.commands.append(command)
             case _:
-                self._compute(command)
+                self._prepare(command)
 
-    def _compute(self, command: object) -> None:
-        """Carry out a command of one request that takes no forward of the model."""
+    def _prepare(self, command: object) -> None:
+        """Carry out a command that changes what the next forward computes."""
         request = getattr(command, "request", -1)
-        now = time.monotonic()
-        watch = self._fronts.watch(request)
-        watch.resume(now)
         if isinstance(command, Open):
-            watch.begun = now
+            watch = self._fronts.watch(request)
+            watch.begun = time.monotonic()
             self._core_waits[request] = CoreWait()
             has_draft = bool(self._coordinator.draft_context)
             watch.draft_lost = self._settings.config.has_draft and not has_draft
-        event = self._computed(command, request)
-        if event is not None:
-            self._handle(event)
-
-    def _computed(self, command: object, request: int) -> object | None:
         try:
-            return self._execute(command)
+            self._tracer.compute(self._executor.execute, command)
         except ForwardError as error:
-            log.info("%s", error)  # its front receives it too
             self._failures[request] = error
-            return Failed(str(error), request=request)
-
-    def _gathers(self) -> bool:
-        """Whether to wait for requests that wait for their draft, so that one forward does for them too."""
-        late = self._fronts.held_up - {command.request for command in self._forwards}
-        if not late:
-            return False
-        now = time.monotonic()
-        if not self._gather_until:
-            delay = seconds_to_gather(len(self._forwards), len(late), self._coordinator.speeds)
-            self._gather_until = now + delay
-        if now >= self._gather_until:
-            return False
-        self._receive(self._gather_until - now)
-        return True
 
     def _forward(self) -> None:
         """One forward for all requests that are ready for one."""
-        self._gather_until = 0.0
         if not self._executor.launches:
             self._fronts.flush()
-        commands = self._forwards
-        self._forwards = []
+        commands = self._batch.take()
         began = time.monotonic()
         fed = sum(len(command.tokens) for command in commands)
         for command in commands:
@@ -437,11 +421,8 @@ class TargetWorker:
         self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
         if is_long:
             self._announce(fed)
-        events = compute_together(
-            commands,
-            self._forward_together,
-            lambda command: self._computed(command, command.request),
-        )
+        compute = partial(self._tracer.compute, self._compute)
+        events = compute_together(commands, compute, _failed)
         seconds = time.monotonic() - began
         self._num_forwards += 1
         if is_long:
@@ -452,6 +433,12 @@ class TargetWorker:
         for event in events:
             self._handle(event)
 
+    def _compute(self, commands: Sequence[Forward]) -> Sequence[Forwarded | Failed]:
+        for command in commands:
+            if command.request in self._failures:
+                raise self._failures[command.request]
+        return self._executor.forward(commands, self._meanwhile)
+
     def _announce(self, fed: int) -> None:
         """Tell the fronts that wait how long they may hear nothing: for a forward of `fed` tokens."""
         pace = self._prefill_pace
@@ -460,3 +447,7 @@ class TargetWorker:
         heartbeat = Heartbeat(self._num_forwards, "prefill", fed, fed * pace)
         for peer in self._fronts.waiting:
             self._mail.send(heartbeat, peer)
+
+
+def _failed(command: Forward, error: ForwardError) -> Failed:
+    return Failed(str(error), type(error).__name__, request=command.request)

@@ -11,18 +11,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.sampling import Shortlist
-from pearl.errors import RequestError
 from pearl.protocol.events import Judged
-from pearl.spec.rules import Parameters, find
+from pearl.spec.rules import find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
+
+
+class Proposed(NamedTuple):
+    """Draft tokens to judge.
+
+    Attributes:
+        logits: [len(tokens), vocab], the target's for their positions.
+        rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device; empty
+            for a rule that needs none.
+        start: the position of the first.
+        launched: the result of `TargetHalf.launch` for these logits; None: it was not called.
+    """
+
+    logits: Tensor
+    tokens: Sequence[int]
+    rows: Sequence[Tensor]
+    start: int
+    launched: Tensor | None = None
 
 
 class DraftHalf(Protocol):
@@ -68,44 +85,18 @@ class TargetHalf(Protocol):
         """
         ...
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
-        """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
-
-        Args:
-            rows: the distribution of each token, from the draft half, [vocab], on the host or on the logits' device;
-                empty for a rule that needs none.
-            launched: the result of `launch` for these logits; None: it was not called.
-
-        Raises `NumericalError` where logits that are looked at are not finite.
-        """
+    def judge(self, proposed: Proposed) -> Judged:
+        """Judge tokens. Raises `NumericalError` where logits that are looked at are not finite."""
         ...
 
 
-def make_half(
-    side: Literal["target", "draft"],
-    name: str,
-    options: RequestOptions,
-    parameters: Parameters = (),
-) -> Any:
-    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes.
-
-    Raises `RequestError` for an unknown rule or a parameter that it does not take.
-    """
-    try:
-        rule = find(name)
-        spec = rule.at(options.temperature)
-        values = rule.values(parameters)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    module, _, factory = getattr(spec, side).partition(":")
+def make_half(side: Literal["target", "draft"], options: RequestOptions) -> Any:
+    """Make a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`, with those of the rule's parameters that it takes."""
+    module, _, factory = getattr(options.rule_in_force, side).partition(":")
     half = getattr(import_module(module), factory)
     accepted_names = signature(half).parameters
-    arguments = {key: value for key, value in values.items() if key in accepted_names}
+    arguments = {}
+    for name, value in find(options.rule).values(options.parameters).items():
+        if name in accepted_names:
+            arguments[name] = value
     return half(options, **arguments)

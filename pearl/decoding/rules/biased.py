@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pearl.config.options import RequestOptions
+from pearl.decoding.rules import Proposed
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import greedy, read_draw
 from pearl.protocol.events import Judged, Odds
@@ -87,19 +88,13 @@ class GreedyBildTarget:
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return torch.log_softmax(logits.float(), -1)
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
+    def judge(self, proposed: Proposed) -> Judged:
         """Judge as the protocol says; the bias counts the accepted tokens that are not the target's likeliest."""
-        if launched is None:
-            launched = self.launch(logits, ())
-        scores = launched
-        ids = torch.tensor(tokens, device=scores.device).unsqueeze(1)
+        logits = proposed.logits
+        scores = proposed.launched
+        if scores is None:
+            scores = self.launch(logits, ())
+        ids = torch.tensor(proposed.tokens, device=scores.device).unsqueeze(1)
         token_scores = scores.gather(1, ids).squeeze(1).tolist()
         best_scores = scores.amax(-1).tolist()
         odds = Odds(0.0, 0.0, 0.0)
@@ -107,4 +102,4 @@ class GreedyBildTarget:
             if not -score <= self._rollback:  # nor where it is no number
                 return Judged(i, read_draw(greedy(logits[i])), odds=odds + Odds(1.0, 0.0, 0.0))
             odds += Odds(0.0, 0.0, float(score < best))
-        return Judged(len(tokens), None, odds=odds)
+        return Judged(len(proposed.tokens), None, odds=odds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, exponentials
-from pearl.decoding.rules import Drafted, Tops
+from pearl.decoding.rules import Drafted, Proposed, Tops
 from pearl.decoding.sampling import (
     Shortlist,
     greedy,
@@ -98,18 +98,14 @@ class DirectTarget:
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return self._draw.rows(logits, positions).to("cpu", non_blocking=True)
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
-        for i, token in enumerate(tokens):
-            # One by one: the host draws none after a rejection.
-            draw = self._draw(logits[i], start + i) if launched is None else launched[i]
+    def judge(self, proposed: Proposed) -> Judged:
+        launched = proposed.launched
+        for i, token in enumerate(proposed.tokens):
+            if launched is None:  # the host draws none after a rejection
+                draw = self._draw(proposed.logits[i], proposed.start + i)
+            else:
+                draw = launched[i]
             target_token = read_draw(draw)
             if target_token != token:
                 return Judged(i, target_token)
-        return Judged(len(tokens), None)
+        return Judged(len(proposed.tokens), None)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key
+from pearl.decoding.rules import Proposed
 from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
 from pearl.protocol.events import Judged, Odds
 
@@ -52,25 +53,19 @@ class JointTarget:
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return probabilities(logits, self.options)
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
-        """Judge a block; each of `rows` is 0 but at its token, where it has the draft's probability.
+    def judge(self, proposed: Proposed) -> Judged:
+        """Judge a block; each of its rows is 0 but at its token, where it has the draft's probability.
 
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
         position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
         """
-        target = launched
+        tokens = proposed.tokens
+        target = proposed.launched
         if target is None:
-            target = self.launch(logits, ())
+            target = self.launch(proposed.logits, ())
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         target_probs = target.gather(1, ids).squeeze(1).tolist()
-        draft_probs = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
+        draft_probs = [row[token].item() for row, token in zip(proposed.rows, tokens, strict=True)]
         accepted = self._accepted(target_probs, draft_probs)
         is_whole = accepted == len(tokens)
         bias = self._bias(target[:accepted], target_probs[:accepted])
@@ -78,8 +73,8 @@ class JointTarget:
         if is_whole:
             return Judged(accepted, None, odds=odds)
         if self._is_greedy:
-            return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
-        key = draw_key(self.options, start + accepted, Purpose.CORRECTION)
+            return Judged(accepted, read_draw(greedy(proposed.logits[accepted])), odds=odds)
+        key = draw_key(self.options, proposed.start + accepted, Purpose.CORRECTION)
         return Judged(accepted, read_draw(pick(target[accepted], key)), odds=odds)
 
     def _accepted(self, target_probs: Sequence[float], draft_probs: Sequence[float]) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Drafted, Tops
+from pearl.decoding.rules import Drafted, Proposed, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Judged, Odds
 
@@ -105,27 +105,21 @@ class RatioTarget:
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return probabilities(logits, self.options)
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
+    def judge(self, proposed: Proposed) -> Judged:
         # The host computes nothing after a rejection; another device computes all at once and is waited for once.
-        step = 1 if logits.is_cpu else len(tokens)
-        masses: list[float] = []
-        biases: list[float] = []
+        tokens = proposed.tokens
+        step = 1 if proposed.logits.is_cpu else len(tokens)
+        masses = []
+        biases = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
-            target = self._target(logits, launched, part)
+            target = self._target(proposed, part)
             if step == 1:
-                draft = rows[first][None]
+                draft = proposed.rows[first][None]
             else:
-                draft = torch.stack([row.to(logits.device) for row in rows])
+                draft = torch.stack([row.to(target.device) for row in proposed.rows])
             for i, facts in enumerate(self._facts(target, draft, tokens[part])):
-                position = start + first + i
+                position = proposed.start + first + i
                 masses.append(facts.mass)
                 biases.append(facts.bias)
                 u = uniform(draw_key(self.options, position, Purpose.ACCEPT))
@@ -134,9 +128,11 @@ class RatioTarget:
                     return Judged(first + i, token, odds=odds_of(masses, biases))
         return Judged(len(tokens), None, odds=odds_of(masses, biases))
 
-    def _target(self, logits: Tensor, launched: Tensor | None, part: int | slice) -> Tensor:
-        """Return the target's distribution for some rows of logits [n, vocab]."""
-        return probabilities(logits[part], self.options) if launched is None else launched[part]
+    def _target(self, proposed: Proposed, part: int | slice) -> Tensor:
+        """Return the target's distribution for some of the tokens."""
+        if proposed.launched is None:
+            return probabilities(proposed.logits[part], self.options)
+        return proposed.launched[part]
 
     def _correction(self, position: int, target: Tensor, draft: Tensor) -> int:
         """Draw from `replacement` of rows [vocab]."""

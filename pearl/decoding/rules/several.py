@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Drafted, Tops
+from pearl.decoding.rules import Drafted, Proposed, Tops
 from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_of, residual
 from pearl.decoding.sampling import Shortlist, pick, read_draw, shares
 from pearl.protocol.events import Judged
@@ -54,7 +54,7 @@ class SeveralDraft(SampledDraft):
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
         ids, logits = top
-        tokens: list[int] = []
+        tokens = []
         for number in range(1, self._candidates):
             tokens.append(candidate(probs, self.options, position, number))
         tokens += ids.tolist()
@@ -93,18 +93,12 @@ class BatchTarget(RatioTarget):
         self._next = -1  # the position after the last drafted token that was accepted
         self._sequences = 1  # candidates that go on there
 
-    def judge(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[Tensor],
-        start: int,
-        launched: Tensor | None = None,
-    ) -> Judged:
-        masses: list[float] = []
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            position = start + i
-            target = self._target(logits, launched, i)
+    def judge(self, proposed: Proposed) -> Judged:
+        masses = []
+        pairs = zip(proposed.tokens, proposed.rows, strict=True)
+        for i, (token, row) in enumerate(pairs):
+            position = proposed.start + i
+            target = self._target(proposed, i)
             draft = row.to(target.device)
             candidates = self._candidates_at(position, token, draft)
             choice = self._choose(position, candidates, target, draft)
@@ -118,7 +112,7 @@ class BatchTarget(RatioTarget):
             self._sequences = self._going_on(accepted, candidates)
             if accepted != token:
                 return Judged(i, accepted, odds=odds_of(masses), is_candidate=True)
-        return Judged(len(tokens), None, odds=odds_of(masses))
+        return Judged(len(proposed.tokens), None, odds=odds_of(masses))
 
     def _candidates_at(self, position: int, token: int, draft: Tensor) -> list[int]:
         """Return the draft's own token, and the candidates that are judged after it."""

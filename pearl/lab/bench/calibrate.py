@@ -66,8 +66,8 @@ def calibrate(
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
     by_name = {row.name: row for row in figures(plan, measured)}
-    auto_texts = [text.statistics for row, text in measured.texts if row == AUTO]
-    is_measured = auto_texts and all(row.speedup for row in by_name.values())
+    auto_samples = measured.of(AUTO)
+    is_measured = auto_samples and all(row.speedup for row in by_name.values())
     if not is_measured or by_name[SD].acceptance is None:
         raise RequestError(
             "the texts ended too soon to measure by: raise max_tokens, or give other prompts"
@@ -75,8 +75,11 @@ def calibrate(
     acceptance = by_name[SD].acceptance or 0.0
     gamma = measured.gamma or 1
     advice, flags = advise(list(by_name.values()), gamma, config)
-    greedy_texts = [text.tokens for row, text in measured.texts if row == AR]
-    for note in (shared_gpus(config), _not_shared(config, greedy_texts)):
+    greedy_tokens: list[int] = []
+    for sample in measured.of(AR):
+        for text in sample.results:
+            greedy_tokens += text.tokens
+    for note in (shared_gpus(config), _not_shared(config, greedy_tokens)):
         if note:
             advice += f". {note}"
     return Calibration(
@@ -86,7 +89,7 @@ def calibrate(
         c=by_name[PEARL].window,
         advice=advice,
         flags=flags,
-        profile=_profile(auto_texts[-1], acceptance),
+        profile=_profile(auto_samples[-1].texts[-1], acceptance),
     )
 
 
@@ -103,14 +106,13 @@ def _profile(text: Statistics, acceptance: float) -> Profile:
     )
 
 
-def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
-    """Return a sentence on the tokens that a draft of another vocabulary cannot propose; "" if it has the target's."""
+def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
+    """Return a sentence on the tokens that a draft of another vocabulary cannot propose; "" if there are none."""
     if not config.has_draft or is_head(config.draft):
         return ""
     translation = translation_of(config.target, config.draft, config.trust_remote_code)
     if translation is None:
         return ""
-    tokens = [token for text in texts for token in text]
     share = sum(token not in translation.shared for token in tokens) / len(tokens)
     return f"The draft has another vocabulary ({translation}): {share:.1%} of the texts' tokens it can never propose"
 
@@ -120,7 +122,10 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
 
     The sentence names the methods whose intervals overlap with that of the fastest.
     """
-    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
+    speedups = {}
+    for row in rows:
+        if row.speedup is not None:
+            speedups[row.name] = row.speedup
     name = max(speedups, key=lambda name: speedups[name].value)
     best = speedups[name]
     if best.low <= 1 or best.value <= _MIN_SPEEDUP:

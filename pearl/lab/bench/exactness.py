@@ -8,19 +8,17 @@ only the distribution of sampled texts is not found here but by tests/test_verif
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import product
+from itertools import product, repeat
 from typing import Any, NamedTuple
 
 import torch
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.decoding.shaping import make_shaper
 from pearl.engine import Engine
@@ -32,6 +30,7 @@ from pearl.models.checkpoints.checkpoint import is_head, is_toy
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.gpu.recordings import FED
 from pearl.models.runner import ModelRunner, feed_chain
+from pearl.protocol.sequence import common_prefix
 from pearl.text.grammar import Guides
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
@@ -90,55 +89,65 @@ def check_pair(
     *,
     kill: bool,
     quick: bool = False,
-    tick: Callable[[str], None] = lambda what: None,
-    begin: Callable[[int], None] = lambda total: None,
+    watcher: Watcher,
 ) -> Iterator[Finding]:
     """Make every comparison of `pearl check`, and yield one finding each; arguments as of `check_texts`.
 
     Args:
         quick: compare fewer: one method of each kind, no shaped logits, and no texts side by side.
-        tick: called with each text of the target alone: these take most of the time before texts are compared.
-        begin: called with the number of findings, once the target is loaded.
+        watcher: its total is the number of findings.
     """
-    plain: list[Reference] = []
-    shaped: list[Reference] = []
-    has_slots = False
-    # The logits of a head depend on the states that have come.
-    roles = [role for role in config.roles if role == "target" or not is_head(config.draft)]
-    for role in roles:
-        runner = make_runner(config.model(role), place(config, role))
-        if role == "target":
-            has_slots = runner.capabilities.row_invariant and not quick
-            shapes = {} if quick else _shapes(config)
-            references_of_some = len(_RULES) * (len(shapes) + has_slots)
-            total = len(roles) + len(text_cases(config, kill=kill, quick=quick))
-            total += references_of_some * len(_some(config))
-            if config.datastore is not None:
-                total += len(_RULES)
-            begin(total)
-        piece = _REFERENCE_PIECE
-        if runner.device.type == "cuda":
-            piece = max(FED, runner.capabilities.tree_nodes)
-        yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
-        if role == "target":
-            plain, shaped = references(config, runner, asked, params, shapes, tick)
-            asked = plain[0].prompts
-        del runner  # a GPU may have no room for it beside the engine's
+    target = make_runner(config.model("target"), place(config, "target"))
+    shapes: Mapping[str, Mapping[str, Any]] = {}
+    if not quick:
+        shapes = _shapes(config)
+    methods: Sequence[str] = _SOME
+    if not config.has_draft:
+        methods = ("ngram", "auto")
+    shaped = []
+    for shape, rule, settings in product(shapes, _RULES, methods):
+        shaped.append(Case(f"{rule}, {shape}", settings))
+    texts = text_cases(config, kill=kill, quick=quick)
+    unmixed = []
     if config.datastore is not None:
-        with Engine(config=config.model_copy(update={"datastore": None})) as engine:
-            for reference in plain:
-                yield _check(engine, reference, "ngram")
-    texts = {reference.name: reference.texts for reference in plain}
-    with Engine(config=config) as engine:
-        yield from _check_some(engine, shaped)
-        yield from check_texts(engine, asked, params, kill=kill, quick=quick, known=texts)
-    if has_slots:
-        several = config.model_copy(update={"slots": max(_SLOTS, config.slots)})
-        with Engine(config=several) as engine:
-            yield from _check_some(engine, plain, together=True)
+        unmixed = list(map(Case, _RULES, repeat("ngram")))
+    together = []
+    if target.capabilities.row_invariant and not quick:
+        for rule, settings in product(_RULES, methods):
+            together.append(Case(rule, settings, together=True))
+    # The logits of a head depend on the states that have come.
+    has_draft_logits = config.has_draft and not is_head(config.draft)
+    texts_in_all = len(unmixed) + len(shaped) + len(texts) + len(together)
+    watcher.begin("checking", 1 + has_draft_logits + texts_in_all)
+    yield _check_logits(target, "target")
+    references = target_texts(config, target, asked, params, shapes, watcher)
+    del target  # a GPU may have no room for it beside the engine's
+    if has_draft_logits:
+        yield _check_logits(make_runner(config.model("draft"), place(config, "draft")), "draft")
+    yield from _check_on(config.model_copy(update={"datastore": None}), unmixed, references)
+    yield from _check_on(config, shaped + texts, references)
+    several = config.model_copy(update={"slots": max(_SLOTS, config.slots)})
+    yield from _check_on(several, together, references)
+
+
+def _check_on(
+    config: EngineConfig, cases: Sequence[Case], references: References
+) -> Iterator[Finding]:
+    """Compare the texts of an engine with this configuration, one finding a case."""
+    if cases:
+        with Engine(config=config) as engine:
+            for case in cases:
+                yield _check(engine, case, references)
 
 
 # ---- logits ----
+
+
+def _check_logits(runner: ModelRunner, role: str) -> Finding:
+    piece = _REFERENCE_PIECE
+    if runner.device.type == "cuda":
+        piece = max(FED, runner.capabilities.tree_nodes)
+    return compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
 
 
 def compare_cuts(
@@ -153,28 +162,33 @@ def compare_cuts(
         piece: tokens per forward of the reference, and the largest random size. On a GPU those of the largest table.
     """
     rng = random.Random(seed)
-    ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
+    ids = rng.choices(range(runner.vocab_size), k=tokens)
     reference = _reference_logits(runner, ids, piece)
     sizes = [size for size in _CUT_SIZES if size <= piece]
-    differences: list[str] = []
-    position = fed = 0
+    difference = ""
+    position = 0
+    fed = 0
+    equal = 0
     while position < tokens:
         count = min(rng.choice(sizes), tokens - position)
         rows = feed_chain(runner, ids[position : position + count], count)
-        differences += _differences(rows, reference[position : position + count], position)
+        expected = reference[position : position + count]
+        differing = torch.nonzero((rows != expected).any(-1)).flatten().tolist()
+        if differing and not difference:
+            row = differing[0]
+            off = float((rows[row] - expected[row]).abs().max())
+            difference = (
+                f"position {position + row} in a forward of {count} tokens, by up to {off:.2g}"
+            )
         position += count
         fed += count
+        equal += count - len(differing)
         if rng.random() < 0.2:  # as after a rejection: roll back, and feed again
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
-    return Finding(
-        f"{name} logits, in random cuts",
-        f"in pieces of {piece}",
-        fed,
-        fed - len(differences),
-        differences[0] if differences else "",
-    )
+    reference_name = f"in pieces of {piece}"
+    return Finding(f"{name} logits, in random cuts", reference_name, fed, equal, difference)
 
 
 def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> torch.Tensor:
@@ -188,43 +202,46 @@ def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> to
     return torch.cat(rows)
 
 
-def _differences(rows: torch.Tensor, reference: torch.Tensor, position: int) -> list[str]:
-    """Describe each row that differs from the reference. `position`: of the first row."""
-    differences = []
-    for i in torch.nonzero((rows != reference).any(-1)).flatten().tolist():
-        off = float((rows[i] - reference[i]).abs().max())
-        differences.append(
-            f"position {position + i} in a forward of {len(rows)} tokens, by up to {off:.2g}"
-        )
-    return differences
-
-
 # ---- texts ----
 
 
 class Case(NamedTuple):
-    """Texts to compare with a reference: its rule, the settings of the method, and whether the draft is killed."""
+    """Texts of a method to compare.
 
-    rule: str
+    Attributes:
+        reference: a name of `References`.
+        settings: of the method.
+        kill: kill the draft's process after three pieces of each text.
+        together: submit all prompts at once.
+    """
+
+    reference: str
     settings: str
     kill: bool = False
+    together: bool = False
 
 
 def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
     """Return the cases that `check_texts` compares, in order."""
     settings = ["ar", "ngram"]
+    ratio: Sequence[str] = _RATIO
+    killed: Sequence[str] = _RULES
     if config.head is not None:
         settings.append("head")
     if config.has_draft:
         settings += _DIRECT
     if quick:
         settings = [method for method in settings if method in _QUICK]
-    cases = [Case(rule, method) for rule in _RULES for method in settings]
+        ratio = (_FIXED,)
+        killed = _RULES[:1]
+    cases: list[Case] = []
+    for rule in _RULES:
+        cases += map(Case, repeat(rule), settings)
     if config.has_draft and not is_head(config.draft):
-        cases += [Case("ratio", method) for method in ([_FIXED] if quick else _RATIO)]
+        cases += map(Case, repeat("ratio"), ratio)
     if config.has_draft and kill:
         # Last: without its draft a text of the ratio rule has the same distribution only.
-        cases += [Case(rule, "pearl", kill=True) for rule in (_RULES[:1] if quick else _RULES)]
+        cases += map(Case, killed, repeat("pearl"), repeat(True))
     return cases
 
 
@@ -235,103 +252,57 @@ def check_texts(
     *,
     kill: bool,
     quick: bool = False,
-    known: Mapping[str, list[list[int]]] | None = None,
+    known: Mapping[str, list[list[int]]] = {},
 ) -> Iterator[Finding]:
     """Compare the texts of all methods, one finding each.
-
-    The reference is the target's own text under the greedy and coupled rules, and `pearl` with stream windows under the
-    ratio rule, by which a head drafts for no text.
 
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
         quick: one method of each kind.
-        known: the target's own texts, by rule; missing ones are decoded with `ar` by this engine.
+        known: the target's own texts, by rule.
     """
-    texts = dict(known or {})
-    sampling = {**direct_rules(params), "ratio": params}
-    for rule, settings, is_killed in text_cases(engine.config, kill=kill, quick=quick):
-        if rule not in texts:
-            alone = "pearl,rule=ratio" if rule == "ratio" else "ar,rule=coupled"
-            texts[rule] = _decoded(engine, prompts, sampling[rule], alone)
-        reference = Reference(rule, sampling[rule], prompts, texts[rule])
-        yield _check(engine, reference, settings, kill=is_killed)
+    references = References(prompts, params, dict(known))
+    for case in text_cases(engine.config, kill=kill, quick=quick):
+        yield _check(engine, case, references)
 
 
-def _check_some(
-    engine: Engine, references: Sequence[Reference], *, together: bool = False
-) -> Iterator[Finding]:
-    """Compare texts of some methods with references, one finding each. `together`: all texts of a method at once."""
-    for reference, settings in product(references, _some(engine.config)):
-        yield _check(engine, reference, settings, together=together)
-
-
-def _some(config: EngineConfig) -> list[str]:
-    return [settings for settings in _SOME if config.has_draft or settings in ("ngram", "auto")]
-
-
-def _decoded(
-    engine: Engine, prompts: Sequence[Prompt], params: RequestOptions, settings: str
-) -> list[list[int]]:
-    options = params.overridden_by(parse_settings(settings))
-    texts = []
-    for prompt in prompts:
-        (result,) = engine.generate(prompt, options)
-        texts.append(result.tokens)
-    return texts
-
-
-def _check(
-    engine: Engine,
-    reference: Reference,
-    settings: str,
-    *,
-    kill: bool = False,
-    together: bool = False,
-) -> Finding:
-    """Compare the texts of a method with a reference.
-
-    Args:
-        kill: kill the draft's process after three pieces of each text.
-        together: submit all prompts at once.
-    """
-    is_ratio = reference.name == "ratio"
-    rule = "ratio" if is_ratio else "coupled"
-    options = reference.params.overridden_by(parse_settings(f"{settings},rule={rule}"))
-    streams: Iterable[Stream] = (engine.stream(prompt, options) for prompt in reference.prompts)
-    if together:
+def _check(engine: Engine, case: Case, references: References) -> Finding:
+    name = case.reference
+    expected_texts = references.texts(name, engine)
+    reference = _TARGET
+    rule = "coupled"
+    if name == "ratio":
+        reference = "pearl"
+        rule = "ratio"
+    options = references.sampling[name].overridden_by(
+        parse_settings(f"{case.settings},rule={rule}")
+    )
+    prompts = references.prompts[: len(expected_texts)]
+    streams: Iterable[Stream] = (engine.stream(prompt, options) for prompt in prompts)
+    if case.together:
         streams = list(streams)
-    first = ""
+    difference = ""
     equal = 0
     longest = 0
     guessed: Counter[str] = Counter()
     for number, stream in enumerate(streams):
-        longest = max(longest, _read(stream, engine if kill else None))
+        longest = max(longest, _read(stream, engine if case.kill else None))
         tokens = stream.result.tokens
-        expected = reference.texts[number]
         guessed.update(stream.result.statistics.guessed_by_source)
-        if tokens == expected:
+        if tokens == expected_texts[number]:
             equal += 1
-        elif not first:
-            first = f"text {number + 1}, token {_first_difference(tokens, expected)}"
-    count = len(reference.prompts)
-    what = f"{reference.name}: {settings}"
-    if settings == "ngram" and engine.config.datastore is not None:
-        what += ", datastore"
-    if kill:
-        what += ", draft killed"
-    if together:
-        what += f", {count} texts in {engine.config.slots} slots"
-    return Finding(
-        what, "pearl" if is_ratio else _TARGET, count, equal, first, dict(guessed), longest
-    )
-
-
-def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    for i, (token, expected_token) in enumerate(zip(tokens, expected, strict=False)):
-        if token != expected_token:
-            return i
-    return min(len(tokens), len(expected))
+        elif not difference:
+            place = common_prefix(tokens, expected_texts[number])
+            difference = f"text {number + 1}, token {place}"
+    label = f"{name}: {case.settings}"
+    if case.settings == "ngram" and engine.config.datastore is not None:
+        label += ", datastore"
+    if case.kill:
+        label += ", draft killed"
+    if case.together:
+        label += f", {len(prompts)} texts in {engine.config.slots} slots"
+    return Finding(label, reference, len(prompts), equal, difference, dict(guessed), longest)
 
 
 def _read(stream: Stream, kill_in: Engine | None) -> int:
@@ -344,9 +315,8 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
     with stream:
         for number, piece in enumerate(stream, 1):
             longest = max(longest, len(piece.tokens))
-            if number == 3 and kill_in is not None and kill_in.draft_pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(kill_in.draft_pid, signal.SIGKILL)
+            if number == 3 and kill_in is not None and kill_in.draft is not None:
+                kill_in.draft.worker.kill()
     return longest
 
 
@@ -364,28 +334,57 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The target's texts for some prompts, sampled with `params`. `name` begins with the rule: greedy or coupled."""
+class References:
+    """Texts that others are compared with, by name.
 
-    name: str
-    params: RequestOptions
-    prompts: Sequence[Prompt]
-    texts: list[list[int]]
+    They are the target's own under each direct rule, also with a shape ("greedy, grammar"), and under rule ratio those
+    of `pearl` with stream windows.
+
+    Args:
+        texts: by name; missing ones are decoded by the engine that is checked.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: RequestOptions,
+        texts: dict[str, list[list[int]]],
+    ) -> None:
+        self.prompts = prompts
+        self.sampling = {**direct_rules(params), "ratio": params}
+        self._texts = texts
+
+    def add(self, name: str, params: RequestOptions, texts: list[list[int]]) -> None:
+        """Add texts of the first prompts, sampled with `params`."""
+        self.sampling[name] = params
+        self._texts[name] = texts
+
+    def texts(self, name: str, engine: Engine) -> list[list[int]]:
+        if name not in self._texts:
+            alone = "ar,rule=coupled"
+            if name == "ratio":
+                alone = "pearl,rule=ratio"
+            options = self.sampling[name].overridden_by(parse_settings(alone))
+            texts = []
+            for prompt in self.prompts:
+                (result,) = engine.generate(prompt, options)
+                texts.append(result.tokens)
+            self._texts[name] = texts
+        return self._texts[name]
 
 
-def references(
+def target_texts(
     config: EngineConfig,
     runner: ModelRunner,
     asked: Sequence[Prompt],
     params: RequestOptions,
     shapes: Mapping[str, Mapping[str, Any]],
-    tick: Callable[[str], None],
-) -> tuple[list[Reference], list[Reference]]:
-    """Decode prompts and a second turn of the first, under each direct rule; return (plain texts, texts with `shapes`).
+    watcher: Watcher,
+) -> References:
+    """Decode prompts and a second turn of the first, under each direct rule; two of these with each of `shapes` too.
 
     The target decodes them in this process, one token a forward, from an empty cache. The texts share only the runner,
-    the draw and the shaper with the engine, so any other bug shows as a difference. `tick`: called with each text.
+    the draw and the shaper with the engine, so any other bug shows as a difference.
     """
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     rules = direct_rules(params)
@@ -395,23 +394,22 @@ def references(
         submit = submission(1, prompt, runner.context, params.changed(method="ar"), defaults)
         limit = submit.limit - len(prompt)
         shaper = make_shaper(submit.options, prompt, guides)
-        tick("the target alone")
+        watcher.advance(0, "the target alone")
         return answers(runner, [prompt], [submit.options], submit.eos, limit, shaper=shaper)[0]
-
-    def reference(name: str, params: RequestOptions, prompts: list[list[int]]) -> Reference:
-        return Reference(name, params, prompts, [decode(prompt, params) for prompt in prompts])
 
     prompts = [encode(tokenizer, prompt) for prompt in asked]
     second_turn = prompts[0] + decode(prompts[0], rules["greedy"])
     second_turn += tokenizer.encode(_SECOND_TURN, special=False)
     if len(second_turn) + (params.max_tokens or 0) <= runner.context:
         prompts.insert(1, second_turn)
-    plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]
-    shaped = []
-    for name, shape in shapes.items():
-        for rule, sampling in rules.items():
-            shaped.append(reference(f"{rule}, {name}", sampling.changed(**shape), prompts[:2]))
-    return plain, shaped
+    references = References(prompts, params, {})
+    for rule, sampling in rules.items():
+        references.add(rule, sampling, [decode(prompt, sampling) for prompt in prompts])
+    for (name, shape), (rule, sampling) in product(shapes.items(), rules.items()):
+        shaped = sampling.changed(**shape)
+        texts = [decode(prompt, shaped) for prompt in prompts[:2]]
+        references.add(f"{rule}, {name}", shaped, texts)
+    return references
 
 
 def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:

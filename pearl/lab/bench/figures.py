@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, pstdev
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from operator import attrgetter
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -15,17 +18,16 @@ from pearl.config import EngineConfig
 from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import Row, device_of_row
-from pearl.lab.bench.runner import Measured, Plan, TaskSample
+from pearl.lab.bench.runner import Measured, Plan, TaskSample, median_of
 from pearl.lab.studies.estimate import Estimate, bootstrap
 from pearl.lab.studies.recorded_texts import rows_along
-from pearl.metrics import Statistics, Sums
+from pearl.metrics import Sums
 from pearl.models.runner import ModelRunner
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_TextKey = tuple[str, int]
 _EXACT = Estimate(0.0, 0.0, 0.0)
 
 
@@ -99,31 +101,24 @@ def figures(
     """
     rows = []
     for row in plan.rows:
-        samples = [sample for sample in measured.samples if sample.row == row.name]
+        samples = measured.of(row.name)
         if samples:
-            texts = [text for name, text in measured.texts if name == row.name]
-            rows.append(_figures(plan, row, samples, _base_rates(row, measured), texts, surprise))
+            rows.append(_figures(plan, row, samples, measured.of(row.base), surprise))
     return rows
-
-
-def _base_rates(row: Row, measured: Measured) -> dict[_TextKey, float]:
-    """Return the rate at which the row's base decoded each text."""
-    rates = {}
-    for sample in measured.samples:
-        if sample.row == row.base and sample.rate:
-            rates[_text_key(sample)] = sample.rate
-    return rates
 
 
 def _figures(
     plan: Plan,
     row: Row,
     samples: Sequence[TaskSample],
-    base_rates: Mapping[_TextKey, float],
-    texts: Sequence[Result],
+    base: Sequence[TaskSample],
     surprise: Callable[[Result], float] | None,
 ) -> Figures:
-    totals = Sums(texts=_statistics(samples))
+    totals = Sums(texts=[])
+    for sample in samples:
+        totals.texts += sample.texts
+    speedups = _speedups(samples, base)
+    biases = list(map(attrgetter("bias", "tokens"), samples))
     return Figures(
         name=row.name,
         devices=device_of_row(row, plan.config).in_words,
@@ -131,73 +126,50 @@ def _figures(
         exact=_is_exact(plan, row),
         texts=len(samples),
         tokens=totals.total("num_generated_tokens"),
-        rate=_interval(sample.rate for sample in samples),
-        speedup=_speedup(samples, base_rates),
-        by_set=_speedup_by_set(samples, base_rates),
-        first_seconds=_first_seconds(samples),
-        itl_p50=_itl_p50(samples),
-        itl_p99=_itl_p99(samples),
+        rate=_interval(map(attrgetter("rate"), samples)),
+        speedup=_interval(chain.from_iterable(speedups.values())),
+        by_set={name: bootstrap(ratios) for name, ratios in speedups.items()},
+        first_seconds=median_of(map(attrgetter("first_seconds"), samples)) or 0.0,
+        itl_p50=median_of(map(attrgetter("itl_p50"), samples)),
+        itl_p99=median_of(map(attrgetter("itl_p99"), samples)),
         acceptance=totals.acceptance_rate,
         tokens_per_run=totals.mean_run_length,
         accepted_in_runs=_accepted_in_runs(totals),
         tokens_per_step=totals.tokens_per_step,
         window=samples[-1].texts[-1].window,
-        bias=_bias(samples),
+        bias=bootstrap(biases, _per_token),
         rejections=_rejections(totals),
-        perplexity=_perplexity_of(texts, surprise),
+        perplexity=_perplexity_of(samples, surprise),
     )
 
 
-# ---- one function a column ----
-
-
-def _drafts(row: Row) -> bool:
-    return METHODS[row.options.method].drafts
+# ---- columns ----
 
 
 def _rule(row: Row) -> str:
-    return RULES[row.options.rule_in_use].name if _drafts(row) else ""
+    """Return the acceptance rule; empty for a method without a draft."""
+    if METHODS[row.options.method].drafts:
+        return row.options.rule_in_use
+    return ""
 
 
 def _is_exact(plan: Plan, row: Row) -> bool:
+    rule = _rule(row)
     temperature = plan.params_of(row).temperature
     if temperature is None:
         temperature = 1.0
-    return not _drafts(row) or RULES[row.options.rule_in_use].at(temperature).is_exact
+    return not rule or RULES[rule].at(temperature).is_exact
 
 
-def _speedup_by_set(
-    samples: Sequence[TaskSample], base_rates: Mapping[_TextKey, float]
-) -> dict[str, Estimate]:
-    by_set = {}
-    for name in dict.fromkeys(sample.set for sample in samples):
-        speedup = _speedup([sample for sample in samples if sample.set == name], base_rates)
-        if speedup:
-            by_set[name] = speedup
-    return by_set
-
-
-def _first_seconds(samples: Iterable[TaskSample]) -> float:
-    """Return the median time to the first token of the first turn, without the time in the queue."""
-    seconds = []
+def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict[str, list[float]]:
+    """Return by set the ratios of rates over those of the base on the same texts."""
+    base_rates = {(sample.set, sample.task): sample.rate for sample in base}
+    speedups: dict[str, list[float]] = {}
     for sample in samples:
-        turn = sample.texts[0]
-        seconds.append(turn.seconds_to_first_token - turn.queue_seconds)
-    return median(seconds)
-
-
-def _itl_p50(samples: Iterable[TaskSample]) -> float | None:
-    """Return the median over the samples of the median over a sample's turns."""
-    return _median(_median(turn.itl_p50 for turn in sample.texts) for sample in samples)
-
-
-def _itl_p99(samples: Iterable[TaskSample]) -> float | None:
-    """Return the median over the samples of the largest value of a sample's turns."""
-    largest = []
-    for sample in samples:
-        latencies = [turn.itl_p99 for turn in sample.texts if turn.itl_p99 is not None]
-        largest.append(max(latencies, default=None))
-    return _median(largest)
+        base_rate = base_rates.get((sample.set, sample.task))
+        if sample.rate and base_rate:
+            speedups.setdefault(sample.set, []).append(sample.rate / base_rate)
+    return speedups
 
 
 def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
@@ -205,14 +177,9 @@ def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
     for text in totals.texts:
         for length, count in text.run_histogram.items():
             runs += [length] * count
-    return (fmean(runs), pstdev(runs)) if runs else None
-
-
-def _bias(samples: Iterable[TaskSample]) -> Estimate:
-    biases = []
-    for sample in samples:
-        biases.append((sum(turn.bias or 0.0 for turn in sample.texts), sample.tokens))
-    return bootstrap(biases, _per_token)
+    if not runs:
+        return None
+    return fmean(runs), pstdev(runs)
 
 
 def _rejections(totals: Sums) -> Rejections | None:
@@ -220,11 +187,15 @@ def _rejections(totals: Sums) -> Rejections | None:
     if not texts:
         return None
     judged = totals.total("num_judged_draft_tokens")
-    variance = sum((text.expected_rejections_sd or 0.0) ** 2 for text in texts)
-    bias = sum(text.bias or 0.0 for text in texts)
+    rejected = Sums(texts=texts)
+    variance = 0.0
+    bias = 0.0
+    for text in texts:
+        variance += (text.expected_rejections_sd or 0.0) ** 2
+        bias += text.bias or 0.0
     return Rejections(
-        count=sum(text.num_rejections for text in texts),
-        expected=sum(text.expected_rejections or 0.0 for text in texts),
+        count=rejected.total("num_rejections"),
+        expected=rejected.total("expected_rejections"),
         sd=math.sqrt(variance),
         judged=judged,
         bias=bias / judged if judged else None,
@@ -232,11 +203,16 @@ def _rejections(totals: Sums) -> Rejections | None:
 
 
 def _perplexity_of(
-    texts: Iterable[Result], surprise: Callable[[Result], float] | None
+    samples: Iterable[TaskSample], surprise: Callable[[Result], float] | None
 ) -> Estimate | None:
     if surprise is None:
         return None
-    return perplexity([(surprise(text), len(text.tokens)) for text in texts if text.tokens])
+    surprises = []
+    for sample in samples:
+        for text in sample.results:
+            if text.tokens:
+                surprises.append((surprise(text), len(text.tokens)))
+    return perplexity(surprises)
 
 
 def perplexity(surprises: Sequence[tuple[float, int]]) -> Estimate | None:
@@ -247,36 +223,15 @@ def perplexity(surprises: Sequence[tuple[float, int]]) -> Estimate | None:
 
 
 def _per_token(items: Sequence[tuple[float, int]]) -> float:
-    return sum(value for value, _ in items) / max(1, sum(count for _, count in items))
-
-
-def _statistics(samples: Iterable[TaskSample]) -> list[Statistics]:
-    return [turn for sample in samples for turn in sample.texts]
-
-
-def _speedup(
-    samples: Iterable[TaskSample], base_rates: Mapping[_TextKey, float]
-) -> Estimate | None:
-    speedups = []
-    for sample in samples:
-        base_rate = base_rates.get(_text_key(sample))
-        if sample.rate and base_rate:
-            speedups.append(sample.rate / base_rate)
-    return _interval(speedups)
-
-
-def _text_key(sample: TaskSample) -> _TextKey:
-    return sample.set, sample.task
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return median(measured) if measured else None
+    values, counts = zip(*items, strict=True)
+    return sum(values) / max(1, sum(counts))
 
 
 def _interval(values: Iterable[float | None]) -> Estimate | None:
     measured = [value for value in values if value is not None]
-    return bootstrap(measured) if measured else None
+    if not measured:
+        return None
+    return bootstrap(measured)
 
 
 # ---- perplexity ----
@@ -287,23 +242,18 @@ class Surprise:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
         self.runner = runner or make_runner(config.model("target"), place(config, "target"))
-        #: by (prompt, text), so that equal texts are read once
-        self._nats: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._nats = cache(self._read)  # equal texts are read once
 
     def __call__(self, text: Result) -> float:
         """Return the text's surprise in nats, at temperature 1 and unfiltered."""
-        key = (tuple(text.prompt_tokens), tuple(text.tokens))
-        if key not in self._nats:
-            self._nats[key] = self._read(text)
-        return self._nats[key]
+        return self._nats(tuple(text.prompt_tokens), tuple(text.tokens))
 
     @torch.inference_mode()
-    def _read(self, text: Result) -> float:
-        tokens = iter(text.tokens)
+    def _read(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
         log_likelihood = 0.0
-        for rows in rows_along(self.runner, text.prompt_tokens, text.tokens):
-            for row in rows:
-                log_likelihood += float(torch.log_softmax(row.double(), -1)[next(tokens)])
+        rows = chain.from_iterable(rows_along(self.runner, prompt, tokens))
+        for row, token in zip(rows, tokens, strict=True):
+            log_likelihood += float(torch.log_softmax(row.double(), -1)[token])
         return -log_likelihood
 
 
@@ -314,10 +264,6 @@ def document(
     plan: Plan, measured: Measured, rows: Sequence[Figures], conditions: Conditions
 ) -> dict[str, Any]:
     """Return settings, conditions, figures and every sample, for JSON."""
-    texts = []
-    for sample in measured.samples:
-        late = {name: sample.total(name) for name in ("late_tokens", "late_seconds")}
-        texts.append(asdict(sample) | late)
     return {
         "settings": {
             "engine": plan.config.model_dump(),
@@ -325,11 +271,11 @@ def document(
             "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
-            "sets": dict(Counter(task.set for task in plan.tasks)),
+            "sets": Counter(map(attrgetter("set"), plan.tasks)),
         },
         **conditions.as_dict(),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": rows,
-        "texts": texts,
+        "texts": [sample.as_dict() for sample in measured.samples],
     }

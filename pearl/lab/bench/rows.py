@@ -23,7 +23,7 @@ HEAD = "head"
 AUTO = "auto"
 PUBLISHED = "published"
 FIXED = "published,window=fixed"
-PAIR = "pair"  # a system
+PAIR = "the pair"  # a system
 ALL = "all devices"  # a system
 AR_ON_ALL = f"{AR}, {ALL}"
 NGRAM_ON_ALL = f"{NGRAM}, {ALL}"
@@ -71,7 +71,9 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     if config.head is not None:
         names.append(HEAD)
     names.append(PEARL)
-    rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
+    rows = []
+    for name in names:
+        rows.append(Row(name, parse_settings(f"{name},rule={rule}")))
     rows.append(Row(AUTO, parse_settings(AUTO)))  # auto picks a rule that changes no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
@@ -80,12 +82,14 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     return rows
 
 
-def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
-    """Return `ar`, and a row for each name: one of the `known` rows, or the settings that `parse_settings` reads.
+def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
+    """Return `ar`, and a row for each name: one of `defaults`, or the settings that `parse_settings` reads.
 
     Rows on all devices are left out where these are only the target's. Raises `ConfigError` for a bad or repeated name.
     """
-    by_name = {row.name: row for row in (Row(AR, RequestOptions(method=AR)), *known)}
+    by_name = {AR: Row(AR, RequestOptions(method=AR))}
+    for row in defaults:
+        by_name[row.name] = row
     rows = {AR: by_name[AR]}
     for name in names:
         if name in (AR_ON_ALL, NGRAM_ON_ALL) and name not in by_name:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from statistics import median
+from typing import Any
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
-from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row
+from pearl.lab.bench.rows import PAIR, SD, SSD, Row, device_of_row
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -29,15 +32,58 @@ class TaskSample(Sums):
 
     Attributes:
         task: number within the set, from 1.
+        results: its turns.
     """
 
     row: str
     set: str
     task: int
+    results: Sequence[Result] = ()
 
     @property
     def tokens(self) -> int:
         return int(self.total("num_generated_tokens"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sample for JSON, without its texts."""
+        return {
+            "row": self.row,
+            "set": self.set,
+            "task": self.task,
+            "texts": self.texts,
+            "late_tokens": self.total("late_tokens"),
+            "late_seconds": self.total("late_seconds"),
+        }
+
+    @property
+    def first_seconds(self) -> float:
+        """Seconds to the first token of the first turn, without those in the queue."""
+        turn = self.texts[0]
+        return turn.seconds_to_first_token - turn.queue_seconds
+
+    @property
+    def itl_p50(self) -> float | None:
+        """The median over the turns."""
+        return median_of(map(attrgetter("itl_p50"), self.texts))
+
+    @property
+    def itl_p99(self) -> float | None:
+        """The largest value of a turn."""
+        latencies = [turn.itl_p99 for turn in self.texts if turn.itl_p99 is not None]
+        return max(latencies, default=None)
+
+    @property
+    def bias(self) -> float:
+        """The sum over the turns."""
+        return sum(turn.bias or 0.0 for turn in self.texts)
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None; None if all are."""
+    measured = [value for value in values if value is not None]
+    if not measured:
+        return None
+    return median(measured)
 
 
 @dataclass(frozen=True)
@@ -68,16 +114,18 @@ class Measured:
     """The results of a benchmark.
 
     Attributes:
-        texts: each turn's, with the name of its row.
         gammas: gammas tried for sd -> tokens per second. gamma: the fastest of them.
         skipped: turns left out because they do not fit the context.
     """
 
     samples: list[TaskSample] = field(default_factory=list)
-    texts: list[tuple[str, Result]] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
+
+    def of(self, row: str) -> list[TaskSample]:
+        """Return the samples of a row."""
+        return [sample for sample in self.samples if sample.row == row]
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
@@ -99,26 +147,32 @@ class _Run:
         self._measured = Measured()
 
     def run(self) -> Measured:
-        systems = list(dict.fromkeys(row.system for row in self._rows))
-        groups = [systems] if self._plan.together else [[system] for system in systems]
+        systems: dict[str, Row] = {}  # with a row of each
+        for row in self._rows:
+            systems.setdefault(row.system, row)
+        groups = [list(systems)]
+        if not self._plan.together:
+            groups = [[system] for system in systems]
         for group in groups:
             with ExitStack() as stack:
-                engines = {system: stack.enter_context(self._engine(system)) for system in group}
+                engines = {}
+                for system in group:
+                    self._watcher.say(f"starting {system}")
+                    engine = Engine(config=self._config(systems[system]))
+                    engines[system] = stack.enter_context(engine)
                 self._warm_up(engines)
                 if PAIR in engines:
                     self._choose_gamma(engines[PAIR])
                 self._take_turns(engines)
         return self._measured
 
-    def _engine(self, name: str) -> Engine:
-        self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
-        config = self._plan.config.model_copy(update={"trace": None})
-        if name == ALL:
-            row = next(row for row in self._rows if row.system == name)
-            config = config.model_copy(
-                update={"draft": "none", "target_device": device_of_row(row, config).name}
-            )
-        return Engine(config=config)
+    def _config(self, row: Row) -> EngineConfig:
+        """Return the configuration of the engine that decodes a row."""
+        config = self._plan.config
+        if row.system == PAIR:
+            return config.model_copy(update={"trace": None})
+        device = device_of_row(row, config).name
+        return config.model_copy(update={"trace": None, "draft": "none", "target_device": device})
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
         for row in self._rows_on(engines):
@@ -145,16 +199,17 @@ class _Run:
 
     def _fastest_gamma(self, pair: Engine) -> int:
         """Return the fastest of 1, 2, ... up to where the next two are slower."""
-        count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
+        count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
         # By number, so that the first task of each set is among them.
-        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]
+        tasks = sorted(self._plan.tasks, key=attrgetter("number"))[:count]
         rates = self._measured.gammas
         best = 1
         for gamma in range(1, _MOST_GAMMA + 1):
             params = self._plan.params.changed(method="sd", gamma=gamma)
             texts = []
             for task in tasks:
-                texts += [turn.statistics for turn in self._decode_turns(pair, task, params)]
+                for turn in self._decode_turns(pair, task, params):
+                    texts.append(turn.statistics)
             rates[gamma] = Sums(texts=texts).rate or 0.0
             self._watcher.say(f"sd, gamma {gamma}: {rates[gamma]:.1f} tokens/s")
             best = max(rates, key=rates.__getitem__)
@@ -183,10 +238,8 @@ class _Run:
         turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
         if not turns:
             return None
-        self._measured.texts += [(row.name, turn) for turn in turns]
-        return TaskSample(
-            row.name, task.set, task.number, texts=[turn.statistics for turn in turns]
-        )
+        texts = [turn.statistics for turn in turns]
+        return TaskSample(row.name, task.set, task.number, turns, texts=texts)
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
@@ -196,10 +249,10 @@ class _Run:
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if len(prompt) + (params.max_tokens or 1) > engine.context:
-                what = f"{task.set} {task.number}, turn {number}"
-                if what not in self._measured.skipped:
-                    self._measured.skipped.append(what)
-                    self._watcher.say(f"{what} does not fit the context: left out")
+                label = f"{task.set} {task.number}, turn {number}"
+                if label not in self._measured.skipped:
+                    self._measured.skipped.append(label)
+                    self._watcher.say(f"{label} does not fit the context: left out")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
                 forget(engine, params, prompt)

@@ -6,17 +6,17 @@ the random numbers are the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from itertools import cycle
+from operator import attrgetter
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from pearl.lab.distill.pair import head, hidden_states
 from pearl.models.transformers.cache_layers import FixedLayer, cache_name
-
-T = TypeVar("T")
 
 LOOP_TOKENS = 16  # end an answer that repeats a run of this length: loops teach nothing
 _MIN_ALIVE = 0.75  # remove finished rows from the batch once a smaller share is unfinished
@@ -52,14 +52,14 @@ class _Row:
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_probs: list[torch.Tensor] = field(default_factory=list)
     runs: set[tuple[int, ...]] = field(default_factory=set)
-    is_finished: bool = False
 
-    def add(self, token: int, eos: Collection[int], limit: int, allow_loops: bool) -> None:
+    def add(self, token: int, eos: Collection[int], limit: int, allow_loops: bool) -> bool:
+        """Add a token; return whether the answer ends with it."""
         self.tokens.append(token)
         run = tuple(self.tokens[-LOOP_TOKENS:])
         is_loop = not allow_loops and len(run) == LOOP_TOKENS and run in self.runs
         self.runs.add(run)
-        self.is_finished = token in eos or len(self.tokens) == limit or is_loop
+        return token in eos or len(self.tokens) == limit or is_loop
 
     @property
     def answer(self) -> RecordedAnswer:
@@ -91,8 +91,8 @@ def answer(
     """
     batch = _Batch(model, prompts, limit)
     answers = []
-    for i, prompt in enumerate(prompts):
-        answers.append(_Row(prompt, temperatures[i % len(temperatures)]))
+    for prompt, temperature in zip(prompts, cycle(temperatures), strict=False):
+        answers.append(_Row(prompt, temperature))
     rows = answers  # of the batch; finished ones are removed now and then
     unfinished = list(range(len(rows)))
     while unfinished:
@@ -101,15 +101,15 @@ def answer(
             rows = [rows[i] for i in unfinished]
             unfinished = list(range(len(rows)))
         ids, probs = batch.step(top)
-        chosen = _sample(ids, probs, [row.temperature for row in rows], generator)
-        for i in unfinished:
+        chosen = _sample(ids, probs, list(map(attrgetter("temperature"), rows)), generator)
+        batch.feed(chosen)
+        count = len(unfinished)
+        for i in tuple(unfinished):
             rows[i].top_ids.append(ids[i].int())
             rows[i].top_probs.append(probs[i].half())
-            rows[i].add(int(chosen[i]), eos, limit, allow_loops)
-        count = len(unfinished)
-        unfinished = [i for i in unfinished if not rows[i].is_finished]
+            if rows[i].add(int(chosen[i]), eos, limit, allow_loops):
+                unfinished.remove(i)
         tick(count - len(unfinished))
-        batch.feed(chosen)
     return [row.answer for row in answers]
 
 
@@ -118,21 +118,20 @@ def along(
     model: PreTrainedModel, texts: Sequence[RecordedAnswer], top: int
 ) -> list[RecordedAnswer]:
     """Return the same texts with the `top` tokens that `model` finds likeliest at each place."""
-    head: torch.Tensor = model.get_output_embeddings().weight
     judged = []
     for text in texts:
-        ids = torch.tensor([[*text.prompt, *text.tokens]], device=model.device)[:, :-1]
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        top_ids, top_probs = _likeliest(states[0, len(text.prompt) - 1 :], head, top)
+        ids = torch.tensor([text.prompt + text.tokens], device=model.device)[:, :-1]
+        states = hidden_states(model, ids)[0, len(text.prompt) - 1 :]
+        top_ids, top_probs = _likeliest(states, head(model), top)
         judged.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
     return judged
 
 
 def _likeliest(
-    states: torch.Tensor, head: torch.Tensor, top: int
+    states: torch.Tensor, matrix: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids, probabilities), each [rows, top], on the host, from states [rows, width]."""
-    logits = (states @ head.T).float()
+    logits = (states @ matrix.T).float()
     best = logits.topk(top)
     probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
     return best.indices.cpu(), probs.cpu()
@@ -166,7 +165,6 @@ class _Batch:
         self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int
     ) -> None:
         self._model = model
-        self._head: torch.Tensor = model.get_output_embeddings().weight
         longest = max(map(len, prompts))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = Cache(layers=[FixedLayer(longest + limit) for _ in range(layers)])
@@ -194,7 +192,7 @@ class _Batch:
             **cache,
         ).last_hidden_state[:, -1]
         self._length = end
-        return _likeliest(states, self._head, top)
+        return _likeliest(states, head(self._model), top)
 
     def feed(self, tokens: torch.Tensor) -> None:
         """Set the tokens [rows] of the next forward."""
@@ -205,8 +203,3 @@ class _Batch:
         self._fed = self._fed[rows]
         self._mask = self._mask[rows]
         self._cache.batch_select_indices(torch.tensor(rows, device=self._fed.device))
-
-
-def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Split into batches of `size`; the last may be smaller."""
-    return (items[i : i + size] for i in range(0, len(items), size))

@@ -11,9 +11,6 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 FINGERPRINTS = Path(__file__).parent / "benchmarks.npy"
 RUN = 5  # words
 # At most this share of a prompt's runs, and at most so many of them, may also be in a benchmark.
@@ -23,7 +20,7 @@ MOST_RUNS = 7  # successive runs are eleven words
 
 def words(text: str) -> list[str]:
     """Return the words in lower case, without punctuation; numbers become 0: a changed number is no new question."""
-    return [re.sub(r"\d+", "0", word) for word in re.findall(r"\w+", text.lower())]
+    return re.findall(r"\w+", re.sub(r"\d+", "0", text.lower()))
 
 
 def fingerprints(text: str) -> set[int]:
@@ -57,5 +54,6 @@ def is_benchmark(text: str) -> bool:
 
 @cache
 def _benchmark_hashes() -> frozenset[int]:
-    hashes: npt.NDArray[np.uint32] = np.load(FINGERPRINTS)
-    return frozenset(hashes.tolist())
+    import numpy as np
+
+    return frozenset(np.load(FINGERPRINTS).tolist())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from msgspec import yaml
 from pydantic import Field, field_validator, model_validator
 
 from pearl.config import Section, read_file
@@ -15,19 +17,10 @@ from pearl.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 
-# Beginnings of user requests: stories, questions, code, arithmetic. The target writes the rest.
-OPENINGS = (
-    "Write a", "Write a Python function", "Write a short story about", "Write an email to",
-    "Write a poem about", "Write a program that", "Explain", "Explain the difference between",
-    "Describe", "What is", "What are the", "How do I", "How does", "How can I", "How many",
-    "Why do", "Can you", "Give me", "List", "Create a", "Imagine", "You are a", "Compare",
-    "Summarize", "Translate", "Rewrite", "Suggest", "Plan a", "Solve", "Calculate", "Find", "If a",
-    "A train", "A farmer", "A store sells", "A school has", "There are", "In a", "Each",
-    "Mary has", "John buys", "def ", "def is_", "def count_", "from typing import List\n\n\ndef ",
-    "import ", "class ", "Fix this code:", "Complete this function:", "Is it true that", "Please",
-    "I want to", "I need", "My", "Who was", "When did", "Given a list of", "Given the following",
-    "Suppose", "Let's", "Tell me about", "Help me", "Discuss", "Analyze",
-)  # fmt: skip
+# Beginnings of user requests, which the target continues.
+OPENINGS = yaml.decode(
+    (files("pearl.lab.distill") / "openings.yaml").read_bytes(), type=tuple[str, ...]
+)
 
 
 class DistillConfig(Section):

@@ -9,72 +9,90 @@ Source: "EAGLE-3", Li et al. 2025, section 3.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.functional import linear, log_softmax, rms_norm, silu
+from torch.nn.functional import log_softmax
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.learning import Batch, Learner, batch_of
-from pearl.lab.distill.pair import Teacher, embeddings, replacing
+from pearl.lab.distill.learning import Batch, Learner
+from pearl.lab.distill.pair import Teacher, embeddings
 from pearl.models.forward.layers import tapped
 
 _DEPTHS = 4  # steps that are learned
-_NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")  # of the layer
 _LATER = 0.8  # weight of a step's loss over that of the step before
-_LAYER = "midlayer."
 
 
-class _KeysValues(NamedTuple):
-    """Keys and values of one step, each [batch, heads, n, dim]."""
+class _Layer(nn.Module):
+    """A Llama layer whose attention reads the token beside the states."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * hidden, narrow.out_features, bias=False))
+        self.mlp = LlamaMLP(config)
+        self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        embedded: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        is_seen: torch.Tensor,
+        cache: DynamicCache,
+    ) -> torch.Tensor:
+        read = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
+        mixed, _ = self.self_attn(read, rope, is_seen, cache)
+        states = states + mixed
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class HeadModel:
-    """The weights of a head by their names in checkpoints, and its steps. `ids`: of its vocabulary, [tokens]."""
+class HeadModel(nn.Module):
+    """A head, with the names of its weights in checkpoints.
+
+    Args:
+        config: the target's.
+        embedding: the target's input table.
+        ids: of the head's vocabulary, [tokens].
+    """
 
     def __init__(self, config: Any, embedding: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
+        super().__init__()
         hidden = config.hidden_size
-        inner = config.intermediate_size
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.dim = getattr(config, "head_dim", None) or hidden // self.heads
-        self.eps = float(config.rms_norm_eps)
         self.ids = ids
-        self._table = embedding
-        # The order of the matrices is that in which they are drawn from the seed.
-        queries = self.heads * self.dim
-        keys = self.kv_heads * self.dim
-        shapes = {
-            "fc": (hidden, 3 * hidden),
-            "lm_head": (len(ids), hidden),
-            f"{_LAYER}self_attn.q_proj": (queries, 2 * hidden),
-            f"{_LAYER}self_attn.k_proj": (keys, 2 * hidden),
-            f"{_LAYER}self_attn.v_proj": (keys, 2 * hidden),
-            f"{_LAYER}self_attn.o_proj": (hidden, queries),
-            f"{_LAYER}mlp.gate_proj": (inner, hidden),
-            f"{_LAYER}mlp.up_proj": (inner, hidden),
-            f"{_LAYER}mlp.down_proj": (hidden, inner),
-        }
+        self.config = LlamaConfig(  # type: ignore[call-arg]
+            hidden_size=hidden,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None),
+            rms_norm_eps=float(config.rms_norm_eps),
+            attn_implementation="sdpa",
+        )
+        self._table = embedding.detach()
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.lm_head = nn.Linear(hidden, len(ids), bias=False)
+        self.norm = LlamaRMSNorm(hidden, self.config.rms_norm_eps)
+        self.midlayer = _Layer(self.config)
         random = torch.Generator().manual_seed(seed)
-        self.weights: dict[str, nn.Parameter] = {}
-        for name, shape in shapes.items():
-            matrix = torch.randn(shape, generator=random) * 0.02
-            self.weights[name] = nn.Parameter(matrix.to(embedding.device))
-        for name in ("norm", *(_LAYER + norm for norm in _NORMS)):
-            self.weights[name] = nn.Parameter(torch.ones(hidden, device=embedding.device))
         with torch.no_grad():
-            self.weights["lm_head"].copy_(embedding[ids])
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x.float(), x.shape[-1:], self.weights[name].float(), self.eps)
+            for weight in self.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(torch.randn(weight.shape, generator=random) * 0.02)
+            self.to(embedding.device)
+            self.lm_head.weight.copy_(embedding[ids])
 
     def steps(
         self, features: torch.Tensor, ids: torch.Tensor, rope: torch.Tensor
@@ -86,71 +104,25 @@ class HeadModel:
             rope: cosines and sines of positions, [2, n, dim].
         """
         count = ids.shape[1] - 1
-        states = linear(features[:, :count], self.weights["fc"])
-        cache: list[_KeysValues] = []
-        for depth in range(_DEPTHS):
-            if count - depth < 1:
-                return
+        states = self.fc(features[:, :count])
+        cache = DynamicCache()
+        # Of the first step a position sees all earlier ones, of later steps its own.
+        is_seen = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
+        for depth in range(min(_DEPTHS, count)):
             length = count - depth
-            rotations = rope[:, depth : depth + length]
-            states = self._layer(states[:, :length], ids[:, 1 + depth :], rotations, cache)
+            if depth:
+                own = torch.eye(length, dtype=torch.bool, device=ids.device)
+                is_seen = torch.cat((is_seen[:length], own), 1)
+            cos, sin = rope[:, None, depth : depth + length]
+            embedded = self._table[ids[:, 1 + depth :]]
+            states = self.midlayer(
+                states[:, :length], embedded, (cos, sin), is_seen[None, None], cache
+            )
             yield states
 
-    def _layer(
-        self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        rope: torch.Tensor,
-        cache: list[_KeysValues],
-    ) -> torch.Tensor:
-        """Run the layer on states [batch, n, hidden]; add its keys and values to `cache`, which has earlier steps'."""
-        embedded = self._norm(self._table[tokens], f"{_LAYER}input_layernorm")
-        read = torch.cat((embedded, self._norm(states, f"{_LAYER}hidden_norm")), -1)
-        groups = self.heads // self.kv_heads
-        queries = _rotated(self._project(read, "q", self.heads), rope)
-        keys = _rotated(self._project(read, "k", self.kv_heads), rope)
-        values = self._project(read, "v", self.kv_heads)
-        cache.append(
-            _KeysValues(keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
-        )
-        states = states + self._linear(self._attend(queries, cache), "self_attn.o_proj")
-        fed = self._norm(states, f"{_LAYER}post_attention_layernorm")
-        gated = silu(self._linear(fed, "mlp.gate_proj")) * self._linear(fed, "mlp.up_proj")
-        return states + self._linear(gated, "mlp.down_proj")
-
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, self.weights[_LAYER + name])
-
-    def _project(self, x: torch.Tensor, name: str, heads: int) -> torch.Tensor:
-        """Project x [batch, n, 2 * hidden] to [batch, heads, n, dim]."""
-        batch, n, _ = x.shape
-        projected = self._linear(x, f"self_attn.{name}_proj")
-        return projected.view(batch, n, heads, self.dim).transpose(1, 2)
-
-    def _attend(self, queries: torch.Tensor, cache: Sequence[_KeysValues]) -> torch.Tensor:
-        """Attend to all earlier positions of the first step, and to the same place of each later one."""
-        n = queries.shape[2]
-        first = cache[0]
-        later = cache[1:]
-        future = torch.ones(n, n, dtype=torch.bool).triu(1).to(queries.device)
-        scores = [(queries @ first.keys[:, :, :n].mT).masked_fill(future, -1e30)]
-        for step in later:
-            scores.append((queries * step.keys[:, :, :n]).sum(-1, keepdim=True))
-        shares = (torch.cat(scores, -1).float() / self.dim**0.5).softmax(-1)
-        shares = shares.to(first.values.dtype)
-        mixed = shares[..., :n] @ first.values[:, :, :n]
-        for number, step in enumerate(later):
-            mixed = mixed + shares[..., n + number, None] * step.values[:, :, :n]
-        return mixed.transpose(1, 2).flatten(2)
-
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        return linear(self._norm(outputs, "norm"), self.weights["lm_head"]).float()
-
-
-def _rotated(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    cos, sin = rope
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+        logits: torch.Tensor = self.lm_head(self.norm(outputs))
+        return logits.float()
 
 
 class _Judged(NamedTuple):
@@ -185,12 +157,10 @@ class HeadLearner(Learner):
         self._place = torch.full((vocab,), -1, device=table.device)
         self._place[ids] = torch.arange(len(ids), device=table.device)
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
-        super().__init__(config, self.head.weights, {"lm_head"})
+        weights = dict(self.head.named_parameters())
+        super().__init__(config, weights, {"lm_head.weight"}, table.device)
 
-    def step(
-        self, answers: Sequence[RecordedAnswer], progress: float, step: int
-    ) -> tuple[float, int]:
-        batch = batch_of(answers, self.head.ids.device)
+    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
         losses = []
         weight = 1.0
         for logits, ids, probs in self._judged(batch):
@@ -198,21 +168,26 @@ class HeadLearner(Learner):
             cross_entropy = -(probs * (ids >= 0) * log_probs).sum() / len(batch.rows)
             losses.append(cross_entropy * weight)
             weight *= _LATER
-        self._descend(torch.stack(losses).sum(), progress, step)
-        return losses[0].item(), len(batch.rows)
+        return losses
+
+    def _agreed(self, batch: Batch) -> torch.Tensor:
+        """Compare the head's first step with the target."""
+        step = next(self._judged(batch))
+        return step.logits.argmax(-1) == step.ids[:, 0]
 
     def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]
+        texts = batch.rows // length
+        # The batch's rows stand before the positions that are predicted.
+        columns = batch.rows % length - 1
         features, rope = self._read(batch.ids)
-        with self._autocast(features.device):
-            for depth, outputs in enumerate(self.head.steps(features.float(), batch.ids, rope)):
-                # The batch's rows stand before the positions that are predicted.
-                columns = batch.rows % length - 1 - depth
+        with self._autocast():
+            for outputs in self.head.steps(features.float(), batch.ids, rope):
                 exists = columns >= 0
-                texts = batch.rows // length
                 rows = outputs[texts[exists], columns[exists]]
                 ids = self._place[batch.top_ids[exists]]
                 yield _Judged(self.head.logits(rows), ids, batch.top_probs[exists])
+                columns = columns - 1
 
     @torch.no_grad()
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,39 +196,30 @@ class HeadLearner(Learner):
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         layers = tapped(self._target.config.num_hidden_layers)
         features = torch.cat([states[layer] for layer in layers], -1)
-        like = features.new_zeros(1, dtype=torch.float32)
         positions = torch.arange(ids.shape[1], device=features.device)
-        cos, sin = model.rotary_emb(like, positions[None])
-        return features, torch.stack([cos[0], sin[0]])
+        return features, torch.cat(model.rotary_emb(features.float(), positions[None]))
 
-    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
-        """Compare the head's first step with the target."""
-        first = next(self._judged(batch_of(answers, self.head.ids.device)))
-        return first.logits.argmax(-1) == first.ids[:, 0]
-
-    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write an EAGLE-3 checkpoint in bfloat16."""
-        config = self._target.config
+    def _write(self, target: str, directory: Path) -> None:
+        """Write an EAGLE-3 checkpoint."""
         head = self.head
+        config = head.config
         offsets = head.ids - torch.arange(len(head.ids), device=head.ids.device)
         tensors = {"d2t": offsets, "t2d": self._place >= 0}
-        for name, weight in head.weights.items():
-            tensors[f"{name}.weight"] = weight.detach().to(torch.bfloat16).contiguous()
+        for name, weight in head.named_parameters():
+            tensors[name] = weight.detach().to(torch.bfloat16).contiguous()
+        save_file(tensors, directory / "model.safetensors")
         settings = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
-            "num_attention_heads": head.heads,
-            "num_key_value_heads": head.kv_heads,
-            "head_dim": head.dim,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
             "num_hidden_layers": 1,
-            "rms_norm_eps": head.eps,
-            "rope_parameters": config.rope_parameters,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_parameters": self._target.config.rope_parameters,
             "vocab_size": len(self._place),
             "draft_vocab_size": len(head.ids),
             "torch_dtype": "bfloat16",
         }
-        with replacing(directory) as building:
-            save_file(tensors, building / "model.safetensors")
-            (building / "config.json").write_text(json.dumps(settings, indent=1))
-            (building / "distillation.json").write_text(json.dumps(about, indent=1))
+        (directory / "config.json").write_text(json.dumps(settings, indent=1))

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
         draw.shuffle(answers)
         chosen += answers[: count - len(chosen)]
     draw.shuffle(chosen)
-    tokens = max(1, sum(lengths[i] for i in chosen))
+    tokens = max(1, sum(map(lengths.__getitem__, chosen)))
     group = max(1, _BATCHES_PER_SORT * config.batch_tokens * len(chosen) // tokens)
     batches: list[list[int]] = []
     for start in range(0, len(chosen), group):
@@ -71,11 +72,11 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
     return batches
 
 
-def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Return batches of similar length, each of up to `most` tokens with padding."""
+def packed(numbers: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return batches of similar length, each of up to `limit` tokens with padding."""
     batches: list[list[int]] = []
     for number in sorted(numbers, key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[number] <= most:
+        if batches and (len(batches[-1]) + 1) * lengths[number] <= limit:
             batches[-1].append(number)
         else:
             batches.append([number])
@@ -136,14 +137,14 @@ class Batch:
 
 
 def batch_of(answers: Sequence[RecordedAnswer], device: torch.device) -> Batch:
-    length = max(answer.length for answer in answers) - 1  # the last token is predicted, never fed
+    length = max(map(attrgetter("length"), answers)) - 1  # the last token is predicted, never fed
     ids = torch.zeros(len(answers), length, dtype=torch.long)
     rows = []
     for i, answer in enumerate(answers):
-        fed = [*answer.prompt, *answer.tokens][:-1]
+        fed = (answer.prompt + answer.tokens)[:-1]
         ids[i, : len(fed)] = torch.tensor(fed)
-        first = i * length + len(answer.prompt) - 1
-        rows.append(torch.arange(first, first + len(answer.tokens)))
+        start = i * length + len(answer.prompt) - 1
+        rows.append(torch.arange(start, start + len(answer.tokens)))
     top_ids = torch.cat([answer.top_ids for answer in answers])
     top_probs = torch.cat([answer.top_probs for answer in answers])
     return Batch(
@@ -159,6 +160,7 @@ class Learner(ABC):
 
     Args:
         weights: the trained weights by name. tables: see `optimizers`.
+        device: on which they are trained.
     """
 
     def __init__(
@@ -166,11 +168,13 @@ class Learner(ABC):
         config: DistillConfig,
         weights: Mapping[str, torch.nn.Parameter],
         tables: Collection[str],
+        device: torch.device,
     ) -> None:
         self._config = config
         self._weights = weights
         self._optimizers = optimizers(weights, tables, config)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._dtype = getattr(torch, config.dtype)
+        self._device = device
 
     def state(self) -> dict[str, Any]:
         """Return the trained weights and the optimizers, for `restore`."""
@@ -191,27 +195,6 @@ class Learner(ABC):
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
-    def _autocast(self, device: torch.device) -> torch.autocast:
-        is_enabled = self._dtype is torch.bfloat16
-        return torch.autocast(device.type, torch.bfloat16, enabled=is_enabled)
-
-    def _descend(self, loss: torch.Tensor, progress: float, step: int) -> None:
-        """Make one optimizer step. Raises `DistillError` if loss or gradient is not finite."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * rate(progress)
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), _CLIP)
-        if not torch.isfinite(loss + norm):
-            raise DistillError(
-                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
-                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
-            )
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    @abstractmethod
     def step(
         self, answers: Sequence[RecordedAnswer], progress: float, step: int
     ) -> tuple[float, int]:
@@ -221,26 +204,57 @@ class Learner(ABC):
             progress: see `rate`.
             step: number of steps before this one.
         """
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * rate(progress)
+            optimizer.zero_grad(set_to_none=True)
+        batch = batch_of(answers, self._device)
+        losses = self._losses(batch, step)
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), _CLIP)
+        if not torch.isfinite(loss + norm):
+            raise DistillError(
+                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
+                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
+            )
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return losses[0].item(), len(batch.rows)
 
     @torch.no_grad()
     def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
         """Return the share of answer tokens for which the learner's likeliest token is the target's."""
-        lengths = [answer.length for answer in answers]
+        lengths = list(map(attrgetter("length"), answers))
         agreed = 0
         total = 0
         for numbers in packed(range(len(answers)), lengths, _MEASURED):
-            agreements = self._agreed([answers[number] for number in numbers])
-            agreed += int(agreements.sum())
-            total += len(agreements)
+            batch = batch_of(list(map(answers.__getitem__, numbers)), self._device)
+            agreed += int(self._agreed(batch).sum())
+            total += len(batch.rows)
         return agreed / total
 
+    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
+        """Write the trained weights, and `about` as distillation.json. Raises `DistillError`."""
+        with replacing(directory) as building:
+            self._write(target, building)
+            (building / "distillation.json").write_text(json.dumps(about, indent=1))
+
+    def _autocast(self) -> torch.autocast:
+        is_enabled = self._dtype is torch.bfloat16
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=is_enabled)
+
     @abstractmethod
-    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
+    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
+        """Return losses whose sum is to fall; the first one is reported."""
+
+    @abstractmethod
+    def _agreed(self, batch: Batch) -> torch.Tensor:
         """For each answer token, whether the likeliest token is the target's."""
 
     @abstractmethod
-    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the trained weights, and `about` as distillation.json. Raises `DistillError`."""
+    def _write(self, target: str, directory: Path) -> None:
+        """Write a checkpoint in bfloat16."""
 
 
 class DraftLearner(Learner):
@@ -256,41 +270,34 @@ class DraftLearner(Learner):
                 weights[name] = weight
                 if id(weight) in shared:
                     tables.append(name)
-        super().__init__(config, weights, tables)
-        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
+        super().__init__(config, weights, tables, draft.device)
 
-    def step(
-        self, answers: Sequence[RecordedAnswer], progress: float, step: int
-    ) -> tuple[float, int]:
-        batch = batch_of(answers, self.draft.device)
+    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
+        with self._autocast():
+            states = self._states(batch)
         loss = head_loss(
-            self._states(batch),
-            head(self.draft) if self._fixed_head is None else self._fixed_head,
+            states.to(self._dtype),
+            head(self.draft),
             batch.top_ids,
             batch.top_probs,
             negatives=self._config.negatives,
             generator=generator(self._config.seed, step, "negatives"),
             divergence=self._config.divergence,
         )
-        self._descend(loss, progress, step)
-        return loss.item(), len(batch.rows)
+        return [loss]
+
+    def _agreed(self, batch: Batch) -> torch.Tensor:
+        chosen = []
+        for rows in self._states(batch).split(_LOGIT_ROWS):
+            chosen.append((rows @ head(self.draft).T).argmax(-1))
+        return torch.cat(chosen) == batch.top_ids[:, 0]
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """Return the draft's last states that predict the answer tokens [tokens, width]."""
-        with self._autocast(self.draft.device):
-            states = hidden_states(self.draft, batch.ids)
-        return states.flatten(0, 1)[batch.rows].to(self._dtype)
+        return hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
 
-    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
-        batch = batch_of(answers, self.draft.device)
-        states = hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
-        chosen = [(rows @ head(self.draft).T).argmax(-1) for rows in states.split(_LOGIT_ROWS)]
-        return torch.cat(chosen) == batch.top_ids[:, 0]
-
-    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write an ordinary checkpoint, in bfloat16 and with the target's tokenizer."""
+    def _write(self, target: str, directory: Path) -> None:
+        """Write an ordinary checkpoint, with the target's tokenizer."""
         checkpoint: Any = copy.deepcopy(self.draft)
-        with replacing(directory) as building:
-            checkpoint.to(torch.bfloat16).save_pretrained(building)
-            copy_tokenizer(resolve_checkpoint(target), building)
-            (building / "distillation.json").write_text(json.dumps(about, indent=1))
+        checkpoint.to(torch.bfloat16).save_pretrained(directory)
+        copy_tokenizer(resolve_checkpoint(target), directory)

@@ -84,10 +84,11 @@ def head_loss(
         weight = weight[torch.cat((recorded, others))]
     states = hidden.detach().requires_grad_()
     head = weight.detach().requires_grad_(weight.requires_grad)
+    matrix = head.to(hidden.dtype).T
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), _CHUNK_ROWS):
         rows = slice(start, start + _CHUNK_ROWS)
-        logits = (states[rows] @ head.to(hidden.dtype).T).float()
+        logits = (states[rows] @ matrix).float()
         if offsets is not None:
             logits = logits + offsets
         loss = _rows_loss(logits, ids[rows], probs[rows], divergence)

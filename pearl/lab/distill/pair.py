@@ -41,10 +41,6 @@ class Teacher:
     tokenizer: Tokenizer
     eos: tuple[int, ...]
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
     @cached_property
     def turn_start(self) -> str:
         """The chat template's text before the first user message; empty without a chat template."""
@@ -102,7 +98,7 @@ def _existing(name: str, trust: bool, teacher: Teacher) -> PreTrainedModel:
     tokenizer, _ = load_tokenizer(name, trust_remote_code=trust)
     check_same_vocabulary(teacher.tokenizer, tokenizer, teacher.name, name)
     settings = ModelConfig(name, dtype="float32", trust_remote_code=trust)
-    draft = load_model(settings, teacher.device)
+    draft = load_model(settings, teacher.model.device)
     draft_vocab = head(draft).shape[0]
     target_vocab = head(teacher.model).shape[0]
     if draft_vocab < target_vocab:

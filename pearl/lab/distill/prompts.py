@@ -1,26 +1,14 @@
-"""Prompts: from files, and invented by the target, which continues the start of a user's turn."""
+"""Prompts from files."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pearl.document import parse_json
 from pearl.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from pearl.lab.distill.answers import RecordedAnswer
-    from pearl.lab.distill.config import DistillConfig
-    from pearl.lab.distill.pair import Teacher
-
-_TEMPERATURE = 1.0  # of sampling invented prompts
-_TOP = 64  # likeliest tokens that they are sampled from
-_PLAIN = 0.3  # share of invented prompts without an opening
-_TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
+from pearl.lab.distill.benchmarks import is_benchmark
 
 
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
@@ -57,16 +45,15 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
     return turns
 
 
-def training_prompts(paths: Sequence[Path]) -> list[str]:
+def training_prompts(paths: Iterable[str | Path]) -> list[str]:
     """Return all prompts of some files.
 
     Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid.
     """
-    from pearl.lab.distill.benchmarks import is_benchmark
-
     prompts = []
     for path in paths:
-        for prompt, *_ in read_turns(path):
+        for turns in read_turns(Path(path)):
+            prompt = turns[0]
             if is_benchmark(prompt):
                 raise ConfigError(
                     f"{path}: this prompt is one of HumanEval, GSM8K or MT-bench, or close to one, and those are for "
@@ -74,58 +61,3 @@ def training_prompts(paths: Sequence[Path]) -> list[str]:
                 )
             prompts.append(prompt)
     return prompts
-
-
-def attempts(count: int) -> int:
-    """Return the number of turns to invent to get `count` usable prompts."""
-    return int(count * _TURNS_PER_PROMPT) + 1
-
-
-def invent(
-    teacher: Teacher,
-    count: int,
-    config: DistillConfig,
-    generator: torch.Generator,
-    tick: Callable[[int], object],
-) -> list[str]:
-    """Let the target invent `count` prompts, or a few fewer: it continues openings of the configuration.
-
-    Leaves out benchmark prompts, which the target may have memorised. `tick`: see `answer`.
-
-    Raises `ConfigError` without openings for a target without a chat template.
-    """
-    import torch
-
-    from pearl.lab.distill.answers import answer, batched
-    from pearl.lab.distill.benchmarks import is_benchmark
-
-    openings = config.openings
-    has_template = bool(teacher.encode_start(""))
-    if not openings and not has_template:
-        raise ConfigError(
-            f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts"
-        )
-    draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
-    starts = []
-    for _ in range(attempts(count)):
-        is_plain = has_template and (not openings or draw.random() < _PLAIN)
-        starts.append("" if is_plain else draw.choice(openings))
-    encoded = [teacher.encode_start(start) for start in starts]
-    turns: list[RecordedAnswer] = []
-    for batch in batched(encoded, config.answer_batch):
-        turns += answer(
-            teacher.model,
-            batch,
-            limit=config.max_prompt_tokens,
-            eos=teacher.eos,
-            temperatures=(_TEMPERATURE,),
-            top=_TOP,
-            generator=generator,
-            tick=tick,
-        )
-    prompts: dict[str, None] = {}
-    for start, turn in zip(starts, turns, strict=True):
-        prompt = start + teacher.tokenizer.decode(turn.tokens)
-        if prompt.strip() and not is_benchmark(prompt):
-            prompts[prompt] = None
-    return list(prompts)[:count]

@@ -15,21 +15,23 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel
 
 from pearl.cache import Watcher
 from pearl.errors import ConfigError, DistillError
 from pearl.lab.distill.answers import RecordedAnswer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner
+from pearl.lab.distill.invention import invent
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
 from pearl.lab.distill.pair import head, load_teacher, new_draft
-from pearl.lab.distill.prompts import attempts, invent, training_prompts
+from pearl.lab.distill.prompts import training_prompts
 
 HELD_OUT = "held-out"
 _FORMAT = 4  # of the files of a run
@@ -57,7 +59,7 @@ class Distillation:
         self._config = config
         self._watcher = watcher
         self._directory = Path(config.out).expanduser()
-        self._given = training_prompts([Path(path) for path in config.prompts])
+        self._given = training_prompts(config.prompts)
         self._teacher = load_teacher(config, watcher.say)
         self._answered = self._settle(resume)
         self._place = RunPosition()
@@ -118,12 +120,13 @@ class Distillation:
 
     def _learn(self, round: int, pool: Sequence[RecordedAnswer], fresh: int) -> None:
         """Train on one round, from the current place on. `fresh`: number of answers that the round added."""
-        batches = plan(self._config, round, [answer.length for answer in pool], fresh)
-        first = self._place.batch
-        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - first)
-        for number in range(first, len(batches)):
+        lengths = list(map(attrgetter("length"), pool))
+        batches = plan(self._config, round, lengths, fresh)
+        start = self._place.batch
+        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - start)
+        for number in range(start, len(batches)):
             progress = (round + number / len(batches)) / self._config.rounds
-            answers = [pool[i] for i in batches[number]]
+            answers = list(map(pool.__getitem__, batches[number]))
             place = self._place
             loss, tokens = self._learner.step(answers, progress, place.step)
             self._place = RunPosition(round, number + 1, place.step + 1, place.tokens + tokens)
@@ -190,9 +193,9 @@ class Distillation:
         if len(answers) < len(prompts):
             self._watcher.begin(f"{name}: answering", len(prompts) - len(answers))
         while len(answers) < len(prompts):
-            first = len(answers)
-            batch = f"{name}-{first // size:03d}"
-            answers += map(vars, self._generate(batch, prompts[first : first + size]))
+            start = len(answers)
+            batch = f"{name}-{start // size:03d}"
+            answers += map(vars, self._generate(batch, prompts[start : start + size]))
             self._keep()
         return [RecordedAnswer(**fields) for fields in answers]
 
@@ -202,33 +205,32 @@ class Distillation:
     def _generate(self, batch: str, prompts: Sequence[str]) -> list[RecordedAnswer]:
         """Answer prompts. The draft writes a share of the texts, where the target then names its likeliest tokens."""
         config = self._config
-        is_held_out = batch.startswith(HELD_OUT)
-        drafted = 0 if is_held_out else round(config.on_policy * len(prompts))
-        encoded = [self._teacher.encode_prompt(prompt) for prompt in prompts]
         target = self._teacher.model
+        encoded = list(map(self._teacher.encode_prompt, prompts))
         top = min(config.top, len(head(target)))
-
-        def written(
-            writer: PreTrainedModel, prompts: Sequence[Sequence[int]], key: str
-        ) -> list[RecordedAnswer]:
-            return answer(
-                writer,
-                prompts,
-                limit=config.max_answer_tokens,
-                eos=self._teacher.eos,
-                temperatures=(0.0,) if is_held_out else config.temperatures,
-                top=top,
-                allow_loops=is_held_out,
-                generator=generator(config.seed, batch, key),
-                tick=self._watcher.advance,
-            )
-
+        temperatures = config.temperatures
+        drafted = round(config.on_policy * len(prompts))
+        is_held_out = batch.startswith(HELD_OUT)
+        if is_held_out:
+            temperatures = (0.0,)
+            drafted = 0
+        write = partial(
+            answer,
+            limit=config.max_answer_tokens,
+            eos=self._teacher.eos,
+            temperatures=temperatures,
+            top=top,
+            allow_loops=is_held_out,
+            tick=self._watcher.advance,
+        )
         answers: list[RecordedAnswer] = []
         if drafted < len(encoded):
-            answers = written(target, encoded[drafted:], "answers")
+            draw = generator(config.seed, batch, "answers")
+            answers = write(target, encoded[drafted:], generator=draw)
         if drafted:
             assert isinstance(self._learner, DraftLearner)
-            drafts = written(self._learner.draft, encoded[:drafted], "drafted")
+            draw = generator(config.seed, batch, "drafted")
+            drafts = write(self._learner.draft, encoded[:drafted], generator=draw)
             answers = along(target, drafts, top) + answers
         return answers
 
@@ -239,9 +241,9 @@ class Distillation:
             prompts = self._given[int(name[-3:]) :: self._config.rounds][:count]
         missing = count - len(prompts)
         if missing > 0:
-            self._watcher.begin(f"{name}: inventing prompts", attempts(missing))
+            label = f"{name}: inventing prompts"
             draw = generator(self._config.seed, name, "prompts")
-            prompts += invent(self._teacher, missing, self._config, draw, self._watcher.advance)
+            prompts += invent(self._teacher, missing, self._config, draw, self._watcher, label)
         if not prompts:
             raise DistillError("the target has invented no usable prompt: give some with --prompts")
         return prompts

@@ -88,7 +88,7 @@ class Pool(NgramIndex):
         for token in tokens:
             chance = self._hits[place] / len(tokens)
             context = (*path, token)
-            candidates.append(Candidate(token, chance, 1, (), Source.JACOBI, context=context))
+            candidates.append(Candidate(token, chance, (), Source.JACOBI, context=context))
         return candidates
 
 

@@ -6,13 +6,15 @@ of its nodes pay, verification) is that of method `ngram`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from heapq import nlargest
 from typing import Any
 
-from pearl.drafting.datastore import Datastore, Occurrence
-from pearl.drafting.fused_guesses import Guesser, RankedCandidate, StoreGuesses
-from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.fused_guesses import Guesser, StoreGuesses
+from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex, Occurrence
 from pearl.drafting.output_ngrams import Habits
 from pearl.protocol.messages import Source
 
@@ -33,9 +35,13 @@ class Copied(NgramIndex):
         is_prompt_alone: whether only the prompt is copied from.
     """
 
-    def __init__(self, tokens: Sequence[int], longest: int, is_prompt_alone: bool) -> None:
+    def __init__(
+        self, tokens: Sequence[int], *sources: Any, longest: int, is_prompt_alone: bool
+    ) -> None:
         self._longest = longest
-        self._limit = len(tokens) if is_prompt_alone else None
+        self._limit = sys.maxsize
+        if is_prompt_alone:
+            self._limit = len(tokens)
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
@@ -43,7 +49,7 @@ class Copied(NgramIndex):
 
     def candidates(self, position: int) -> list[Candidate]:
         text = self.tokens
-        limit = min(position, self._limit or position)
+        limit = min(position, self._limit)
         for n in range(min(self._longest, position), 0, -1):
             indexed = min(n, LONGEST)
             gram = tuple(text[position - indexed : position])
@@ -57,9 +63,9 @@ class Copied(NgramIndex):
         return self._copy(end + 1)
 
     def _copy(self, end: int) -> list[Candidate]:
-        if end >= (self._limit or len(self.tokens)):
+        if end >= min(self._limit, len(self.tokens)):
             return []
-        return [Candidate(self.tokens[end], 1.0, 1, ((end, 1),))]
+        return [Candidate(self.tokens[end], 1.0, ((end, 1),))]
 
 
 class Counted(Guesser):
@@ -79,7 +85,8 @@ class Counted(Guesser):
         return CountedStore(store, self.tokens, learn_from)
 
     def learn(self, committed: int) -> None:
-        self._learn_habits(committed)
+        for source in self._sources:
+            source.learn(committed)
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
         return at_least  # no longer prefix has a tree
@@ -96,22 +103,24 @@ class Counted(Guesser):
         candidates = []
         for token in nlargest(self.ranks, best, best.__getitem__):
             followed = tuple(place for place in places if self.tokens[place[0]] == token)
-            candidates.append(Candidate(token, best[token], 1, followed))
+            candidates.append(Candidate(token, best[token], followed))
         return candidates
 
 
 class CountedStore(StoreGuesses):
     """Continuations of a datastore by their share."""
 
-    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[RankedCandidate]:
+    def learn(self, committed: int) -> None:
+        """There is nothing to learn: the share is the probability."""
+
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         by_token = self._store.followed(occurrences)
-        ranked = []
+        candidates = []
         for token in nlargest(_WIDEST, by_token, lambda token: len(by_token[token])):
             places = tuple(by_token[token])
             share = len(places) / len(occurrences)
-            candidate = Candidate(token, share, 1, places, Source.DATASTORE)
-            ranked.append(RankedCandidate(candidate, 0))
-        return ranked
+            candidates.append(Candidate(token, share, places, Source.DATASTORE, origin=self))
+        return candidates
 
 
 class Rest(Counted):
@@ -121,14 +130,16 @@ class Rest(Counted):
         return LongestMatch(store, self.tokens, learn_from)
 
     def candidates(self, position: int) -> list[Candidate]:
-        return [] if self._store is None else self._store.candidates(position)
+        return self.of_sources(position)
 
 
 class LongestMatch(CountedStore):
     """Continuations of the longest match alone."""
 
-    def _lookup(self, context: Sequence[int]) -> list[Occurrence]:
-        occurrences = self._store.occurrences(context, _FIRST)
+    most = _FIRST
+
+    def _matching(self, position: int) -> list[Occurrence]:
+        occurrences = super()._matching(position)
         lengths = [matched for _, matched in occurrences]
         return occurrences[: lengths.count(max(lengths, default=0))]
 
@@ -136,18 +147,18 @@ class LongestMatch(CountedStore):
 # ---- factories, named by `pearl.spec.methods` ----
 
 
-def pld(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return Copied(tokens, longest=3, is_prompt_alone=False)
-
-
-def llma(tokens: Sequence[int], *sources: Any) -> NgramIndex:
-    return Copied(tokens, longest=5, is_prompt_alone=True)
+pld = partial(Copied, longest=3, is_prompt_alone=False)
+llma = partial(Copied, longest=5, is_prompt_alone=True)
 
 
 def pia(
     tokens: Sequence[int], store: Datastore | None, habits: Habits | None, head: Any
 ) -> NgramIndex:
     return Counted(tokens, None, habits)
+
+
+def rest(tokens: Sequence[int], store: Datastore | None, *sources: Any) -> NgramIndex:
+    return Rest(tokens, store)
 
 
 def sssd(tokens: Sequence[int], store: Datastore | None, *sources: Any) -> NgramIndex:

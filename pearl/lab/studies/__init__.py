@@ -2,7 +2,7 @@
 
 pearl, emulate   the pairs of the PEARL paper, emulated, with the tables as data
 tables           tables of other papers that existing rules and methods fill (`studies.yaml`)
-lengths, chains, batches, sssd, mjgd   one paper or question each
+lengths, chains, sssd, mjgd, energy   one paper or question each
 workload         texts for which it is decided in advance where the draft is right; decodes them by any method
 recorded_texts   records a pair's texts
 stops            stop policies on recorded texts; trains the classifier of policy disco

@@ -8,7 +8,10 @@ evaluated by recursion over positions, which for such chains sums over all texts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, count
 from math import sqrt
+from operator import truediv
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -16,7 +19,7 @@ import torch
 
 from pearl.cache import Watcher
 from pearl.config.options import RequestOptions
-from pearl.lab.studies.figures import Plot, Table
+from pearl.lab.studies.figures import Plot, Report, Table, curve
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
@@ -67,18 +70,18 @@ def expected_rejections(chains: Chains, candidates: int = 1) -> float:
     rooted = law.clone()  # a text begins with candidates
     total = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
-        first = (target - draft).clamp_min(0)
-        left = target  # the residual of the target
+        excess = (target - draft).clamp_min(0)
+        untried = target  # the residual of the target
         reached = torch.ones(len(law), dtype=torch.float64)  # P(this candidate is tried)
         for _ in range(candidates):
-            residual = (left - draft).clamp_min(0)
+            residual = (untried - draft).clamp_min(0)
             rejected = residual.sum(-1)
             correction = reached[:, None] * residual
             reached = reached * rejected
-            left = residual / rejected.clamp_min(1e-300)[:, None]
-        varied = first.sum(-1)
+            untried = residual / rejected.clamp_min(1e-300)[:, None]
+        varied = excess.sum(-1)
         total += float(law @ varied - rooted @ (varied - reached))
-        rooted = rooted @ correction + (law - rooted) @ first
+        rooted = rooted @ correction + (law - rooted) @ excess
         law = law @ target
     return total
 
@@ -102,7 +105,9 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
     for target, draft in zip(chains.target, chains.draft, strict=True):
         accepted = torch.minimum(draft, target + epsilon)  # mass of each token
         missing = 1 - accepted.sum(-1)
-        residual = (target - accepted).clamp_min(0) if is_optimal else target
+        residual = target
+        if is_optimal:
+            residual = (target - accepted).clamp_min(0)
         residual = residual / residual.sum(-1, keepdim=True).clamp_min(1e-300)
         written = accepted + missing[:, None] * residual
         rejections += float(law @ missing)
@@ -138,7 +143,7 @@ def uniform_improvement(share: float, candidates: int) -> float:
     return (1 - share) - (1 - share) ** candidates
 
 
-def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Plot]]:
+def measure(texts: int, watcher: Watcher, seed: int = 0) -> Report:
     """Return theorem and simulation side by side, and figures 2 to 4."""
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
@@ -149,7 +154,7 @@ def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Pl
         if candidates in _SIMULATED:
             counts = simulated(chains, texts, candidates)
             rejections[candidates] = counts
-            error = stdev(counts) / sqrt(texts) if texts > 1 else 0.0
+            error = stdev(counts) / sqrt(texts)
             words = f"{fmean(counts):.2f} (standard error {error:.2f})"
             watcher.advance(1, f"{candidates} candidates")
         rows.append([str(candidates), f"{expected_rejections(chains, candidates):.2f}", words])
@@ -159,13 +164,18 @@ def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Pl
     ]
     title = f"Rejections in {HORIZON} tokens, {STATES} states, {texts} simulated texts"
     table = Table(title, ("candidates", "theorems 1 and 3", "simulated"), rows, notes)
-    plots = [_running(chains, rejections), _saturating(chains, bound), _improvements()]
-    return table, [*plots, _front(chains)]
+    plots = [
+        _running(chains, rejections),
+        _saturating(chains, bound),
+        _improvements(),
+        _front(chains),
+    ]
+    return Report([table], plots)
 
 
 def _saturating(chains: Chains, bound: float) -> Plot:
     lines = {
-        "theorem 3": [(m, expected_rejections(chains, m)) for m in range(1, 65)],
+        "theorem 3": curve(partial(expected_rejections, chains), range(1, 65)),
         "lower bound of unbiased rules, one candidate (theorem 2)": [(1, bound), (64, bound)],
     }
     title = "Rejections by candidates: they stay above zero (figure 2c)"
@@ -176,8 +186,8 @@ def _running(chains: Chains, rejections: dict[int, list[int]]) -> Plot:
     lines = {}
     for candidates, counts in rejections.items():
         expected = expected_rejections(chains, candidates)
-        texts = range(1, len(counts) + 1)
-        lines[f"simulated, M = {candidates}"] = [(n, fmean(counts[:n])) for n in texts]
+        means = map(truediv, accumulate(counts), count(1))
+        lines[f"simulated, M = {candidates}"] = list(enumerate(means, 1))
         lines[f"theorem, M = {candidates}"] = [(1, expected), (len(counts), expected)]
     title = "Mean rejections by texts and by theorems 1 and 3, M candidates (figures 2a, 2b)"
     return Plot("theory-rejections", title, "simulated texts", "rejections a text", lines)
@@ -187,18 +197,19 @@ def _improvements() -> Plot:
     counts = range(1, 33)
     lines = {}
     for u, v in ((0.9, 0.5), (0.7, 0.3), (0.5, 0.1)):
-        points = [(m, batch_improvement(u, v, m)) for m in counts]
-        lines[f"draft Ber({u}), target Ber({v})"] = points
+        lines[f"draft Ber({u}), target Ber({v})"] = curve(partial(batch_improvement, u, v), counts)
     for share in (0.25, 0.5, 0.75):
-        lines[f"uniform, share {share}"] = [(m, uniform_improvement(share, m)) for m in counts]
+        lines[f"uniform, share {share}"] = curve(partial(uniform_improvement, share), counts)
     title = "Fewer rejections of one token by several candidates (figure 3)"
     return Plot("theory-improvement", title, "candidates", "improvement", lines)
 
 
 def _front(chains: Chains) -> Plot:
-    opt = [pareto(chains, epsilon, is_optimal=True) for epsilon in EPSILONS]
-    uno = [pareto(chains, epsilon, is_optimal=False) for epsilon in EPSILONS]
-    most = opt[0].rejections
-    lines = {"pareto front: bias + rejections = TV": [(most, opt[0].bias), (0.0, most)]}
+    dots = {}
+    for rule in ("opt", "uno"):
+        dots[rule] = [pareto(chains, epsilon, rule == "opt") for epsilon in EPSILONS]
+    unbiased = dots["opt"][0]
+    end = (0.0, unbiased.rejections)
+    lines = {"pareto front: bias + rejections = TV": [unbiased, end]}
     title = "Bias and rejections a position (figure 4); with unbiased rules the rejections are at least TV"
-    return Plot("theory-pareto", title, "P(rejection)", "bias", lines, {"opt": opt, "uno": uno})
+    return Plot("theory-pareto", title, "P(rejection)", "bias", lines, dots)

@@ -38,12 +38,14 @@ def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
     for batch in batches:
         forward = _repeated(target, batch)
         milliseconds = 1e3 * forward.seconds
-        row = [str(batch), f"{milliseconds:.1f}", f"{milliseconds / batch:.1f}"]
-        if forward.joules is None:
-            row += ["", ""]
-        else:
-            row += [f"{forward.joules:.2f}", f"{forward.joules / batch:.2f}"]
-        rows.append([*row, f"{PAPER[batch]}"])
+        joules = ""
+        joules_each = ""
+        if forward.joules is not None:
+            joules = f"{forward.joules:.2f}"
+            joules_each = f"{forward.joules / batch:.2f}"
+        time_each = f"{milliseconds / batch:.1f}"
+        theirs = str(PAPER[batch])
+        rows.append([str(batch), f"{milliseconds:.1f}", time_each, joules, joules_each, theirs])
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
     if forward.joules is None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from pearl.metrics import Sums
+from pearl.metrics import Statistics, Sums
 
 _MAX_DIGITS = 3
 _RESAMPLES = 2000
@@ -49,26 +49,14 @@ def bootstrap(
     )
 
 
-class _Pace(NamedTuple):
-    """Tokens and seconds of one text after its first commit."""
-
-    tokens: int
-    seconds: float
-
-
 def speedup(texts: Sums, base: Sums) -> Estimate:
     """Return the ratio of the rates of `texts` and `base`, which are the same texts, over all of them."""
-    return bootstrap(list(zip(_paces(texts), _paces(base), strict=True)), _ratio)
+    return bootstrap(list(zip(texts.texts, base.texts, strict=True)), _ratio)
 
 
-def _paces(texts: Sums) -> list[_Pace]:
-    return [_Pace(text.late_tokens, text.late_seconds) for text in texts.texts]
-
-
-def _ratio(pairs: Sequence[tuple[_Pace, _Pace]]) -> float:
+def _ratio(pairs: Sequence[tuple[Statistics, Statistics]]) -> float:
     texts, base = zip(*pairs, strict=True)
-    return _rate(texts) / _rate(base)
-
-
-def _rate(paces: Sequence[_Pace]) -> float:
-    return sum(pace.tokens for pace in paces) / sum(pace.seconds for pace in paces)
+    rate = Sums(texts=list(texts)).rate or 0.0
+    base_rate = Sums(texts=list(base)).rate
+    assert base_rate, "a text takes time"
+    return rate / base_rate

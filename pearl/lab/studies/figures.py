@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from pearl.errors import ConfigError, installing
 
@@ -46,6 +48,19 @@ class Plot:
     log: str = ""
 
 
+@dataclass
+class Report:
+    """What a study has found."""
+
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+
+
+def curve(function: Callable[[Any], float], xs: Iterable[float]) -> Points:
+    """Return the points of a function."""
+    return [(x, function(x)) for x in xs]
+
+
 def check_drawing() -> None:
     """Raises `ConfigError` without matplotlib."""
     try:
@@ -56,23 +71,30 @@ def check_drawing() -> None:
 
 def draw(figures: Sequence[Plot], directory: Path) -> list[Path]:
     """Draw each as an SVG file. Raises `ConfigError` if one cannot be written."""
-    return [_draw(figure, directory / f"{figure.name}.svg") for figure in figures]
+    paths = []
+    for figure in figures:
+        paths.append(directory / f"{figure.name}.svg")
+        _draw(figure, paths[-1])
+    return paths
 
 
-def _draw(figure: Plot, path: Path) -> Path:
+def _draw(figure: Plot, path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7, 4.2), layout="constrained")
     axes = canvas.add_subplot()
-    for label, points in figure.bars.items():
-        x, y = zip(*points, strict=True)
-        axes.bar(x, y, width=0.9, label=label, alpha=0.5)
-    for label, points in figure.lines.items():
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, label=label)
-    for label, points in figure.dots.items():
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, "o", markersize=4, label=label)
+    dots = partial(axes.plot, marker="o", linestyle="", markersize=4)
+    bars = partial(axes.bar, width=0.9, alpha=0.5)
+    count = 0
+    for draw_series, series in (
+        (bars, figure.bars),
+        (axes.plot, figure.lines),
+        (dots, figure.dots),
+    ):
+        for label, points in series.items():
+            x, y = zip(*points, strict=True)
+            draw_series(x, y, label=label)
+            count += 1
     if "x" in figure.log:
         axes.set_xscale("log", base=2)
     if "y" in figure.log:
@@ -84,11 +106,10 @@ def _draw(figure: Plot, path: Path) -> Path:
     axes.set_xlabel(figure.x)
     axes.set_ylabel(figure.y)
     axes.grid(alpha=0.3)
-    if not figure.y or len(figure.bars) + len(figure.lines) + len(figure.dots) > 1:
+    if not figure.y or count > 1:
         axes.legend(fontsize=8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    return path

@@ -26,6 +26,11 @@ class Generated:
     tokens: tuple[int, ...]
     start: int
 
+    @property
+    def length(self) -> int:
+        """Number of generated tokens."""
+        return len(self.tokens) - self.start
+
 
 @dataclass
 class Replayed:
@@ -43,25 +48,25 @@ class Replayed:
 
     @property
     def tokens_per_step(self) -> float:
-        return self.tokens / self.steps if self.steps else 0.0
+        return self.tokens / max(1, self.steps)
 
     @property
     def fed_per_step(self) -> float:
-        fed = sum(size * count for size, count in self.fed.items())
-        return fed / self.steps if self.steps else 0.0
+        return sum(self.fed.elements()) / max(1, self.steps)
 
     def speedup(self, seconds: Seconds) -> float:
         """Return the speed-up over one token per forward, if only forwards take time."""
-        total = sum(count * seconds(size) for size, count in self.fed.items())
-        return self.tokens * seconds(1) / total if total else 0.0
+        if not self.steps:
+            return 0.0
+        total = sum(map(seconds, self.fed.elements()))
+        return self.tokens * seconds(1) / total
 
 
 class _StoreOnly(Guesser):
     """Guesses from the datastore only, not from the text's own n-grams."""
 
     def candidates(self, position: int) -> list[Candidate]:
-        assert self._store is not None
-        return self._store.candidates(position)
+        return self.of_sources(position)
 
 
 def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> NgramIndex:

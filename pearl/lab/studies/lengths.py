@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from functools import partial
 from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.studies.estimate import speedup
-from pearl.lab.studies.figures import Plot, Table
+from pearl.lab.studies.figures import Plot, Report, Table, curve
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.stops import (
@@ -56,9 +56,8 @@ def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
     draft = 0
     while position < len(right):
         window = min(gamma, len(right) - position - 1)
-        guessed = right[position : position + window]
-        accepted = guessed.index(False) if False in guessed else window
-        position += accepted + 1
+        guesses = [*right[position : position + window], False]
+        position += guesses.index(False) + 1
         target += 1
         draft += window
     return target, draft
@@ -87,21 +86,22 @@ def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
     """Return the F1 score of the answer "accepted": 2 TP / (2 TP + FP + FN)."""
     counts = Counter(decisions)
     hits = 2 * counts[True, True]
-    return hits / (hits + counts[True, False] + counts[False, True]) if hits else 0.0
+    return hits / max(1, hits + counts[True, False] + counts[False, True])
 
 
-def measure(
-    recorded: RecordedTexts, timing: Timing, sets: Sequence[str]
-) -> tuple[list[Table], list[Plot]]:
-    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
-    lengths: dict[str, list[list[int]]] = {}
-    for text, name in zip(recorded.texts, sets, strict=True):
-        lengths.setdefault(name, []).append(oracle_lengths(text.right))
-    by_set = {name: list(chain(*texts)) for name, texts in lengths.items()}
+def measure(recorded: RecordedTexts, timing: Timing, sets: Sequence[str]) -> Report:
+    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each conversation."""
+    by_text: dict[str, list[list[int]]] = {}
+    by_set: dict[str, list[int]] = {}
+    for text in recorded.texts:
+        name = sets[text.conversation]
+        lengths = oracle_lengths(text.right)
+        by_text.setdefault(name, []).append(lengths)
+        by_set.setdefault(name, []).extend(lengths)
     plots = [
         _improvement(),
         step_by_step(recorded.texts[0], "disco-steps", "Lengths step by step (figure 3)"),
-        _by_progress(lengths),
+        _by_progress(by_text),
         _histogram(by_set),
     ]
     tables = [_oracle_table(by_set)]
@@ -111,7 +111,7 @@ def measure(
         trained = train(recorded, timing)
         tables.append(_policies(recorded, timing, trained.classifier))
         tables.append(_scores(recorded, trained))
-    return tables, plots
+    return Report(tables, plots)
 
 
 def _oracle_table(by_set: dict[str, list[int]]) -> Table:
@@ -130,20 +130,20 @@ def _oracle_table(by_set: dict[str, list[int]]) -> Table:
 def _policies(recorded: RecordedTexts, timing: Timing, classifier: Classifier | None) -> Table:
     """Compare methods sd and pearl with each policy, and with the oracle: under sd no policy is faster."""
     results = side_by_side(recorded, timing, classifier)
-    base = results[0].totals
     rows = []
     for result in results:
-        acceptance = result.totals.acceptance_rate
-        row = [
-            result.name,
-            f"{100 / result.tokens_per_step:.1f}",
-            f"{100 * result.drafted / result.totals.total('late_tokens'):.1f}",
-            f"{result.tokens_per_step:.3f}",
-            "-" if acceptance is None else f"{acceptance:.3f}",
-            "-" if result.wasted is None else f"{result.wasted:.1%}",
-            str(speedup(result.totals, base)),
-        ]
-        rows.append(row)
+        totals = result.totals
+        acceptance = "-"
+        wasted = "-"
+        if totals.acceptance_rate is not None:
+            acceptance = f"{totals.acceptance_rate:.3f}"
+        if result.wasted is not None:
+            wasted = f"{result.wasted:.1%}"
+        target_calls = f"{100 / result.tokens_per_step:.1f}"
+        draft_calls = f"{100 * result.drafted / totals.total('late_tokens'):.1f}"
+        steps = f"{result.tokens_per_step:.3f}"
+        over_ar = str(speedup(totals, results[0].totals))
+        rows.append([result.name, target_calls, draft_calls, steps, acceptance, wasted, over_ar])
     columns = (
         "policy",
         "target\ncalls",
@@ -167,12 +167,12 @@ def _scores(recorded: RecordedTexts, trained: Trained) -> Table:
     """Return DISCO's table 4."""
     _, held_out = split(recorded)
     gamma = trained.static.window
-
-    def score(classifier: Classifier | None) -> str:
-        answers = (decisions(text, gamma, classifier) for text in held_out.texts)
-        return f"{f1(chain.from_iterable(answers)):.0%}"
-
-    rows = [[f"static length {gamma}", score(None)], ["disco", score(trained.classifier)]]
+    rows = []
+    for name, classifier in ((f"static length {gamma}", None), ("disco", trained.classifier)):
+        answers: list[tuple[bool, bool]] = []
+        for text in held_out.texts:
+            answers += decisions(text, gamma, classifier)
+        rows.append([name, f"{f1(answers):.0%}"])
     notes = ["Theirs: 85 and 95% (MBPP), 76 and 88% (CNN-DM), 68 and 77% (Alpaca)."]
     title = f"F1 of going on behind a token that is accepted, {trained.held_out} held-out tokens (table 4)"
     return Table(title, ("policy", "F1"), rows, notes)
@@ -192,8 +192,8 @@ def step_by_step(text: RecordedText, name: str, title: str) -> Plot:
 def _improvement() -> Plot:
     lines = {}
     for acceptance in _RATES:
-        points = [(gamma, sd_improvement(acceptance, gamma, _COST)) for gamma in _GAMMAS]
-        lines[f"acceptance {acceptance:g}"] = points
+        improvement = partial(sd_improvement, acceptance, cost=_COST)
+        lines[f"acceptance {acceptance:g}"] = curve(improvement, _GAMMAS)
     title = f"Improvement of sd by length, t_draft / t_target = {_COST:g} (figure 2; closed form)"
     return Plot(
         "disco-improvement", title, "speculation length", "times as fast as the target alone", lines
@@ -203,14 +203,13 @@ def _improvement() -> Plot:
 def _by_progress(lengths: dict[str, list[list[int]]]) -> Plot:
     lines = {}
     for name, texts in lengths.items():
-        bins: list[list[int]] = [[] for _ in range(_BINS)]
+        bins: dict[int, list[int]] = {}
         for text in texts:
             for step, length in enumerate(text):
-                bins[_BINS * step // len(text)].append(length)
+                bins.setdefault(_BINS * step // len(text), []).append(length)
         points = []
-        for number, members in enumerate(bins):
-            if members:
-                points.append(((number + 0.5) / _BINS, fmean(members)))
+        for number, members in sorted(bins.items()):
+            points.append(((number + 0.5) / _BINS, fmean(members)))
         lines[name] = points
     title = "Mean oracle length by progress of the text (figures 4 and 6)"
     return Plot("disco-progress", title, "share of the text's steps", "tokens", lines)

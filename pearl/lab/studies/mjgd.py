@@ -49,23 +49,26 @@ def decode(
     return text
 
 
-class _Path(NamedTuple):
-    """A sequence of tokens after the cache's contents, and the surprise of each, in nats."""
-
-    tokens: tuple[int, ...] = ()
-    surprises: tuple[float, ...] = ()
+Choice = tuple[int, float]  # a token, and its surprise in nats
 
 
 class _Queued(NamedTuple):
-    """The next continuation of a path, ordered by the surprise of both together; `number` breaks ties."""
+    """The next continuation of a path, ordered by the surprise of both together; `number` breaks ties.
+
+    Attributes:
+        path: tokens after the cache's contents.
+        table: all continuations of the path, likeliest first.
+        rank: of the continuation in it.
+    """
 
     surprise: float
     number: int
-    path: _Path
+    path: list[Choice]
+    table: list[Choice]
     rank: int
 
 
-def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[tuple[int, float]]:
+def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[Choice]:
     """Return the `count` likeliest tokens after the cache's contents, each with its surprise.
 
     Args:
@@ -73,31 +76,26 @@ def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[tuple
     """
     length = runner.length()
     numbers = counter()
-    tables = {_Path(): _table(row)}  # continuations of each path, likeliest first
     queue: list[_Queued] = []
 
-    def push(path: _Path, rank: int) -> None:
-        surprises, _ = tables[path]
-        if rank < len(surprises):
-            total = sum(path.surprises) + surprises[rank]
-            heapq.heappush(queue, _Queued(total, next(numbers), path, rank))
+    def push(path: list[Choice], table: list[Choice], rank: int) -> None:
+        if rank < len(table):
+            total = sum(surprise for _, surprise in path) + table[rank][1]
+            heapq.heappush(queue, _Queued(total, next(numbers), path, table, rank))
 
-    push(_Path(), 0)
+    push([], _table(row), 0)
     while True:
         best = heapq.heappop(queue)
-        surprises, ids = tables[best.path]
-        push(best.path, best.rank + 1)
-        path = _Path(
-            (*best.path.tokens, ids[best.rank]), (*best.path.surprises, surprises[best.rank])
-        )
-        if len(path.tokens) == count:
-            return list(zip(path.tokens, path.surprises, strict=True))
-        tables[path] = _table(feed_chain(runner, path.tokens, 1)[0])
+        push(best.path, best.table, best.rank + 1)
+        path = [*best.path, best.table[best.rank]]
+        if len(path) == count:
+            return path
+        rows = feed_chain(runner, [token for token, _ in path], 1)
         runner.rollback(length)
-        push(path, 0)
+        push(path, _table(rows[0]), 0)
 
 
-def _table(row: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Return (surprises of all tokens, smallest first; the tokens)."""
+def _table(row: torch.Tensor) -> list[Choice]:
+    """Return all tokens, likeliest first."""
     surprises, ids = torch.log_softmax(row.double(), -1).neg_().sort(stable=True)
-    return surprises.tolist(), ids.tolist()
+    return list(zip(ids.tolist(), surprises.tolist(), strict=True))

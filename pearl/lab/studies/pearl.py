@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct, yaml
 
@@ -67,7 +67,9 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def title(self) -> str:
         """The pair's name, and the benchmark unless that is HumanEval."""
-        return self.name if self.set == HUMANEVAL else f"{self.name}, {self.set}"
+        if self.set == HUMANEVAL:
+            return self.name
+        return f"{self.name}, {self.set}"
 
     @property
     def t_draft(self) -> float:
@@ -87,10 +89,10 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Shown(Struct, frozen=True, forbid_unknown_fields=True):
-    """The caption of a table, and a note that goes with it."""
+    """The caption of a table, and notes that go with it."""
 
     shows: str
-    note: str = ""
+    notes: list[str] = []
 
 
 TABLES = yaml.decode(
@@ -116,22 +118,26 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"pearl, {self._window_kind}" if self.method == "pearl" else self.method
+        if self.method == "pearl":
+            return f"pearl, {self._window_kind}"
+        return self.method
 
     @property
     def label(self) -> str:
         """The name and, if it is fixed, the window."""
-        return self.name if self.window is None else f"{self.name}({self.window})"
+        if self.window is None:
+            return self.name
+        return f"{self.name}({self.window})"
 
     @property
     def _window_kind(self) -> Literal["stream", "fixed"]:
         return "stream" if self.window is None else "fixed"
 
     def decoding(self) -> RequestOptions:
-        published: dict[str, Any] = AS_PUBLISHED if self.method == "pearl" else {}
-        return RequestOptions(
-            method=self.method, window=self._window_kind, gamma=self.window, **published
-        )
+        options = RequestOptions(method=self.method, window=self._window_kind, gamma=self.window)
+        if self.method == "pearl":
+            return options.changed(**AS_PUBLISHED)
+        return options
 
 
 @dataclass
@@ -169,7 +175,9 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
     def add_speedup(run: Run) -> None:
         add(run, run.name, "speed-up", published.speedup.get(run.method))
 
-    match table if table in {*pair.tables, "7"} else None:
+    if table not in pair.tables and table != "7":
+        return cells
+    match table:
         case "1" | "2":
             for run in (sd, fixed, Run("pearl")):
                 add_speedup(run)

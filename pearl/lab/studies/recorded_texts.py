@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import eq
 
 import torch
 
@@ -38,17 +40,19 @@ class RecordedText:
         drawn: the token that the draft draws there.
         features: the ten largest probabilities of the draft's whole row at temperature 1, its entropy in nats, and the
             probability of the token that it draws.
+        conversation: its number, from 0.
     """
 
     prompt: Sequence[int]
     answer: Sequence[int]
     drawn: Sequence[int]
     features: Sequence[Sequence[float]]
+    conversation: int = 0
 
     @property
     def right(self) -> list[bool]:
         """For each token of the answer, whether the draft draws it too."""
-        return [drawn == token for drawn, token in zip(self.drawn, self.answer, strict=True)]
+        return list(map(eq, self.drawn, self.answer))
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def record_pair(
     *,
     raw: bool = False,
     tick: Callable[[str], object],
-) -> tuple[RecordedTexts, list[int]]:
-    """Load a pair and record its greedy answers of at most `tokens`; return also each one's conversation number.
+) -> RecordedTexts:
+    """Load a pair and record its greedy answers of at most `tokens`.
 
     Raises `ConfigError` if no prompt fits the context, or for a draft of another vocabulary.
     """
@@ -78,18 +82,15 @@ def record_pair(
     check_same_vocabulary(tokenizer, draft_tokenizer, config.target, config.draft)
     pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
     options = RequestOptions().resolved()
-    texts = []
-    numbers = []
-    for number, text in record(
+    recorded = record(
         pair, tokenizer, conversations, options, defaults.eos, tokens, raw=raw, tick=tick
-    ):
-        texts.append(text)
-        numbers.append(number)
+    )
+    texts = list(recorded)
     if not texts:
         raise ConfigError(
             "no prompt fits the context: shorten them, lower max_tokens, or raise max_context"
         )
-    return RecordedTexts(config.target, config.draft, texts), numbers
+    return RecordedTexts(config.target, config.draft, texts)
 
 
 def record(
@@ -101,9 +102,9 @@ def record(
     tokens: int,
     *,
     raw: bool = False,
-    tick: Callable[[str], object] = lambda what: None,
-) -> Iterator[tuple[int, RecordedText]]:
-    """Yield each answer to a user's turn as it is done, with the number of its conversation, which it continues.
+    tick: Callable[[str], object] = lambda line: None,
+) -> Iterator[RecordedText]:
+    """Yield each answer to a user's turn as it is done; a conversation continues after its own answers.
 
     Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
 
@@ -130,10 +131,11 @@ def record(
                 break
             seen.add(tuple(prompt))
             seeded = options.changed(seed=options.seed + len(seen))
-            text = _record_one(target, draft, prompt, seeded, eos, tokens)
-            tick(f"prompt {number + 1}: {len(text.answer)} tokens")
-            yield number, text
-            conversation.add(turn, tokenizer.decode(text.answer))
+            (answer,) = answers(target, [prompt], [seeded], eos, tokens)
+            drawn, features = _drawn_along(draft, prompt, answer, seeded, target.vocab_size)
+            tick(f"prompt {number + 1}: {len(answer)} tokens")
+            yield RecordedText(prompt, answer, drawn, features, number)
+            conversation.add(turn, tokenizer.decode(answer))
 
 
 @torch.inference_mode()
@@ -142,11 +144,11 @@ def answers(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[RequestOptions],
     eos: Sequence[int],
-    most: int,
+    limit: int,
     tick: Callable[[int], object] = lambda tokens: None,
     shaper: Shaper | None = None,
 ) -> list[list[int]]:
-    """Decode up to `most` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
+    """Decode up to `limit` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
 
     Args:
         samplings: one per prompt.
@@ -155,25 +157,27 @@ def answers(
     """
     texts: list[list[int]] = [[] for _ in prompts]
     slots = target.capabilities.slots
-    for first in range(0, len(prompts), slots):
-        numbers = range(first, min(first + slots, len(prompts)))
+    for start in range(0, len(prompts), slots):
+        numbers = range(start, min(start + slots, len(prompts)))
         draws = {number: DirectDraw(samplings[number]) for number in numbers}
         for number in numbers:
-            target.rollback(0, number - first)
+            target.rollback(0, number - start)
         unfinished = list(numbers)
         while unfinished:
-            fed = [texts[number][-1:] or prompts[number] for number in unfinished]
-            feeds = [Feed(fed[i], 1, number - first) for i, number in enumerate(unfinished)]
+            feeds = []
+            for number in unfinished:
+                fed = texts[number][-1:] or prompts[number]
+                feeds.append(Feed(fed, 1, number - start))
             rows = target.forward(feeds)
-            for number, tokens, row in zip(unfinished, fed, rows, strict=True):
+            for number, feed, row in zip(unfinished, feeds, rows, strict=True):
                 text = texts[number]
                 if shaper is not None:
-                    row = shaper.chain(row, tokens)
+                    row = shaper.chain(row, list(feed.tokens))
                 position = len(prompts[number]) + len(text)
                 text.append(read_draw(draws[number](row[0], position)))
             tick(len(unfinished))
             for number in list(unfinished):
-                if len(texts[number]) >= most or texts[number][-1] in eos:
+                if len(texts[number]) >= limit or texts[number][-1] in eos:
                     unfinished.remove(number)
     return texts
 
@@ -182,35 +186,36 @@ def rows_along(
     runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]
 ) -> Iterator[torch.Tensor]:
     """Yield the logits [positions, vocab] along `text`, in pieces. Ids unknown to the runner are fed as 0."""
-    ids = [token if token < runner.vocab_size else 0 for token in (*prompt, *text[:-1])]
+    ids = [*prompt, *text[:-1]]
+    for i, token in enumerate(ids):
+        if token >= runner.vocab_size:
+            ids[i] = 0
     runner.rollback(0)
     if len(prompt) > 1:
         feed_chain(runner, ids[: len(prompt) - 1], 0)
-    for first in range(len(prompt) - 1, len(ids), _PIECE):
-        piece = ids[first : first + _PIECE]
+    for start in range(len(prompt) - 1, len(ids), _PIECE):
+        piece = ids[start : start + _PIECE]
         yield feed_chain(runner, piece, len(piece)).float()
 
 
 @torch.inference_mode()
-def _record_one(
-    target: ModelRunner,
+def _drawn_along(
     draft: ModelRunner,
     prompt: Sequence[int],
+    answer: Sequence[int],
     options: RequestOptions,
-    eos: Sequence[int],
-    tokens: int,
-) -> RecordedText:
-    (answer,) = answers(target, [prompt], [options], eos, tokens)
+    target_vocab: int,
+) -> tuple[list[int], list[list[float]]]:
+    """Return the tokens that the draft draws along an answer, and the features of each."""
     draw = DirectDraw(options)
-    vocab = min(draft.vocab_size, target.vocab_size)  # further ids are padding
+    vocab = min(draft.vocab_size, target_vocab)  # further ids are padding
     drawn: list[int] = []
     features = []
-    for piece in rows_along(draft, prompt, answer):
-        for row in piece[:, :vocab]:
-            token = read_draw(draw(row, len(prompt) + len(drawn)))
-            shape = shape_of(row, torch.tensor([token], device=row.device)).tolist()
-            *largest, entropy, chosen = shape
-            missing = [0.0] * (TOP - len(largest))
-            drawn.append(token)
-            features.append([*largest, *missing, entropy, chosen])
-    return RecordedText(prompt, answer, drawn, features)
+    for row in chain.from_iterable(rows_along(draft, prompt, answer)):
+        row = row[:vocab]
+        token = read_draw(draw(row, len(prompt) + len(drawn)))
+        *largest, entropy, chosen = shape_of(row, torch.tensor([token], device=row.device)).tolist()
+        missing = [0.0] * (TOP - len(largest))
+        drawn.append(token)
+        features.append([*largest, *missing, entropy, chosen])
+    return drawn, features

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from pearl import errors
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.output_ngrams import Habits
@@ -32,13 +33,13 @@ from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
     Cause,
     Deliver,
-    Draft,
     Drafted,
     DraftJoined,
     End,
     Forward,
     Forwarded,
     Send,
+    Verifier,
     Wait,
 )
 from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
@@ -88,6 +89,10 @@ class Outcome:
 
 class Executor(Protocol):
     def execute(self, command: object) -> Event | None: ...
+
+
+class VerifyingExecutor(Executor, Verifier, Protocol):
+    """The target's."""
 
 
 class VirtualProposer(ModelProposer):
@@ -141,7 +146,7 @@ def paired_executors(
 
 
 def simulate(
-    submit: Submit, target: Executor, draft: Executor, timing: Timing, **options: Any
+    submit: Submit, target: VerifyingExecutor, draft: Executor, timing: Timing, **options: Any
 ) -> Outcome:
     """Run one request to its end in virtual time. `options`: of `Simulation`."""
     return Simulation(target, draft, timing, **options).run(submit)
@@ -169,14 +174,14 @@ class Simulation:
 
     def __init__(
         self,
-        target: Executor,
+        target: VerifyingExecutor,
         draft: Executor,
         timing: Timing,
         draft_context: int = 1 << 20,
         speeds: Speeds | None = None,
     ) -> None:
         self._speeds = speeds or known_speeds(timing)
-        self._coordinator = Coordinator(self._speeds)
+        self._coordinator = Coordinator(target, self._speeds)
         self._drafter = Drafter(draft_context)
         self._executors = (target, draft)
         self._timing = timing
@@ -228,6 +233,9 @@ class Simulation:
         elif kind is Deliver:
             self._deliver(command.message)  # type: ignore[attr-defined]
         elif kind is End:
+            failure = command.failure  # type: ignore[attr-defined]
+            if failure is not None:
+                raise getattr(errors, failure.kind)(failure.reason)
             self.outcome.counts = command.counts  # type: ignore[attr-defined]
             self._window = command.window  # type: ignore[attr-defined]
             self._is_done = True
@@ -246,21 +254,18 @@ class Simulation:
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
         event = self._executors[actor].execute(command)
-        seconds = self._seconds(command)
         if isinstance(event, Forwarded):
-            event = Forwarded(seconds, self._now + seconds, request=event.request)
-        elif isinstance(event, Drafted):
-            event = replace(event, seconds=seconds, draw=0.0)
-        return event, seconds
+            assert isinstance(command, Forward)
+            tokens = command.tokens if event.fed is None else event.fed.tokens
+            seconds = self._jittered(self._timing.t_target(len(tokens)))
+            at = self._now + seconds
+            return Forwarded(seconds, at, fed=event.fed, request=event.request), seconds
+        if isinstance(event, Drafted):
+            seconds = self._jittered(self._timing.t_draft)
+            return replace(event, seconds=seconds, draw=0.0), seconds
+        return None, 0.0
 
-    def _seconds(self, command: object) -> float:
-        match command:
-            case Forward(tokens=tokens):
-                seconds = self._timing.t_target(len(tokens))
-            case Draft():
-                seconds = self._timing.t_draft
-            case _:
-                return 0.0
+    def _jittered(self, seconds: float) -> float:
         if self._timing.jitter:
             seconds *= max(0.1, self._noise.gauss(1.0, self._timing.jitter))
         return seconds

@@ -1,14 +1,16 @@
-"""SSSD (Marzollo et al. 2024): guesses without a draft model, by source, by number and by temperature.
+"""SSSD (Marzollo et al. 2024): guesses without a draft, by source, number, temperature, batch and context.
 
 The target decodes texts at several temperatures, once each, as `ar` does.  They are replayed with guesses from the
-text, from a datastore and from both, so acceptance does not depend on the load of the machine.  Only the duration of a
-forward of s tokens is measured, and needs a quiet machine.
+text, from a datastore and from both, so acceptance does not depend on the load of the machine.  Measured, which needs a
+quiet machine, are the duration of a forward of s tokens and continuous batching.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,27 +20,37 @@ import torch
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore, check_tokenizer
+from pearl.drafting.fused_guesses import index_factory
+from pearl.engine import Engine
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies.estimate import bootstrap
-from pearl.lab.studies.figures import Plot, Table
+from pearl.lab.studies.figures import Plot, Report, Table
 from pearl.lab.studies.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.simulate import interpolated
+from pearl.lab.studies.theory import free_in_theory, roofline_seconds
 from pearl.models.calibrate import forward_seconds
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Source
-from pearl.spec.methods import LOOK_AHEAD
+from pearl.spec.methods import LOOK_AHEAD, METHODS
 from pearl.text.conversation import Conversation
+from pearl.text.stream import Tokenizer
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
 # Tokens in a forward, the last committed one included: the paper's speculation length.
 SIZES = (1, 2, 4, 8, 16, 32)
-TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
-_AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS = 5  # of all sizes
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXTS = (256, 2048, 7800)  # of measured forwards: tokens in the cache
+_LENGTHS = (500, 2000, 8000, 32000)  # of the roofline
+_LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt that is to be summarised
+_FEEDS = (*SIZES, 64)
+_FREE = 1.1  # a forward is free up to this multiple of that of one token
+TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
+_AT_ONCE = 8  # texts decoded together
 _FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 PAPER: dict[Any, str] = {  # section 4 of the paper
     "speedup": "2.05 to 2.61 at batch 1, s at most 30",
@@ -48,6 +60,29 @@ PAPER: dict[Any, str] = {  # section 4 of the paper
     1.0: "-1 to -2%",
     2.0: "around -20%",
 }
+
+
+class Writer(NamedTuple):
+    """A target that writes texts, in this process."""
+
+    target: ModelRunner
+    tokenizer: Tokenizer
+    eos: Sequence[int]
+    watcher: Watcher
+
+    def prompt(self, turn: str) -> list[int]:
+        return Conversation(self.tokenizer, not self.tokenizer.chat_template).prompt(turn)
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[RequestOptions], tokens: int
+    ) -> list[Generated]:
+        """Decode up to `tokens` tokens per prompt."""
+        tick = self.watcher.advance
+        generated = []
+        texts = answers(self.target, prompts, samplings, self.eos, tokens, tick)
+        for prompt, text in zip(prompts, texts, strict=True):
+            generated.append(Generated((*prompt, *text), len(prompt)))
+        return generated
 
 
 class Fed(NamedTuple):
@@ -62,14 +97,14 @@ class Fed(NamedTuple):
     both: Replayed
 
 
-def measure_guesses(
+def measure(
     config: EngineConfig,
     tasks: Sequence[Task],
     tokens: int,
     watcher: Watcher,
     most_batch: int,
     most_context: int,
-) -> tuple[list[Table], list[Plot]]:
+) -> Report:
     """Return all tables and figures but the study's rows.
 
     Args:
@@ -78,64 +113,60 @@ def measure_guesses(
         tokens: the most of an answer.
         most_batch, most_context: requests at a time, and tokens in a cache.
     """
-    from pearl.lab.studies import batches
-
     slots = min(_AT_ONCE, len(tasks))
     context = min(config.max_context or 8192, 2048)
     several = config.model_copy(update={"slots": slots, "max_context": context})
     tokenizer, defaults = load_tokenizer(config.target)
-    target = make_runner(several.model("target"), place(several, "target"))
+    runner = make_runner(several.model("target"), place(several, "target"))
+    writer = Writer(runner, tokenizer, defaults.eos, watcher)
     store = None
     if config.datastore is not None:
         directory = Path(config.datastore)
-        store = Datastore(directory, target.vocab_size)
+        store = Datastore(directory, writer.target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
-    prompt_of = Conversation(tokenizer, not tokenizer.chat_template).prompt
-    prompts = [prompt_of(task.turns[0]) for task in tasks]
-
-    def decode(temperature: float) -> list[Generated]:
+    prompts = [writer.prompt(task.turns[0]) for task in tasks]
+    texts = {}
+    for temperature in TEMPERATURES:
         params = RequestOptions(
             temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **_FILTERED
         )
         options = params.resolved(defaults.sampling)
         samplings = [options.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
-        texts = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
-        generated = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            generated.append(Generated((*prompt, *text), len(prompt)))
-        return generated
-
-    texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
+        texts[temperature] = writer.write(prompts, samplings, tokens)
     greedy = texts[0.0]
-    seconds = measure_times(target, watcher)
-    sized = [fed(greedy, store, size, seconds) for size in SIZES]
-    rows = [*sized, fed(greedy, store, None, seconds)]
-    notes = [_measured(config, greedy, store, seconds), *_claims(sized, seconds)]
-    baselines, baselines_plot = batches.baselines(greedy, store)
-    steps = {size: row.both.tokens_per_step for size, row in zip(SIZES, sized, strict=True)}
-    roofline, roofline_plot = batches.roofline_speedups(steps)
-    # A runner of one slot, with the whole context.
-    target = make_runner(config.model("target"), place(config, "target"))
-    sizes = [batch for batch in batches.BATCHES if batch <= most_batch]
+    seconds = measure_times(runner, watcher)
+    rows = []
+    steps = {}
+    for size in SIZES:
+        rows.append(fed(greedy, store, size, seconds))
+        steps[size] = rows[-1].both.tokens_per_step
+    notes = [_measured(config, greedy, store, seconds)]
+    notes += _claims(rows, seconds)
+    lengths_plot = _by_length(rows, seconds)
+    rows.append(fed(greedy, store, None, seconds))
+    compared, compared_plot = baselines(greedy, store)
+    roofline, roofline_plot = roofline_speedups(steps)
+    # Of one slot, with the whole context.
+    runner = make_runner(config.model("target"), place(config, "target"))
+    writer = writer._replace(target=runner)
+    sizes = [batch for batch in BATCHES if batch <= most_batch]
     tables = [
         _by_size(rows, seconds),
         _by_temperature(texts, store, notes),
-        baselines,
-        batches.free_tokens(target, watcher, most_context),
+        compared,
+        free_tokens(writer, most_context),
         roofline,
-        batches.long_prompts(
-            target, tokenizer, prompt_of, defaults.eos, tokens, store, watcher, most_context
-        ),
-        batches.by_batch(config, prompts, tokens, sizes, watcher),
+        long_prompts(writer, store, tokens, most_context),
+        by_batch(config, prompts, tokens, sizes, watcher),
     ]
-    return tables, [_by_length(sized, seconds), baselines_plot, roofline_plot]
+    return Report(tables, [lengths_plot, compared_plot, roofline_plot])
 
 
 def _measured(
     config: EngineConfig, texts: Sequence[Generated], store: Datastore | None, seconds: Seconds
 ) -> str:
-    count = sum(len(text.tokens) - text.start for text in texts)
+    count = sum(text.length for text in texts)
     datastore = "no datastore"
     if store is not None:
         datastore = f"datastore {config.datastore} of {store.header.tokens:,} tokens"
@@ -160,31 +191,6 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
     )
 
 
-# ---- the duration of a forward ----
-
-
-def measure_times(
-    target: ModelRunner, watcher: Watcher, sizes: Sequence[int] = SIZES, context: int = _CONTEXT
-) -> Seconds:
-    """Return the seconds of a forward by tokens fed: medians over rounds of all sizes, interpolated.
-
-    `context`: tokens in the cache, if there is room for them.
-    """
-    base = max(1, min(context, target.context - max(sizes)))
-    target.rollback(0)
-    feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    watcher.begin(f"forward times, {base} tokens in the cache", _ROUNDS)
-    for size in sizes:  # to warm up
-        forward_seconds(target, base, size)
-    for _ in range(_ROUNDS):
-        for size in sizes:
-            seconds[size].append(forward_seconds(target, base, size))
-        watcher.advance(1)
-    target.rollback(0)
-    return interpolated({size: median(times) for size, times in seconds.items()})
-
-
 # ---- guesses on texts ----
 
 
@@ -192,13 +198,20 @@ def fed(
     texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds
 ) -> Fed:
     """Replay texts with all guesses fed, or, without a `size`, the fastest number."""
-
-    def steps(store: Datastore | None, **options: Any) -> Replayed:
-        most = LOOK_AHEAD if size is None else size - 1
-        return replay(texts, store, most, seconds=None if size else seconds, **options)
-
-    alone = None if store is None else steps(store, make=store_alone)
-    return Fed(size, steps(None), alone, steps(store))
+    limit = LOOK_AHEAD
+    times: Seconds | None = seconds
+    if size is not None:
+        limit = size - 1
+        times = None
+    alone = None
+    if store is not None:
+        alone = replay(texts, store, limit, seconds=times, make=store_alone)
+    return Fed(
+        size,
+        replay(texts, None, limit, seconds=times),
+        alone,
+        replay(texts, store, limit, seconds=times),
+    )
 
 
 def _by_size(rows: Sequence[Fed], seconds: Seconds) -> Table:
@@ -211,24 +224,21 @@ def _by_size(rows: Sequence[Fed], seconds: Seconds) -> Table:
         "accepted a step:\nn-gram, datastore",
         "over ar",
     )
-    words = []
+    cells = []
     for row in rows:
         size = f"fastest: {row.both.fed_per_step:.1f}"
         cost = ""
+        alone = ""
         if row.size:
             size = str(row.size)
             cost = f"{seconds(row.size) / seconds(1):.2f}"
-        cells = [
-            size,
-            cost,
-            f"{row.text.tokens_per_step:.2f}",
-            "" if row.store is None else f"{row.store.tokens_per_step:.2f}",
-            f"{row.both.tokens_per_step:.2f}",
-            _by_source([row.both]),
-            f"{row.both.speedup(seconds):.2f}",
-        ]
-        words.append(cells)
-    return Table("Tokens in a forward", columns, words)
+        if row.store is not None:
+            alone = f"{row.store.tokens_per_step:.2f}"
+        text = f"{row.text.tokens_per_step:.2f}"
+        together = f"{row.both.tokens_per_step:.2f}"
+        speedup = f"{row.both.speedup(seconds):.2f}"
+        cells.append([size, cost, text, alone, together, _by_source([row.both]), speedup])
+    return Table("Tokens in a forward", columns, cells)
 
 
 def _by_temperature(
@@ -258,7 +268,7 @@ def _by_source(replays: Sequence[Replayed]) -> str:
     steps = max(1, sum(replayed.steps for replayed in replays))
     accepted: Counter[Source] = Counter()
     for replayed in replays:
-        accepted.update(replayed.accepted)
+        accepted += replayed.accepted
     return f"{accepted[Source.NGRAM] / steps:.2f}, {accepted[Source.DATASTORE] / steps:.2f}"
 
 
@@ -270,7 +280,9 @@ def _per_step(replays: Sequence[Replayed]) -> float:
 def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
     replays, greedy_replays = zip(*pairs, strict=True)
     greedy = _per_step(greedy_replays)
-    return _per_step(replays) / greedy - 1 if greedy else 0.0
+    if not greedy:
+        return 0.0
+    return _per_step(replays) / greedy - 1
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
@@ -291,3 +303,180 @@ def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
             f'times the gain of both; theirs "{PAPER["sources"]}"'
         )
     return lines
+
+
+# ---- the duration of a forward ----
+
+
+def measure_times(
+    target: ModelRunner,
+    watcher: Watcher,
+    sizes: Sequence[int] = SIZES,
+    context: int = _CONTEXT,
+) -> Seconds:
+    """Return the seconds of a forward by tokens fed: medians over rounds of all sizes, interpolated.
+
+    `context`: tokens in the cache, if there is room for them.
+    """
+    base = max(1, min(context, target.context - max(sizes)))
+    target.rollback(0)
+    feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    watcher.begin(f"forward times, {base} tokens in the cache", _ROUNDS)
+    for size in sizes:  # to warm up
+        forward_seconds(target, base, size)
+    for _ in range(_ROUNDS):
+        for size in sizes:
+            seconds[size].append(forward_seconds(target, base, size))
+        watcher.advance(1)
+    target.rollback(0)
+    return interpolated({size: median(times) for size, times in seconds.items()})
+
+
+# ---- by batch and by context ----
+
+
+def free_tokens(writer: Writer, most_context: int) -> Table:
+    """Compare free tokens by batch: the paper's device in closed form, and this target by its forward times.
+
+    `most_context`: tokens in the cache.
+    """
+    target = writer.target
+    columns = ["batch", "theirs\n(closed form)"]
+    rows = []
+    for batch in BATCHES:
+        rows.append([str(batch), f"{free_in_theory(batch):.1f}"])
+    for context in _CONTEXTS:
+        if context > most_context or context + max(_FEEDS) > target.context:
+            continue
+        seconds = measure_times(target, writer.watcher, _FEEDS, context)
+        limit = _FREE * seconds(1)
+        free = max(fed for fed in range(1, max(_FEEDS) + 1) if seconds(fed) <= limit)
+        columns.append(f"ours, {context}\nin the cache")
+        for row, batch in zip(rows, BATCHES, strict=True):
+            row.append(f"{free / batch:.1f}")
+    notes = [
+        f"Free: a forward of so many tokens a sequence takes at most {_FREE:g} times that of one."
+    ]
+    return Table("Free tokens by batch (section 3.2)", columns, rows, notes)
+
+
+class _Speedup(NamedTuple):
+    """The largest speed-up, and the s that reaches it."""
+
+    value: float
+    s: int
+
+
+def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
+    """Return speed-ups over `ar` on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
+
+    def best(batch: int, context: int) -> _Speedup:
+        alone = roofline_seconds(batch, 1, context)
+        speedups = []
+        for s, tokens in steps.items():
+            speedups.append(_Speedup(tokens * alone / roofline_seconds(batch, s, context), s))
+        return max(speedups)
+
+    rows = []
+    lines = {}
+    for context in _LENGTHS:
+        row = [f"{context:,}"]
+        points = []
+        for batch in BATCHES:
+            speedup = best(batch, context)
+            row.append(f"{speedup.value:.2f} (s {speedup.s})")
+            points.append((batch, speedup.value))
+        rows.append(row)
+        lines[f"{context:,} tokens"] = points
+    title = "Speed-up by batch and context on a toy clock: the paper's device, our tokens a step (figure 6)"
+    theirs = "Theirs, measured: 2.05 to 2.61 at batch 1, 1.37 to 1.80 at 64; nearly constant with a long context."
+    plot = Plot(
+        "sssd-batches", title, "batch", "times as fast as ar", lines, theirs=theirs, log="x"
+    )
+    columns = ["context", *map("batch {}".format, BATCHES)]
+    return Table(title, columns, rows, [theirs]), plot
+
+
+def by_batch(
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    batches: Sequence[int],
+    watcher: Watcher,
+) -> Table:
+    """Measure `ar` and `ngram` with continuous batching: twice as many requests as slots, submitted at once."""
+    rows = []
+    watcher.begin("batches", len(batches))
+    for batch in batches:
+        slots = config.model_copy(update={"slots": batch, "draft": "none", "max_context": 1024})
+        requests = list(islice(cycle(prompts), 2 * batch))
+        with Engine(config=slots) as engine:
+            ar = _rate(engine, "ar", requests, tokens)
+            ngram = _rate(engine, "ngram", requests, tokens)
+        row = [str(batch), f"{ar:.0f}", f"{ngram:.0f}", f"{ngram / ar:.2f}"]
+        row += [f"{1e3 * batch / ar:.0f}", f"{1e3 * batch / ngram:.0f}"]
+        rows.append(row)
+        watcher.advance(1, f"batch {batch}")
+    columns = ("batch", "ar: tokens/s", "ngram", "over ar", "ar: ms a token\nof a text", "ngram")
+    return Table(
+        "Continuous batching, two requests a slot, prompts included (section 4.4)", columns, rows
+    )
+
+
+def _rate(engine: Engine, method: str, requests: Sequence[Sequence[int]], tokens: int) -> float:
+    """Return the tokens per second of all requests together, after a warm-up."""
+    params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    engine.generate(requests[:1], params.changed(max_tokens=8), method=method)
+    began = time.monotonic()
+    results = engine.generate(requests, params, method=method)
+    seconds = time.monotonic() - began
+    return sum(len(result.tokens) for result in results) / seconds
+
+
+def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_context: int) -> Table:
+    """Measure summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
+    from pydoc_data.topics import topics
+
+    tokenizer = writer.tokenizer
+    target = writer.target
+    prose = tokenizer.encode("\n".join(map(topics.__getitem__, sorted(topics))))
+    begins = tokenizer.encode("Write a summary of this text.\n\n")
+    longest = min(most_context, target.context - tokens - max(SIZES))
+    lengths = [length for length in _LONG if length <= longest]
+    rows = []
+    for length in lengths:
+        writer.watcher.begin(f"long prompts, {length} tokens", tokens)
+        prompt = writer.prompt(tokenizer.decode(begins + prose[: length - len(begins)]))
+        (text,) = writer.write([prompt], [RequestOptions().resolved()], tokens)
+        seconds = measure_times(target, writer.watcher, SIZES, length)
+        replayed = replay([text], store, SIZES[-1] - 1, seconds=seconds)
+        steps = f"{replayed.tokens_per_step:.2f}"
+        speedup = f"{replayed.speedup(seconds):.2f}"
+        rows.append([f"{len(prompt):,}", str(text.length), steps, speedup])
+    columns = ("tokens of\nthe prompt", "of the\nsummary", "tokens\na step", "over ar")
+    notes = ["over ar: only forwards take time. The prose is that of Python's own help pages."]
+    return Table("Summaries of long texts (section 4.4)", columns, rows, notes)
+
+
+def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
+    """Return the tokens a step by s, of the guesses of other papers and ours (figure 4)."""
+    rows = []
+    lines = {}
+    for name in ("pld", "llma", "rest", "sssd", "ngram"):
+        if name == "rest" and store is None:
+            continue
+        make = index_factory(METHODS[name].guesses)
+        row = [name]
+        points = []
+        for s in SIZES:
+            steps = replay(texts, store, s - 1, make=make).tokens_per_step
+            row.append(f"{steps:.2f}")
+            points.append((s, steps))
+        rows.append(row)
+        lines[name] = points
+    title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
+    notes = ["ngram: ours, with learned probabilities; sssd: as printed."]
+    plot = Plot("sssd-baselines", title, "s", "tokens a step", lines, log="x")
+    columns = ["method"] + [f"s = {s}" for s in SIZES]
+    return Table(title, columns, rows, notes), plot

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import eq
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from pearl.config.options import RequestOptions
 from pearl.drafting.disco import INPUTS, Classifier, inputs
-from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy, Threshold
+from pearl.drafting.stops import TOP, Features, Heuristic, StopPolicy, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
-from pearl.lab.studies.workload import TextPlan, VirtualDraft, run
+from pearl.lab.studies.workload import TextPlan, VirtualDraft, decode
 from pearl.metrics import Sums
 from pearl.spec.stops import CAP
 
@@ -38,7 +38,7 @@ _UNITS = 32  # of the hidden layer
 _STEPS = 400
 _RATE = 0.01
 _DECAY = 1e-3
-_QUANTILES = tuple(number / 20 for number in range(1, 20))  # of the confidences: thresholds to try
+_QUANTILES = 20  # of the confidences: thresholds to try
 Policies = Callable[[RecordedText], StopPolicy | None]
 
 
@@ -104,18 +104,22 @@ def stopped(recorded: RecordedTexts, timing: Timing, tried: Tried) -> Stopped:
     for text in recorded.texts:
         drafts.append(VirtualDraft(len(text.prompt), text.features, tried.policies(text)))
         texts.append(TextPlan(len(text.prompt), text.right))
-    waiting = iter(drafts)
-    totals = run(texts, timing, tried.decoding, draft=lambda: next(waiting))
+    totals = decode(texts, timing, tried.decoding, draft=iter(drafts).__next__)
     return Stopped(tried.name, totals, sum(draft.calls for draft in drafts))
 
 
 def _fastest(recorded: RecordedTexts, timing: Timing, tried: Iterable[Tried]) -> Stopped:
-    results = [stopped(recorded, timing, method) for method in tried]
-    return max(results, key=lambda result: result.speed)
+    results = map(partial(stopped, recorded, timing), tried)
+    return max(results, key=attrgetter("speed"))
 
 
 def _sd(gamma: int) -> RequestOptions:
     return RequestOptions("sd", "fixed", gamma)
+
+
+def _static() -> list[Tried]:
+    """Return method sd with each static window that is to be tried."""
+    return [Tried(f"sd, best static: {gamma}", _sd(gamma)) for gamma in _GAMMAS]
 
 
 def side_by_side(
@@ -130,12 +134,15 @@ def side_by_side(
     rows = [
         [Tried("ar", RequestOptions("ar"))],
         [Tried(f"sd, {STATIC} tokens", _sd(STATIC))],
-        [Tried(f"sd, best static: {gamma}", _sd(gamma)) for gamma in _GAMMAS],
-        *_with_policies("sd", _sd(CAP), classifier),
-        [Tried("pearl", RequestOptions("pearl"))],
-        *_with_policies("pearl", RequestOptions("pearl"), classifier),
+        _static(),
     ]
-    return [_fastest(recorded, timing, tried) for tried in rows]
+    rows += _with_policies("sd", _sd(CAP), classifier)
+    rows.append([Tried("pearl", RequestOptions("pearl"))])
+    rows += _with_policies("pearl", RequestOptions("pearl"), classifier)
+    results = []
+    for tried in rows:
+        results.append(_fastest(recorded, timing, tried))
+    return results
 
 
 def _with_policies(
@@ -148,7 +155,7 @@ def _with_policies(
         thresholds.append(Tried(name, decoding, partial(_threshold, least)))
     rows = [thresholds, [Tried(f"{method}, heuristic", decoding, lambda text: Heuristic())]]
     if classifier is not None:
-        rows.append([Tried(f"{method}, disco", decoding, lambda text: Doubtful(classifier))])
+        rows.append([Tried(f"{method}, disco", decoding, lambda text: classifier)])
     rows.append([Tried(f"{method}, oracle", decoding, lambda text: Oracle(text.right))])
     return rows
 
@@ -249,38 +256,41 @@ def train(
     rows, labels = examples(learned.texts)
     classifier = fit(rows, labels, recorded.target, recorded.draft, seed)
     confidences: list[float] = []
-    right: list[bool] = []
+    labels_held_out: list[bool] = []
     for text in held_out.texts:
         confidences += map(classifier.confidence, features_of(text))
-        right += text.right
-    predictions = [confidence > 0.5 for confidence in confidences]
-    hits = sum(map(eq, predictions, right))
+        labels_held_out += text.right
+    count = len(labels_held_out)
+    accepted = sum(labels_held_out)
+    hits = 0
+    for confidence, label in zip(confidences, labels_held_out, strict=True):
+        hits += (confidence > 0.5) == label
 
     def tried(**settings: float) -> Stopped:
-        policy = Doubtful(classifier.model_copy(update=settings))
+        policy = classifier.model_copy(update=settings)
         return stopped(held_out, timing, Tried("", _sd(CAP), lambda text: policy))
 
     tell("which threshold and which cap are fastest")
     ranked = sorted(confidences)
-    quantiles = [ranked[int(share * len(ranked))] for share in _QUANTILES]
-    thresholds = sorted({0.0, *quantiles})
-    threshold = max(thresholds, key=lambda value: tried(threshold=value).speed)
+    thresholds = {0.0}
+    for number in range(1, _QUANTILES):
+        thresholds.add(ranked[int(number / _QUANTILES * count)])
+    threshold = max(sorted(thresholds), key=lambda value: tried(threshold=value).speed)
     by_cap = {cap: tried(threshold=threshold, cap=cap) for cap in _GAMMAS}
     cap = max(by_cap, key=lambda cap: by_cap[cap].speed)
-    static = _fastest(held_out, timing, [Tried("", _sd(gamma)) for gamma in _GAMMAS])
-    accepted = sum(right)
     return Trained(
         classifier=classifier.model_copy(update={"threshold": threshold, "cap": cap}),
-        held_out=len(right),
-        accuracy=hits / len(right),
-        base=max(accepted, len(right) - accepted) / len(right),
+        held_out=count,
+        accuracy=hits / count,
+        base=max(accepted, count - accepted) / count,
         best=by_cap[cap],
-        static=static,
+        static=_fastest(held_out, timing, _static()),
     )
 
 
 def split(recorded: RecordedTexts) -> tuple[RecordedTexts, RecordedTexts]:
     """Return (texts to train on, texts held out)."""
-    held_out = recorded.texts[_HELD_OUT - 1 :: _HELD_OUT]
-    learned = [text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT]
+    learned = list(recorded.texts)
+    held_out = learned[_HELD_OUT - 1 :: _HELD_OUT]
+    del learned[_HELD_OUT - 1 :: _HELD_OUT]
     return replace(recorded, texts=learned), replace(recorded, texts=held_out)

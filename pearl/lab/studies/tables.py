@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import Struct, yaml
@@ -42,6 +42,19 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
     base: str = AR
 
 
+class Sweep(Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows of a study that differ in one setting.
+
+    Attributes:
+        pattern: of the rows' names, with the setting's value.
+        usual: the value of the row whose name has none.
+    """
+
+    pattern: str
+    setting: str
+    usual: float
+
+
 class Study(Struct, frozen=True, forbid_unknown_fields=True):
     """A table of a paper.
 
@@ -49,6 +62,7 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
         differs: differences from the paper's setting, in words. left_out: what cannot be filled here.
         joint: further rows, the target alone by joint greedy decoding of so many tokens a step; with these all rows
             have a perplexity.
+        sweeps: become figures.
     """
 
     title: str
@@ -57,6 +71,7 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
     differs: str
     left_out: str
     joint: list[int] = []
+    sweeps: list[Sweep] = []
 
     @property
     def bench_rows(self) -> list[Row]:
@@ -84,16 +99,18 @@ def run_study(
     `config`: of the pair; None: the embedded one.
     """
     config = config or EngineConfig()
-    tasks = [replace(task, turns=task.turns[:1]) for task in tasks]
-    plan = Plan(config, study.bench_rows, tasks, RequestOptions(seed=0, max_tokens=tokens))
+    first_turns = [replace(task, turns=task.turns[:1]) for task in tasks]
+    plan = Plan(config, study.bench_rows, first_turns, RequestOptions(seed=0, max_tokens=tokens))
     measured = measure(plan, watcher)
     if not study.joint:
         return figures(plan, measured)
     surprise = Surprise(config)
     rows = figures(plan, measured, surprise)
-    prompts = list(dict.fromkeys(tuple(text.prompt_tokens) for _, text in measured.texts))
+    prompts: dict[tuple[int, ...], None] = {}
+    for sample in measured.of(AR):
+        prompts[tuple(sample.results[0].prompt_tokens)] = None
     _, defaults = load_tokenizer(config.target)
-    rows += _joint_rows(surprise.runner, prompts, study.joint, tokens, defaults.eos, watcher)
+    rows += _joint_rows(surprise.runner, list(prompts), study.joint, tokens, defaults.eos, watcher)
     return rows
 
 
@@ -123,57 +140,32 @@ def _joint_rows(
     return rows
 
 
-class _Sweep(NamedTuple):
-    """Rows of MJSD's study that differ in one setting.
-
-    Attributes:
-        pattern: of the rows' names, with the setting's value.
-        usual: the value of the row whose name has none.
-    """
-
-    pattern: str
-    setting: str
-    usual: float
-
-
-_SWEEPS = (
-    _Sweep(r"sd, joint(?:, tau ([\d.]+))?", "tau", 0.1),
-    _Sweep(r"sd, joint(?:, (\d+) beams)?", "beams", 8.0),
-    _Sweep(r"sd, joint(?:, blocks of (\d+))?", "block length", 4.0),
-    _Sweep(r"joint greedy, (\d+) a step", "tokens decoded jointly", 0.0),
-)
-
-
-def sweeps(name: str, rows: Sequence[Figures]) -> list[Plot]:
-    """Plot perplexity and speed of MJSD's study by what is varied: its table 3 and its figures of tau, and of MJGD."""
-    return [_sweep_plot(sweep, rows) for sweep in _SWEEPS] if name == "mjsd" else []
-
-
-def _sweep_plot(sweep: _Sweep, rows: Sequence[Figures]) -> Plot:
-    perplexities = []
-    speedups = []
-    for row in rows:
-        match = re.fullmatch(sweep.pattern, row.name)
-        if match is None:
-            continue
-        value = float(match[1] or sweep.usual)
-        if row.perplexity:
-            perplexities.append((value, row.perplexity.value))
-        if row.speedup:
-            speedups.append((value, row.speedup.value))
-    lines = {}
-    if perplexities:
-        lines["perplexity"] = sorted(perplexities)
-    if speedups:
-        lines["times as fast as ar"] = sorted(speedups)
-    setting = sweep.setting
-    return Plot(
-        f"mjsd-{setting.replace(' ', '-')}", f"Joint decoding by {setting}", setting, "", lines
-    )
+def sweeps(study: Study, rows: Sequence[Figures]) -> list[Plot]:
+    """Plot perplexity and speed of a study's rows by each setting that is varied."""
+    plots = []
+    for sweep in study.sweeps:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            match = re.fullmatch(sweep.pattern, row.name)
+            if match is None:
+                continue
+            setting = float(match[1] or sweep.usual)
+            measured = {"perplexity": row.perplexity, "times as fast as ar": row.speedup}
+            for label, estimate in measured.items():
+                if estimate is not None:
+                    lines.setdefault(label, []).append((setting, estimate.value))
+        for points in lines.values():
+            points.sort()
+        name = f"mjsd-{sweep.setting.replace(' ', '-')}"
+        title = f"Joint decoding by {sweep.setting}"
+        plots.append(Plot(name, title, sweep.setting, "", lines))
+    return plots
 
 
 def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}"
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
@@ -190,8 +182,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 def _mean_and_sd(accepted: tuple[float, float] | None) -> str:
     if accepted is None:
         return ""
-    mean, deviation = accepted
-    return f"{mean:.1f}, sd {deviation:.1f}"
+    return "{:.1f}, sd {:.1f}".format(*accepted)
 
 
 def in_words(study: Study, figures: Sequence[Figures]) -> Table:

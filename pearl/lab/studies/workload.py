@@ -25,18 +25,18 @@ class TextPlan(NamedTuple):
     """One request. `prompt`: number of tokens; `right`: for each token after it, whether the draft's is the same."""
 
     prompt: int
-    right: Sequence[bool]
+    right: list[bool]
 
 
 def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[TextPlan]:
     """Return texts with i.i.d. acceptance and a prompt of one token."""
     luck = random.Random(seed)
-    right: list[list[bool]] = [[] for _ in range(texts)]
+    plans = [TextPlan(1, []) for _ in range(texts)]
     for _ in range(tokens):
         chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
-        for number in range(texts):
-            right[number].append(number in chosen)
-    return [TextPlan(1, right_of_text) for right_of_text in right]
+        for number, plan in enumerate(plans):
+            plan.right.append(number in chosen)
+    return plans
 
 
 class _Target:
@@ -45,19 +45,18 @@ class _Target:
     def __init__(self, text: TextPlan) -> None:
         self._text = text
 
-    def execute(self, command: object) -> Forwarded | Judged | Sampled | None:
-        match command:
-            case Forward():
-                return Forwarded(request=command.request)
-            case Judge(start, tokens):
-                first = start - self._text.prompt
-                right = self._text.right[first : first + len(tokens)]
-                if False in right:
-                    return Judged(right.index(False), 1, request=command.request)
-                return Judged(len(tokens), None, request=command.request)
-            case Sample():
-                return Sampled((0,), request=command.request)
-        return None
+    def execute(self, command: object) -> Forwarded | None:
+        return Forwarded(request=command.request) if isinstance(command, Forward) else None
+
+    def judge(self, judge: Judge) -> Judged:
+        first = judge.start - self._text.prompt
+        right = self._text.right[first : first + len(judge.tokens)]
+        if False in right:
+            return Judged(right.index(False), 1)
+        return Judged(len(judge.tokens), None)
+
+    def sample(self, sample: Sample) -> Sampled:
+        return Sampled((0,))
 
 
 class VirtualDraft:
@@ -92,7 +91,7 @@ class VirtualDraft:
         return Drafted((0,), paused=paused, request=command.request)
 
 
-def run(
+def decode(
     texts: Sequence[TextPlan],
     timing: Timing,
     decoding: RequestOptions,

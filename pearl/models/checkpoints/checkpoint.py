@@ -6,10 +6,9 @@ Must not import torch: the front, which holds no model, resolves its tokenizer h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pearl.cache import Progress, silent
 from pearl.config.engine import is_toy as is_toy  # one of the ways to name a model, as those below
@@ -17,37 +16,38 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.gguf import directory_of
 from pearl.models.checkpoints.hub import HubName, in_cache, pull
+from pearl.models.heads.kinds import describes_head
 
 
-def toy_options(spec: str) -> dict[str, Any]:
-    """Return the options of "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only if it is set.
+class ToyOptions(NamedTuple):
+    """The options of a toy model; no token with an id below 0 ends its texts."""
 
-    Raises `ModelError` for an unknown key or a bad value.
-    """
-    kinds: dict[str, Callable[[str], Any]] = {
-        "vocab": int,
-        "alpha": float,
-        "seed": int,
-        "context": int,
-        "eos": int,
-        "coin": int,
-    }
-    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "coin": 0}
+    vocab: int = 32
+    alpha: float = 0.8
+    seed: int = 0
+    context: int = 1 << 20
+    eos: int = -1
+    coin: int = 0
+
+
+def toy_options(spec: str) -> ToyOptions:
+    """Return the options of "toy" or "toy:KEY=VALUE,...". Raises `ModelError` for an unknown key or a bad value."""
+    options = ToyOptions()
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
-        if key not in kinds:
-            raise ModelError(
-                f"toy model {spec!r}: unknown key {key!r}; known are {', '.join(kinds)}"
-            )
+        if key not in ToyOptions._fields:
+            known = ", ".join(ToyOptions._fields)
+            raise ModelError(f"toy model {spec!r}: unknown key {key!r}; known are {known}")
+        kind = type(getattr(options, key))
         try:
-            values[key] = kinds[key](value)
+            options = options._replace(**{key: kind(value)})
         except ValueError:
             raise ModelError(
-                f"toy model {spec!r}: {key}={value!r} is not {kinds[key].__name__}"
+                f"toy model {spec!r}: {key}={value!r} is not {kind.__name__}"
             ) from None
-    if values["vocab"] < 2 or not 0 <= values["alpha"] <= 1:
+    if options.vocab < 2 or not 0 <= options.alpha <= 1:
         raise ModelError(f"toy model {spec!r}: vocab must be at least 2 and alpha between 0 and 1")
-    return values
+    return options
 
 
 # Paths that this process has fetched, so that a hub that does not answer is asked once.
@@ -93,9 +93,6 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
     return place
 
 
-_OF_HEADS = frozenset(("draft_vocab_size", "speculators_model_type"))  # settings that no model has
-
-
 def is_head(spec: str) -> bool:
     """Return whether `spec` names a head of another model, and not a model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
@@ -103,7 +100,7 @@ def is_head(spec: str) -> bool:
     directory: Path | None = Path(spec)
     if not Path(spec).is_dir():
         directory = in_cache(spec)
-    return directory is not None and not _OF_HEADS.isdisjoint(config_in(directory))
+    return directory is not None and describes_head(config_in(directory))
 
 
 def config_in(directory: Path) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
 from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, QUANTISED, not_computed, weight_shapes
-from pearl.models.forward.experts import computes_experts
-from pearl.models.forward.runner import has_own_forward
+from pearl.models.own_forward import has_own_forward
 from pearl.text.reasoning import tags_of
 from pearl.text.tokenizer import load
 from pearl.text.tools import FORMATS, format_of, knows_tools
@@ -45,7 +44,11 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
         "path": str(path),
         "weights": kind_of(path).weights or None,
     }
-    description |= _model(path) if table_in(path) is None else _of_gguf(path)
+    try:
+        description |= _model(path) if table_in(path) is None else _of_gguf(path)
+    except Exception as error:  # whatever transformers raises
+        why = " ".join(str(error).split())[:300]
+        description |= {"architecture": None, "forward": None, "why": why}
     description["memory"] = str(need) if need else None
     return description | _chat(path)
 
@@ -70,21 +73,28 @@ def _of_gguf(path: Path) -> dict[str, Any]:
     forward = OWN_FORWARD[architecture].forward
     settings = SimpleNamespace(**config)
     settings.get_text_config = lambda decoder=True: settings
-    try:
-        context = context_of(str(path), SimpleNamespace(config=settings), None)  # type: ignore[arg-type]
-    except ModelError as error:
-        return {"architecture": None, "forward": None, "why": str(error)}
     here = _here()
-    lacks_experts = forward.has_experts and not computes_experts(here)
-    is_ours = native.takes_model(here, config) and not lacks_experts
-    is_ours = is_ours and not not_computed(architecture, config)
+    is_ours = native.takes_model(here, config) and not not_computed(architecture, config)
+    return _facts(
+        architecture,
+        parameters=sum(math.prod(shape) for shape in weight_shapes(forward, config).values()),
+        context=context_of(str(path), SimpleNamespace(config=settings), None),  # type: ignore[arg-type]
+        vocabulary=config["vocab_size"],
+        why="" if is_ours else _NOT_HERE,
+    )
+
+
+def _facts(
+    architecture: str, parameters: int, context: int, vocabulary: int, why: str
+) -> dict[str, Any]:
+    """Describe a model. why: the reason why it runs through transformers; "": it does not."""
     return {
         "architecture": architecture,
-        "parameters": sum(math.prod(shape) for shape in weight_shapes(forward, config).values()),
+        "parameters": parameters,
         "context": context,
-        "vocabulary": config["vocab_size"],
-        "forward": "own" if is_ours else "transformers",
-        "why": None if is_ours else _NOT_HERE,
+        "vocabulary": vocabulary,
+        "forward": "transformers" if why else "own",
+        "why": why or None,
     }
 
 
@@ -96,25 +106,19 @@ def _model(path: Path) -> dict[str, Any]:
     """Describe a model by building it on the meta device, where it has no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        config: Any = language_model_of(path) or AutoConfig.from_pretrained(
-            path, trust_remote_code=False
-        )
-        method = (vars(config).pop("quantization_config", None) or {}).get("quant_method", "")
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        context = context_of(str(path), model, None)
-    except Exception as error:  # whatever transformers raises
-        return {"architecture": None, "forward": None, "why": " ".join(str(error).split())[:300]}
-    why = _why_general(model, method)
-    return {
-        "architecture": type(model).__name__,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "context": context,
-        "vocabulary": config.vocab_size,
-        "forward": "transformers" if why else "own",
-        "why": why or None,
-    }
+    config: Any = language_model_of(path)
+    if config is None:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    method = (vars(config).pop("quantization_config", None) or {}).get("quant_method", "")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return _facts(
+        type(model).__name__,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        context=context_of(str(path), model, None),
+        vocabulary=config.vocab_size,
+        why=_why_general(model, method),
+    )
 
 
 def _why_general(model: Any, method: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,12 @@ from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import Make, mxfp4
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
-from pearl.models.checkpoints.packed import is_of_cache
+from pearl.models.checkpoints.packed import is_of_cache, module_of
 from pearl.models.checkpoints.recipes import Unread
 from pearl.models.checkpoints.rope import RotaryEmbedding, parameters_of_rope, rope_of
 from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, Config, Forward, Shapes, not_computed, weight_shapes
 from pearl.models.forward.decoder import Decoder
-from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
@@ -122,22 +121,16 @@ def read_decoder(
     forward, rope = _forward(config, device)
     shapes = weight_shapes(forward, config)
     table = table_in(directory)
-    if table is not None:
-        mapped = GgufWeights(table, forward)
-        stored = _Stored(mapped.plain, mapped.matrices() if keeps_bits else {})
-    else:
-        files = files_of(directory)
-        if files is None:
-            raise Unsupported("it has no safetensors files")
-        if not forward.reads_directly:
-            raise Unsupported("transformers completes the configurations of its family")
-        source_type = _StackedSource if forward.clamps_experts else _Source
-        stored = _stored(source_type(directory, files, progress), scheme, shapes)
-        if not only_embedding and any(map(is_of_cache, files)):
+    stored: GgufWeights | _Source
+    if table is None:
+        stored = _source(directory, forward, scheme, shapes, progress)
+        if not only_embedding and stored.has_scales_of_cache:
             log.warning(
                 "%s: keys and values stay whole, and the scales of a smaller cache unused",
                 directory,
             )
+    else:
+        stored = GgufWeights(table, forward)
     if keeps_bits and stored.matrices:
         # The rest is in the products' dtype, without instructions for it too.
         dtype = None
@@ -162,47 +155,44 @@ def _forward(config: Config, device: torch.device) -> tuple[Forward, RotaryEmbed
     if rope is None:
         raise Unsupported(f"its rope is not computed: {config['rope_parameters']}")
     forward = OWN_FORWARD[architecture].forward
-    if forward.has_experts and not computes_experts(device):
-        raise Unsupported(f"experts are not computed on {device}")
     if not native.takes_model(device, config):
         raise Unsupported(f"its sizes are not computed on {device}")
     return forward, rope
 
 
-class _Stored(NamedTuple):
-    """Reads the weights of a checkpoint.
-
-    Attributes:
-        plain: reads a weight, dequantised, to a device and a dtype.
-        matrices: loaders of the quantised matrices, by weight name.
-    """
-
-    plain: Callable[[str, torch.device, torch.dtype], torch.Tensor]
-    matrices: Mapping[str, Make]
-
-
-def _stored(source: _Source, scheme: Mapping[str, Any] | None, shapes: Shapes) -> _Stored:
-    """Return the weights in safetensors files. Raises `Unsupported` unless they are exactly those of `shapes`."""
+def _source(
+    directory: Path,
+    forward: Forward,
+    scheme: Mapping[str, Any] | None,
+    shapes: Shapes,
+    progress: Progress,
+) -> _Source:
+    """Return the tensors of safetensors files. Raises `Unsupported` unless they are exactly those of `shapes`."""
+    files = files_of(directory)
+    if files is None:
+        raise Unsupported("it has no safetensors files")
+    if not forward.reads_directly:
+        raise Unsupported("transformers completes the configurations of its family")
+    source_type = _StackedSource if forward.clamps_experts else _Source
+    source = source_type(directory, files, shapes, progress)
     if scheme:
         try:
-            matrices = packed.matrices(scheme, source.names, source.get)
+            source.matrices = packed.matrices(scheme, files, source.get)
         except Unread as cause:
             raise UnsupportedWeights(str(cause)) from cause
-    else:
-        matrices = source.matrices(shapes)
-    plain_shapes = {name: shape for name, shape in shapes.items() if name not in matrices}
-    differing = source.shapes(matrices, shapes).items() ^ plain_shapes.items()
+    plain_shapes = {name: shape for name, shape in shapes.items() if name not in source.matrices}
+    differing = source.plain_shapes().items() ^ plain_shapes.items()
     if differing:
         name, shape = min(differing)
         raise Unsupported(f"its tensors are not those of its family: {name} {list(shape)} differs")
-    return _Stored(partial(source.plain_or_dequantised, matrices), matrices)
+    return source
 
 
 @dataclass(frozen=True)
 class _Builder:
     """Places the weights that `shapes` names in the modules of a decoder; see `read_decoder`."""
 
-    stored: _Stored
+    stored: GgufWeights | _Source
     shapes: Shapes
     device: torch.device
     dtype: torch.dtype
@@ -228,28 +218,32 @@ class _Builder:
 
     def _tied_head(self, decoder: Decoder) -> Weights | Callable[[], Weights]:
         """Return the weight of a head of its own module, which the runner takes away."""
-        for name in (_HEAD, _EMBEDDING):
-            if name in self.stored.matrices:
-                return partial(self._matrix, name)
+        quantised = self.stored.matrices
+        if _HEAD in quantised:
+            return self._weight(_HEAD)
+        if self.keeps_bits and _EMBEDDING in quantised:
+            return partial(self._matrix, _EMBEDDING)
         weight: torch.Tensor = decoder.model.embed_tokens.weight
         return weight
 
     def _weight(self, name: str) -> Weights | Callable[[], Weights]:
-        stays_plain = self.keeps_bits and name == _EMBEDDING
-        if name in self.stored.matrices and not stays_plain:
+        if self.keeps_bits and name in self.stored.matrices and name != _EMBEDDING:
             return partial(self._matrix, name)
         return self._plain(name)
 
     def _plain(self, name: str) -> torch.Tensor:
-        return self.stored.plain(name, self.device, self.dtype)
+        weight = self.stored.plain(name, self.device, self.dtype)
+        self._check_shape(name, weight)
+        return weight
 
-    def _matrix(self, name: str) -> Weights:
+    def _matrix(self, name: str) -> QuantisedMatrix:
         matrix = self.stored.matrices[name]()
-        if matrix.shape != self.shapes.get(name, matrix.shape):
-            raise ValueError(f"its weight {name} has the shape {list(matrix.shape)}")
-        if self.keeps_bits:
-            return matrix.changed(lambda tensor: tensor.to(self.device))
-        return matrix.dequantised().to(self.device, self.dtype)
+        self._check_shape(name, matrix)
+        return matrix.changed(lambda tensor: tensor.to(self.device))
+
+    def _check_shape(self, name: str, weight: Weights) -> None:
+        if weight.shape != self.shapes.get(name, weight.shape):
+            raise ValueError(f"its weight {name} has the shape {list(weight.shape)}")
 
 
 class _Source:
@@ -257,20 +251,30 @@ class _Source:
 
     Args:
         files: name of a tensor -> its file.
+        expected: shapes of the model's weights.
+
+    Attributes:
+        matrices: loaders of the quantised matrices, by weight name.
     """
 
-    def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
+    matrices: Mapping[str, Make]
+
+    def __init__(
+        self, directory: Path, files: dict[str, str], expected: Shapes, progress: Progress
+    ) -> None:
         self._directory = directory
         self._files = files
+        self._expected = expected
         self._progress = progress
         self._opened = {}
         for file in set(files.values()):
             self._opened[file] = safe_open(directory / file, framework="pt")
         self._begun: set[str] = set()
+        self.matrices = {}
 
     @property
-    def names(self) -> Collection[str]:
-        return self._files
+    def has_scales_of_cache(self) -> bool:
+        return any(map(is_of_cache, self._files))
 
     def get(self, name: str) -> torch.Tensor:
         """Return a tensor as it is in its file."""
@@ -283,38 +287,25 @@ class _Source:
         tensor: torch.Tensor = self._opened[file].get_tensor(name)
         return tensor
 
-    def part(self, name: str, number: int) -> torch.Tensor:
-        """Return tensor `number` of those that are stacked in one."""
-        tensor: torch.Tensor = self._opened[self._files[name]].get_slice(name)[number]
-        return tensor
-
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return self.get(name).to(device=device, dtype=dtype)
+        """Return a weight, dequantised."""
+        if name in self.matrices:
+            weight = self.matrices[name]().dequantised()
+        else:
+            weight = self.get(name)
+        return weight.to(device=device, dtype=dtype)
 
-    def plain_or_dequantised(
-        self, quantised: Mapping[str, Make], name: str, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a weight that is no matrix of ours, such as the embedding, which may be quantised."""
-        if name in quantised:
-            return quantised[name]().dequantised().to(device=device, dtype=dtype)
-        return self.plain(name, device, dtype)
-
-    def matrices(self, names: Collection[str]) -> dict[str, Make]:
-        """Return loaders of those of the weights `names` that the model's makers have quantised."""
-        return {}
-
-    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> Shapes:
+    def plain_shapes(self) -> Shapes:
         """Return the shapes of tensors, without those of quantised modules and of a quantised cache.
 
         A head that equals the embedding is left out; transformers ties no other, which is trained by itself.
         """
-        shapes: Shapes = {}
+        shapes = {}
         for name, file in self._files.items():
-            weights = {f"{name.rpartition('.')[0]}.weight", _weight(name)}
-            is_plain = name.endswith(".bias") or weights.isdisjoint(quantised)
-            if is_plain and not is_of_cache(name):
+            is_quantised = f"{module_of(name)}.weight" in self.matrices
+            if name.endswith(".bias") or not (is_quantised or is_of_cache(name)):
                 shapes[name] = tuple(self._opened[file].get_slice(name).get_shape())
-        has_surplus_head = _HEAD in shapes and _HEAD not in expected
+        has_surplus_head = _HEAD in shapes and _HEAD not in self._expected
         if has_surplus_head and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
             del shapes[_HEAD]
         return shapes
@@ -331,6 +322,17 @@ class _Slice(NamedTuple):
 class _StackedSource(_Source):
     """The tensors of gpt-oss, with each expert by itself."""
 
+    def __init__(
+        self, directory: Path, files: dict[str, str], expected: Shapes, progress: Progress
+    ) -> None:
+        super().__init__(directory, files, expected, progress)
+        matrices = {}
+        for name in expected:
+            place = self._slice(name)
+            if place is not None and place.stack + _BLOCKS in files:
+                matrices[name] = partial(self._mxfp4, place)
+        self.matrices = matrices
+
     def _slice(self, name: str) -> _Slice | None:
         """Return the place of a weight or bias of an expert; None for other tensors.
 
@@ -345,31 +347,29 @@ class _StackedSource(_Source):
         suffix = "_bias" if kind == "bias" else ""
         return _Slice(f"{experts}.{stack}{suffix}", int(number), rows)
 
-    def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str) -> torch.Tensor:
         place = self._slice(name)
         if place is None:
-            return super().plain(name, device, dtype)
-        tensor = self.part(place.stack, place.expert)
+            return super().get(name)
+        tensor = self._part(place, "")
         if name.endswith(".weight"):
             tensor = tensor.mT
-        return tensor[place.rows].contiguous().to(device, dtype)
+        return tensor[place.rows].contiguous()
 
-    def matrices(self, names: Collection[str]) -> dict[str, Make]:
-        matrices: dict[str, Make] = {}
-        for name in names:
-            place = self._slice(name)
-            if place is not None and place.stack + _BLOCKS in self._files:
-                matrices[name] = partial(self._mxfp4, place)
-        return matrices
+    def _part(self, place: _Slice, suffix: str) -> torch.Tensor:
+        """Return the expert's part of a stack."""
+        stack = f"{place.stack}{suffix}"
+        tensor: torch.Tensor = self._opened[self._files[stack]].get_slice(stack)[place.expert]
+        return tensor
 
     def _mxfp4(self, place: _Slice) -> QuantisedMatrix:
-        blocks = self.part(place.stack + _BLOCKS, place.expert)
-        scales = self.part(place.stack + _SCALES, place.expert)
+        blocks = self._part(place, _BLOCKS)
+        scales = self._part(place, _SCALES)
         return mxfp4(blocks[place.rows], scales[place.rows])
 
-    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> Shapes:
+    def plain_shapes(self) -> Shapes:
         shapes: Shapes = {}
-        for name, shape in super().shapes(quantised, expected).items():
+        for name, shape in super().plain_shapes().items():
             if ".experts." not in name:
                 shapes[name] = shape
             elif not name.endswith((_BLOCKS, _SCALES)):  # those are checked as they are made
@@ -394,12 +394,6 @@ def _shapes_in_stack(name: str, shape: tuple[int, ...]) -> Shapes:
             for number in range(count):
                 shapes[f"{stem}.{number}.{matrix}_proj.{kind}"] = (rows, *inputs)
     return shapes
-
-
-def _weight(name: str) -> str:
-    """Return the weight that a tensor is part of: "a.weight" of "a.weight.absmax"."""
-    weight, dot, _ = name.partition(".weight")
-    return weight + dot
 
 
 def _config(directory: Path) -> dict[str, Any]:

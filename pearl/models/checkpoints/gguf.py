@@ -422,7 +422,7 @@ def _ropes(
             f"its rope turns {turned} of {width} dimensions, "
             f"which {family.gguf.architecture!r} files are not read with"
         )
-    factors: dict[str, Any] = {}
+    factors = {}
     for name, tensor in tensors.items():
         if name.startswith("rope_f"):
             factors[name] = _numbers(file, tensor)
@@ -547,14 +547,13 @@ def _names_in_file(family: Family, config: Config) -> dict[str, str]:
         source = names.get_name(_EXPERT.sub("", name), (".weight", ".bias"))
         if name.endswith(".sinks"):
             source = f"{source}.weight"
-        expert = _EXPERT.search(name)
-        in_file[name] = f"{source}{expert[0]}" if expert else f"{source}"
+        in_file[name] = f"{source}{''.join(_EXPERT.findall(name))}"
     return in_file
 
 
 def _unstacked(tensors: Tensors) -> dict[str, Tensor]:
     """Return the tensors with each expert of a stack by itself: NAME.3 out of NAME."""
-    unstacked: dict[str, Tensor] = {}
+    unstacked = {}
     for name, tensor in tensors.items():
         if "_exps." not in name:
             unstacked[name] = tensor

@@ -21,7 +21,11 @@ _TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would ta
 
 
 class GgufWeights:
-    """Reads the weights that `table` locates, for a model that `forward` computes."""
+    """Reads the weights that `table` locates, for a model that `forward` computes.
+
+    Attributes:
+        matrices: loaders of the matrices that can stay quantised, by weight name.
+    """
 
     def __init__(self, table: GgufTable, forward: Forward) -> None:
         self._tensors = table.tensors
@@ -32,14 +36,10 @@ class GgufWeights:
             # torch warns of a map that cannot be written.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def matrices(self) -> dict[str, Make]:
-        """Return a loader of each matrix that stays quantised, by weight name."""
-        matrices: dict[str, Make] = {}
+        self.matrices: dict[str, Make] = {}
         for name, tensor in self._tensors.items():
             if tensor.kind in GGUF_BLOCKS:
-                matrices[name] = partial(self._matrix, name)
-        return matrices
+                self.matrices[name] = partial(self._matrix, name)
 
     def _matrix(self, name: str) -> QuantisedMatrix:
         matrix = from_gguf(self._tensors[name].kind, self._rows(name))

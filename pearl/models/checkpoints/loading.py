@@ -5,6 +5,7 @@ Must not know toy or paced runners.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.linear_layers import multiplies_bf16, rounding_for
+from pearl.models.gpu.check import KernelsUnfit
 from pearl.models.gpu.recordings import PREFILL
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
@@ -85,13 +87,24 @@ def load_runner(
         features: the hidden states to keep for a head: inputs of the layers with these numbers, or of three "layers"
             (EAGLE-3), which our own forward keeps; the "last" ones (multi-token prediction), which transformers' does;
             or none.
-        spare: further slots, as far as memory allows, and see `ForwardRunner`.
+        spare: further slots of our own forward, as far as memory allows.
     """
     plan_no_shapes(device)
-    model, is_ours = _read(config, device, progress, features)
-    with _explained(config.spec):
-        if is_ours:
-            return _own_runner(config, model, device, progress, features, spare)
+    spec = config.spec
+    with _explained(spec):
+        model, is_ours = _read(config, device, progress, features)
+    if is_ours:
+        try:
+            with _explained(spec):
+                return _own_runner(config, model, device, progress, features, spare)
+        except KernelsUnfit as reason:
+            log.warning("%s runs through transformers, slower: %s", spec, reason)
+        path = resolve_checkpoint(spec, progress)
+        del model
+        gc.collect()  # recordings refer to themselves, and hold the weights
+        with _explained(spec):
+            model = _load(config, path, device, _dtype(path, device, config))
+    with _explained(spec):
         return _general_runner(config, model, features)
 
 
@@ -105,7 +118,7 @@ def _own_runner(
 ) -> ModelRunner:
     """Return a runner of our own forward."""
     from pearl.models.forward.layers import described, split_fused
-    from pearl.models.forward.runner import ForwardRunner
+    from pearl.models.own_forward import own_runner
 
     spec = config.spec
     on_gpu = device.type == "cuda"
@@ -118,16 +131,15 @@ def _own_runner(
         if rounding:
             model = model.to(torch.bfloat16)
     context = context_of(spec, model, config.max_context)
-    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
+    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # as the runners have
     in_own_dtype = on_gpu or native.computes(model.model.embed_tokens.weight)
     item = model.dtype.itemsize if in_own_dtype else 4
     slot_bytes = cache_bytes(settings, positions, item)
     free_slots = check_cache_fits(spec, model, context, slot_bytes, config.slots)
-    return ForwardRunner(
+    return own_runner(
         model,
         context,
-        slots=config.slots,
-        spare=max(0, min(spare, free_slots // 2)),
+        slots=config.slots + max(0, min(spare, free_slots // 2)),
         records=config.forwards == "auto",
         rounding=rounding,
         taps=taps,
@@ -157,7 +169,7 @@ def _read(
     config: ModelConfig, device: torch.device, progress: Progress, features: Features
 ) -> tuple[PreTrainedModel | Decoder, bool]:
     """Return the model, and whether our own forward computes it."""
-    from pearl.models.forward.runner import has_own_forward
+    from pearl.models.own_forward import has_own_forward
 
     spec = config.spec
     keeps_bits = config.dtype == "auto"
@@ -181,11 +193,10 @@ def _read(
     progress(f"loading {spec}")
     dtype = _dtype(path, device, config)
     if reads_directly:
-        with _explained(spec):
-            try:
-                return read_decoder(path, dtype, device, progress, keeps_bits), True
-            except Unsupported as reason:
-                log_unsupported(path, reason)
+        try:
+            return read_decoder(path, dtype, device, progress, keeps_bits), True
+        except Unsupported as reason:
+            log_unsupported(path, reason)
     model = _load(config, path, device, dtype)
     return model, not is_general and has_own_forward(model)
 
@@ -236,7 +247,8 @@ def load_model(
     plan_no_shapes(device)
     path = resolve_checkpoint(config.spec, progress)
     progress(f"loading {config.spec}")
-    return _load(config, path, device, _dtype(path, device, config))
+    with _explained(config.spec):
+        return _load(config, path, device, _dtype(path, device, config))
 
 
 def _dtype(path: Path, device: torch.device, config: ModelConfig) -> torch.dtype | None:
@@ -244,6 +256,8 @@ def _dtype(path: Path, device: torch.device, config: ModelConfig) -> torch.dtype
     if config.weights != "auto":
         dtype: torch.dtype = getattr(torch, config.weights)
         return dtype
+    if config.rounding and device.type == "cuda":
+        return torch.bfloat16  # which our kernels multiply rounded weights in
     is_slow = device.type == "cpu" and not config.is_spread and not multiplies_bf16()
     if is_slow and fits_in_float32(path):
         return torch.float32
@@ -257,26 +271,24 @@ def _load(
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
-    spec = config.spec
-    with _explained(spec):
-        loader = _loader(config, path, dtype)
-        loaded = loader(
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            dtype=dtype or "auto",
-            device_map="auto" if config.is_spread else {"": device},
-            trust_remote_code=config.trust_remote_code,
-        )
-        model: PreTrainedModel
-        model, loading_info = loaded
-        problem = _unfit_weights(model, loading_info)
-        if problem:
-            raise ValueError(problem)
+    loader = _loader(config, path, dtype)
+    loaded = loader(
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        dtype=dtype or "auto",
+        device_map="auto" if config.is_spread else {"": device},
+        trust_remote_code=config.trust_remote_code,
+    )
+    model: PreTrainedModel
+    model, loading_info = loaded
+    problem = _unfit_weights(model, loading_info)
+    if problem:
+        raise ValueError(problem)
     places = getattr(model, "hf_device_map", {}).values()
     # A model that is partly on the CPU or the disk takes seconds for each token.
     if device.type == "cuda" and not {"cpu", "disk"}.isdisjoint(map(str, places)):
         raise ModelError(
-            f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
+            f"Model {config.spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
     return model
 

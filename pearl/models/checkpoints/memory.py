@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
-from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.gguf import Tensor, table_in
 from pearl.models.families import Config, is_of_own_forward
 from pearl.models.gpu.recordings import PREFILL
 from pearl.models.transformers import SNAPSHOTS
@@ -56,13 +57,17 @@ class Need:
     def __str__(self) -> str:
         parts = [f"{gigabytes(self.weights)} of weights"]
         if self.cache:
-            times = ""
-            if self.slots > 1:
-                times = f"{self.slots} times "
-            parts.append(f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens")
+            tokens = f"{_times(self.slots)}{self.context:,} tokens"
+            parts.append(f"{gigabytes(self.cache)} of KV cache for {tokens}")
         if self.states:
             parts.append(f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies")
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
+
+
+def _times(slots: int) -> str:
+    if slots == 1:
+        return ""
+    return f"{slots} times "
 
 
 def gigabytes(count: float) -> str:
@@ -96,10 +101,7 @@ def needed(
         settings = config
     context = context or min(most, settings.get("max_position_embeddings") or most)
     is_ours = is_of_own_forward(config)
-    if is_ours and keeps_bits:
-        weights = _weights_in_own_bits(directory, config, size, dtype)
-    else:
-        weights = _loaded_weights(config, size, dtype)
+    weights = _loaded_weights(directory, config, size, dtype, is_ours and keeps_bits)
     if not is_ours and weights.size >= _MEASURED_FROM:
         sizes = _sizes(directory, weights.item)
         if sizes is not None:
@@ -119,45 +121,40 @@ class _Weights(NamedTuple):
     item: int
 
 
-def _loaded_weights(config: Config, size: int, dtype: str) -> _Weights:
-    """Estimate weights as transformers loads them: experts in MXFP4 become bfloat16, other quantised weights stay."""
-    surplus = _surplus_of_experts(config)
-    if surplus:
-        item = _ITEMS.get("bfloat16" if dtype == "auto" else dtype, 2)
-        return _Weights((size + surplus) * item // 2, item)
-    return _stored_weights(config, size, dtype)
+def _loaded_weights(
+    directory: Path, config: Config, size: int, dtype: str, keeps_bits: bool
+) -> _Weights:
+    """Estimate weights whose files have `size` bytes: quantised ones stay so, but others become `dtype`.
 
-
-def _stored_weights(config: Config, size: int, dtype: str) -> _Weights:
-    """Estimate weights where quantised ones keep their bits and the others become `dtype`."""
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    transformers dequantises experts in MXFP4, which take 17 / 32 bytes a number, to bfloat16.  Our own forward keeps
+    the bits of a GGUF file, except those of the embedding.
+    """
+    scheme = config.get("quantization_config")
+    is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
+    usual = "bfloat16" if is_mxfp4 else "float32"
+    stored = str(config.get("dtype") or config.get("torch_dtype") or usual)
     item = _ITEMS.get(stored if dtype == "auto" else dtype, 2)
-    if "quantization_config" in config:
+    table = table_in(directory)
+    if keeps_bits and table is not None:
+        embedding = config["vocab_size"] * config["hidden_size"] * item
+        return _Weights(embedding + _size_in_own_bits(table.tensors, item), item)
+    if is_mxfp4 and not keeps_bits:
+        numbers = 3 * math.prod(config.get(name) or 0 for name in _EXPERTS)
+        return _Weights((size + numbers * (64 - 17) // 32) * item // 2, item)
+    if scheme is not None:
         return _Weights(size, item)
     return _Weights(size * item // _ITEMS.get(stored, item), item)
 
 
-def _weights_in_own_bits(directory: Path, config: Config, size: int, dtype: str) -> _Weights:
-    """Estimate weights as our own forward keeps them: of a GGUF file all but the embedding in their own bits."""
-    weights = _stored_weights(config, size, dtype)
-    table = table_in(directory)
-    if table is None:
-        return weights
-    size = config["vocab_size"] * config["hidden_size"] * weights.item
-    for tensor in table.tensors.values():
+def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
+    """Return the bytes of tensors, of which those that are not quantised take `item` bytes a number."""
+    size = 0
+    for tensor in tensors.values():
         if tensor.kind in GGUF_BLOCKS:
             size += tensor.size
         else:
-            size += math.prod(tensor.shape) * weights.item
-    return _Weights(size, weights.item)
-
-
-def _surplus_of_experts(config: Config) -> int:
-    """Return how many bytes more experts in MXFP4 take in bfloat16: 2 a number, not 17 / 32; 0 for other models."""
-    with suppress(LookupError, TypeError, AttributeError):
-        if config["quantization_config"]["quant_method"] == "mxfp4":
-            return 3 * math.prod(config[name] for name in _EXPERTS) * (64 - 17) // 32
-    return 0
+            size += math.prod(tensor.shape) * item
+    return size
 
 
 def _size_of_weights(directory: Path) -> int:
@@ -266,12 +263,9 @@ def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots
         return 0
     size = slots * slot_bytes
     if on_cpu and size > free:
-        times = ""
-        if slots > 1:
-            times = f"{slots} times "
         or_slots = " or slots" if slots > 1 else ""
         raise ModelError(
-            f"The KV cache of {spec!r} for {times}{context} tokens takes "
+            f"The KV cache of {spec!r} for {_times(slots)}{context} tokens takes "
             f"{gigabytes(size)}, and {gigabytes(free)} are free. "
             f"Lower max_context{or_slots}, or stop other programs."
         )

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,14 +22,22 @@ from pearl.models.forward.quantised import QuantisedMatrix
 # Tensors that only quantised modules have.
 _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
 # Tensors for activations, keys and values that other engines quantise as they compute; here they stay whole.
-_OF_ACTIVATION = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
+_UNUSED = re.compile(r"bias|(input|output|q|k|v|kv)_(scale|zero_point|global_scale)")
 _GROUPED = 16  # the number of inputs of a group is a multiple of this
 
 
 def is_of_cache(name: str) -> bool:
     """Return whether a tensor belongs to a quantised cache of keys and values."""
     return _OF_CACHE.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def module_of(name: str) -> str:
+    """Return the module of a tensor: "a" for "a.qweight" and for "a.weight.absmax"."""
+    module, is_of_weight, _ = name.partition(".weight.")
+    if is_of_weight:
+        return module
+    return name.rpartition(".")[0]
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -72,22 +80,35 @@ def _integers(
     return QuantisedMatrix(signed, 8, scales, zeros=zeros, order=order)
 
 
-class Tensors(NamedTuple):
+class Tensors:
     """The tensors of a quantised module, each read at its use.
 
     Attributes:
-        parts: their names without that of the module.
-        get: reads a tensor of the checkpoint.
+        parts: their names without that of the module, biases and tensors for activations left out.
+        unread: those of `parts` that no layout has read.
     """
 
-    module: str
-    parts: frozenset[str]
-    get: Callable[[str], torch.Tensor]
+    def __init__(
+        self, module: str, parts: Iterable[str], get: Callable[[str], torch.Tensor]
+    ) -> None:
+        self.module = module
+        self.parts = frozenset(part for part in parts if not _UNUSED.fullmatch(part))
+        self.unread = set(self.parts)
+        self._get = get
 
     def of(self, part: str) -> torch.Tensor:
-        return self.get(f"{self.module}.{part}")
+        """Read a tensor of the checkpoint. Raises `Unread` where the module has none of this name."""
+        if part not in self.parts:
+            raise Unread(f"it has no {part}")
+        self.skip(part)
+        return self._get(f"{self.module}.{part}")
+
+    def skip(self, part: str) -> None:
+        """Leave out a tensor that says nothing about the weights; the module may lack it."""
+        self.unread.discard(part)
 
 
+_STATE = "weight.quant_state.bitsandbytes__"
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -147,12 +168,8 @@ def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix(weight, 8, scales.contiguous())
 
 
-def _fp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    return float8(tensors.of("weight"), tensors.of("weight_scale_inv"))
-
-
-def _float8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    return float8(tensors.of("weight"), tensors.of("weight_scale"))
+def _float8(scales: str, tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    return float8(tensors.of("weight"), tensors.of(scales))
 
 
 def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
@@ -162,7 +179,9 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     _check_shape("weight_packed", words, (outputs, -(-inputs * recipe.bits // 32)), recipe)
     steps = unpacked(words, recipe.bits, inputs)
     zeros = None
-    if not recipe.is_symmetric:  # packed along the outputs
+    if recipe.is_symmetric:
+        tensors.skip("weight_zero_point")
+    else:  # packed along the outputs
         zeros = unpacked(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
     return _integers(steps, recipe.bits, scales, zeros)
 
@@ -172,7 +191,9 @@ def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     half = 2 ** (recipe.bits - 1)
     steps = (tensors.of("weight").to(torch.int16) + half).to(torch.uint8)
     zeros = None
-    if not recipe.is_symmetric:
+    if recipe.is_symmetric:
+        tensors.skip("weight_zero_point")
+    else:
         zeros = tensors.of("weight_zero_point").to(torch.int16) + half
     scales = tensors.of("weight_scale")
     if scales.numel() == 1:
@@ -217,8 +238,8 @@ def _exponents(tensors: Tensors) -> torch.Tensor:
 
 def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     """Read NF4 or FP4: blocks of a flattened matrix, whose scales may be quantised too."""
-    name = next(part for part in sorted(tensors.parts) if part.startswith(_STATE))
-    state = json.loads(bytes(tensors.of(name).tolist()))
+    kind = "nf4" if f"{_STATE}nf4" in tensors.parts else "fp4"
+    state = json.loads(bytes(tensors.of(f"{_STATE}{kind}").tolist()))
     outputs, inputs = state["shape"]
     group = gcd(inputs, state["blocksize"])  # a block may hold several rows
     packed = tensors.of("weight").flatten()
@@ -240,37 +261,18 @@ def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe
         )
 
 
-class _Layout(NamedTuple):
-    """How a module is laid out: the tensors it has, those it may have, and what reads them."""
-
-    read: Callable[[Tensors, Recipe], QuantisedMatrix]
-    parts: frozenset[str]
-    optional: frozenset[str] = frozenset()
-
-
-_STATE = "weight.quant_state.bitsandbytes__"
-_PACKED = frozenset({"weight_packed", "weight_scale"})
-_BLOCKS = frozenset({"weight", "weight.absmax", "weight.quant_map"})
-_WORDS = frozenset({"qweight", "qzeros", "scales"})
-_SCALED = frozenset({"weight", "weight_scale"})
-_ZERO_POINT = frozenset({"weight_zero_point"})
-LAYOUTS: Mapping[str, _Layout] = {
-    "awq": _Layout(_awq, _WORDS),
-    "gptq": _Layout(_gptq, _WORDS, frozenset({"g_idx"})),
-    "fp8": _Layout(_fp8, frozenset({"weight", "weight_scale_inv"})),
-    "float8": _Layout(_float8, _SCALED),
-    "int8": _Layout(_int8, _SCALED, _ZERO_POINT),
-    "packed": _Layout(_packed, _PACKED | {"weight_shape"}, _ZERO_POINT),
-    "nvfp4": _Layout(_nvfp4, _PACKED | {"weight_global_scale"}),
-    "mxfp4": _Layout(_mxfp4, _PACKED),
-    "mxfp8": _Layout(_mxfp8, _SCALED),
-    "bitsandbytes": _Layout(
-        _bitsandbytes,
-        _BLOCKS,
-        frozenset(
-            {"weight.nested_absmax", "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4"}
-        ),
-    ),
+# What reads the modules of each layout. A reader must read all of a module's tensors.
+LAYOUTS: Mapping[str, Callable[[Tensors, Recipe], QuantisedMatrix]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "fp8": partial(_float8, "weight_scale_inv"),
+    "float8": partial(_float8, "weight_scale"),
+    "int8": _int8,
+    "packed": _packed,
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
+    "bitsandbytes": _bitsandbytes,
 }
 
 
@@ -279,8 +281,8 @@ def matrices(
 ) -> dict[str, Make]:
     """Return a loader of each quantised matrix of a checkpoint, by weight name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  One matrix of each recipe is loaded at once, as
-    a check.
+    Raises `Unread` for a setting or a tensor that is not read here.  Of the modules with one recipe and tensors of the
+    same names one is loaded at once, as a check.
 
     Args:
         scheme: its `quantization_config`. names: of its tensors. get: reads a tensor.
@@ -289,13 +291,18 @@ def matrices(
     loaders: dict[str, Make] = {}
     tried = set()
     for tensors in _quantised(names, get):
-        recipe = choose(tensors.module)
-        _check_parts(tensors, LAYOUTS[recipe.layout])
+        module = tensors.module
+        recipe = choose(module)
         load = partial(_matrix, tensors, recipe)
-        loaders[f"{tensors.module}.weight"] = load
-        if recipe not in tried:
-            tried.add(recipe)
-            _check_group(tensors.module, load().group)
+        loaders[f"{module}.weight"] = load
+        if (recipe, tensors.parts) in tried:
+            continue
+        tried.add((recipe, tensors.parts))
+        inputs = load().group
+        if tensors.unread:
+            raise Unread(f"{module}.{min(tensors.unread)} is a tensor that nothing reads")
+        if inputs % _GROUPED:
+            raise Unread(f"{module} has groups of {inputs} inputs")
     # A file may have no more than scales of a cache.
     if not loaders and scheme.get("config_groups") != {}:
         raise Unread(
@@ -306,7 +313,7 @@ def matrices(
 
 def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     try:
-        matrix = LAYOUTS[recipe.layout].read(tensors, recipe)
+        matrix = LAYOUTS[recipe.layout](tensors, recipe)
     except Unread as cause:
         raise Unread(f"{tensors.module}: {cause}") from None
     rows, groups = matrix.scales.shape
@@ -320,31 +327,6 @@ def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list
     """Return the quantised modules that have tensors among `names`."""
     parts: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        module, has_more, _ = name.partition(".weight.")
-        if not has_more:
-            module = name.rpartition(".")[0]
+        module = module_of(name)
         parts[module].add(name.removeprefix(f"{module}."))
-    modules = []
-    for module, tensors in parts.items():
-        if tensors & _MARKS:
-            modules.append(Tensors(module, frozenset(tensors), get))
-    return modules
-
-
-def _check_parts(tensors: Tensors, layout: _Layout) -> None:
-    parts = set()
-    for part in tensors.parts:
-        if not _OF_ACTIVATION.fullmatch(part) and not _OF_CACHE.fullmatch(part):
-            parts.add(part)
-    parts.discard("bias")
-    missing = sorted(layout.parts - parts)
-    unknown = sorted(parts - layout.parts - layout.optional)
-    if missing:
-        raise Unread(f"{tensors.module} has no {missing[0]}")
-    if unknown:
-        raise Unread(f"{tensors.module}.{unknown[0]} is a tensor that nothing reads")
-
-
-def _check_group(module: str, inputs: int) -> None:
-    if inputs % _GROUPED:
-        raise Unread(f"{module} has groups of {inputs} inputs")
+    return [Tensors(module, tensors, get) for module, tensors in parts.items() if tensors & _MARKS]

@@ -75,8 +75,8 @@ def load_tokenizer(
     """
     if is_toy(spec):
         options = toy_options(spec)
-        eos = (options["eos"],) if "eos" in options else ()
-        return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
+        eos = () if options.eos < 0 else (options.eos,)
+        return ToyTokenizer(options.vocab), GenerationDefaults(eos=eos)
     checkpoint = resolve_checkpoint(spec, progress, weights=False)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code, encodes)

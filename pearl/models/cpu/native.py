@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 class _Weights(ctypes.Structure):
     _fields_ = (
-        *fields_of(ctypes.c_int64, "outputs inputs bits group kind"),
-        *fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias"),
-        ("offset", ctypes.c_float),
-        ("table", ctypes.c_void_p),
+        fields_of(ctypes.c_int64, "outputs inputs bits group kind")
+        + fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias")
+        + fields_of(ctypes.c_float, "offset")
+        + fields_of(ctypes.c_void_p, "table")
     )
 
 
@@ -257,7 +258,7 @@ class Native:
             return ctypes.addressof(self._given)
         return None
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         assert x.dtype in _DTYPES, x.dtype
         if self._order is not None:
             x = x[:, self._order]
@@ -328,10 +329,11 @@ def computes(*tensors: torch.Tensor) -> bool:
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
     """Whether a model can be computed on `device`.
 
-    On a CPU our C must be built, and have room for the model's heads and sizes.
+    On a CPU our C must be built, and have room for the model's heads and sizes; on a GPU our kernels need
+    Triton.
     """
     if device.type != "cpu":
-        return True
+        return find_spec("triton") is not None
     heads = config["num_attention_heads"]
     width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
     sizes = [width, config["hidden_size"]]
@@ -381,17 +383,17 @@ class Attention(ctypes.Structure):
     """The arguments of `attend`: see `attention.c`."""
 
     _fields_ = (
-        *fields_of(
+        fields_of(
             ctypes.c_int64,
             "rows heads kv_heads dim window norm_width slot_stride head_stride positions",
-        ),
-        *fields_of(
+        )
+        + fields_of(
             ctypes.c_void_p,
             "table states q_norm k_norm sinks cos sin keys values queries new_keys new_values"
             " scores out",
-        ),
-        *fields_of(ctypes.c_float, "scale cap eps"),
-        *fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads"),
+        )
+        + fields_of(ctypes.c_float, "scale cap eps")
+        + fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads")
     )
 
 

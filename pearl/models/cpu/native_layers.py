@@ -16,9 +16,9 @@ from pearl.models.cpu.native import Native
 from pearl.models.forward.linear_layers import SideBySide
 
 if TYPE_CHECKING:
-    from pearl.models.forward.layers import DecoderLayers, Layer, Rope
+    from pearl.models.forward.layers import DecoderLayers, Layer
     from pearl.models.forward.linear_layers import Matrix
-    from pearl.models.forward.slot_attention import NativeAttention
+    from pearl.models.forward.slot_attention import NativeAttention, Rope
 
 _SIDES = 3  # matrices of one product, side by side
 _Parts = Sequence[Native]  # of one product, side by side
@@ -35,20 +35,20 @@ class _Products(NamedTuple):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("products", ctypes.c_void_p * (4 * _SIDES)),
-        ("norms", ctypes.c_void_p * 4),
-        *native.fields_of(ctypes.c_void_p, "q_norm k_norm sinks cos sin"),
-        ("window", ctypes.c_int64),
+        native.fields_of(ctypes.c_void_p * (4 * _SIDES), "products")
+        + native.fields_of(ctypes.c_void_p * 4, "norms")
+        + native.fields_of(ctypes.c_void_p, "q_norm k_norm sinks cos sin")
+        + native.fields_of(ctypes.c_int64, "window")
     )
 
 
 class _Forward(ctypes.Structure):
     _fields_ = (
-        ("attention", native.Attention),
-        *native.fields_of(ctypes.c_void_p, "layers hidden room"),
-        *native.fields_of(ctypes.c_int64, "first end width inner layer_stride new_stride"),
-        ("residual", ctypes.c_float),
-        *native.fields_of(ctypes.c_int32, "hidden_is_float32 is_gelu"),
+        native.fields_of(native.Attention, "attention")
+        + native.fields_of(ctypes.c_void_p, "layers hidden room")
+        + native.fields_of(ctypes.c_int64, "first end width inner layer_stride new_stride")
+        + native.fields_of(ctypes.c_float, "residual")
+        + native.fields_of(ctypes.c_int32, "hidden_is_float32 is_gelu")
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention on every device: how positions are scored, and the blocks in which scores are summed."""
+"""Attention on every device: how positions are scored, and the blocks in which they are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scoring(NamedTuple):
         windows: how many positions a token of each layer sees, its own included; 0: all earlier ones.
         scale: the multiplier of a query's product with a key.
         cap: see `cap_scores`.
-        sinks: [heads] of each layer, see `weigh`; empty: none.
+        sinks: [heads] of each layer, a further score of each head, without a value; empty: none.
     """
 
     windows: tuple[int, ...]
@@ -54,21 +54,6 @@ def whole_blocks(end: int) -> int:
     return -(-end // BLOCK) * BLOCK
 
 
-def causal_mask(
-    positions: torch.Tensor, at: torch.Tensor, window: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return [n, end]: 0 where a row at position `at` [n] sees one of `positions` [end], else -inf.
-
-    Args:
-        window: how many positions a row sees, its own included; 0: all earlier ones.
-    """
-    rows = at[:, None]
-    sees = positions <= rows
-    if window:
-        sees = sees & (positions > rows - window)
-    return torch.zeros(sees.shape, dtype=dtype, device=at.device).masked_fill_(~sees, -torch.inf)
-
-
 def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """Compute cap * tanh(scores / cap) in place; a cap of 0 leaves the scores as they are.
 
@@ -82,19 +67,3 @@ def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     for piece in scores.view(-1).split(_SERIAL):
         piece.div_(cap).tanh_().mul_(cap)
     return scores
-
-
-def weigh(scores: torch.Tensor, n: int, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax of scores [kv_heads, group * n or more, positions] over positions.
-
-    Args:
-        sinks: [heads], a further score of each head, without a value. It is in a block of its own, for
-            the order of the sum.
-    """
-    if sinks is None:
-        return scores.softmax(-1)
-    kv_heads, rows, _ = scores.shape
-    group = len(sinks) // kv_heads
-    block = scores.new_full((kv_heads, rows, BLOCK), -torch.inf)
-    block[:, : group * n, 0] = sinks.view(kv_heads, group, 1).expand(-1, -1, n).flatten(1)
-    return torch.cat((scores, block), -1).softmax(-1)[..., :-BLOCK]

@@ -19,7 +19,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config: Any = config
 
-    def place(self, name: str, module: nn.Module | nn.Parameter) -> None:
+    def place(
+        self,
+        name: str,
+        module: nn.Module | nn.Parameter,
+    ) -> None:
         """Add `module` under a dotted name such as "model.layers.0.mlp"; missing parents are created."""
         *path, last = name.split(".")
         parent: nn.Module = self

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pearl.models.forward.linear_layers import Matrix, gated
 from pearl.models.gpu.recordings import FED
 
-if TYPE_CHECKING:
-    from pearl.models.gpu.expert_kernels import ExpertProducts
-
 # Rows of an expert's products on a GPU, where other kernels serve other numbers of rows.
 _PIECE = 64
 _SERIAL = 32768  # elements: torch splits operations of at least as many between threads
-
-
-def computes_experts(device: torch.device) -> bool:
-    """Whether experts can be computed on `device`: on a GPU recorded forwards need our kernels."""
-    return device.type == "cpu" or find_spec("triton") is not None
 
 
 class Experts:
@@ -42,7 +33,11 @@ class Experts:
     """
 
     def __init__(
-        self, block: Any, config: Mapping[str, Any], lay_out: Callable[..., Matrix], kernels: bool
+        self,
+        block: Any,
+        config: Mapping[str, Any],
+        lay_out: Callable[..., Matrix],
+        kernels: bool,
     ) -> None:
         self._top = int(config["num_experts_per_tok"])
         # Those of Mixtral and gpt-oss always do.
@@ -63,14 +58,19 @@ class Experts:
             self.each.append((lay_out(*gate_up), lay_out(down)))
         del block.experts
         self._piece = 0 if router.weight.device.type == "cpu" else _PIECE
-        self._products: ExpertProducts | None = None
+        self._products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         if kernels:
             from pearl.models.gpu.expert_kernels import ExpertProducts
 
-            self._products = ExpertProducts(self.each, self._limits)
-            self.each = self._products.each
+            products = ExpertProducts(self.each, self._limits)  # type: ignore[arg-type]
+            self._products = products
+            self.each = list(products.each)
 
-    def __call__(self, x: torch.Tensor, is_fed: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        is_fed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the sum of each row's experts, weighted by their probabilities.
 
         [n, hidden] -> [n, hidden]
@@ -78,7 +78,7 @@ class Experts:
         Args:
             is_fed: [n]; other rows are padding, and need no experts of their own.
         """
-        probs = self.router(x, None).softmax(-1, dtype=torch.float32)
+        probs = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self._top)  # [n, top]
         if self._sums_to_one:
             total = weights[:, 0].clone()
@@ -101,12 +101,16 @@ class Experts:
             mixed += outputs[:, place] * weights[:, place : place + 1]
         return mixed
 
-    def _through(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def _through(
+        self,
+        expert: int,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
         count = len(x)
         gate_up, down = self.each[expert]
         if count < self._piece:
             x = torch.cat([x, x[:1].expand(self._piece - count, -1)])
-        return down(self._gate(gate_up(x, None)), None)[:count]
+        return down(self._gate(gate_up(x)))[:count]
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -142,7 +146,11 @@ def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
         yield parts, _linear(down.contiguous(), down_bias)
 
 
-def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
+def _clamped(
+    alpha: float,
+    limit: float,
+    gate_up: torch.Tensor,
+) -> torch.Tensor:
     """Return gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument.
 
     (clamp(up) + 1) * gate * sigmoid(alpha * gate), where gate is at most `limit`, and up within it.

@@ -1,7 +1,7 @@
 """The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
 
-Query, key and value are one matrix, gate and up another, packed for the CPU. Must not know feeds and
-slots: the caller provides positions and the attention (see `slot_attention`).
+Query, key and value are one matrix, gate and up another, packed for the device. Must not know feeds and
+slots: the caller provides the attention (see `slot_attention`).
 """
 
 from __future__ import annotations
@@ -41,101 +41,12 @@ from pearl.models.forward.linear_layers import (
     normalise,
 )
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
-from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
+from pearl.models.forward.slot_attention import NativeAttention, Rope, SlotAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.cpu.native_layers import NativeLayers
     from pearl.models.forward.decoder import Decoder
-
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
-SlotAttention = FixedAttention | NativeAttention | PromptAttention
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks."""
-
-    rope: str | None  # see `layer_kinds`
-    attention_norm: torch.Tensor | None
-    qkv: Matrix
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: Matrix
-    after_attention: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    gate_up: Matrix
-    down: Matrix
-    after_mlp: torch.Tensor | None
-    experts: Experts | None = None  # in place of `gate_up` and `down`
-
-    @staticmethod
-    def of(
-        layer: Any,
-        rope: str | None,
-        forward: Forward,
-        config: Mapping[str, Any],
-        lay_out: Callable[..., Matrix],
-        kernels: bool,
-        dtype: torch.dtype,
-    ) -> Layer:
-        """Build a layer from a module of transformers, or one that looks like it.
-
-        Args:
-            lay_out: see `linear_layers.matrix`.
-            kernels: see `Experts`.
-            dtype: the dtype of rows.
-        """
-        attention = layer.self_attn
-        mlp = layer.mlp
-        experts: Experts | None = None
-        if hasattr(mlp, "experts"):
-            experts = Experts(mlp, config, lay_out, kernels)
-
-        def norm(module: Any, name: str) -> torch.Tensor | None:
-            if not name or not hasattr(module, name):
-                return None
-            return norm_weights(getattr(module, name), forward, dtype)
-
-        attention_norm, after_attention, mlp_norm, after_mlp = (
-            norm(layer, name) for name in forward.norms
-        )
-        qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
-        out = lay_out(attention.o_proj)
-        if experts is None:
-            gate_up = lay_out(mlp.gate_proj, mlp.up_proj)
-            down = lay_out(mlp.down_proj)
-        else:
-            gate_up, down = experts.each[0]
-        return Layer(
-            rope=rope,
-            attention_norm=attention_norm,
-            qkv=qkv,
-            q_norm=norm(attention, "q_norm"),
-            k_norm=norm(attention, "k_norm"),
-            out=out,
-            after_attention=after_attention,
-            mlp_norm=mlp_norm,
-            gate_up=gate_up,
-            down=down,
-            after_mlp=after_mlp,
-            experts=experts,
-        )
-
-
-def tapped(layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
-    return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
-
-
-def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tensor:
-    """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
-    weight: torch.Tensor = norm.weight.detach()
-    weight = weight.to(torch.promote_types(weight.dtype, dtype))
-    if forward.norm_shift is None:
-        return weight
-    return weight.float() + forward.norm_shift
 
 
 @dataclass(frozen=True)
@@ -153,7 +64,12 @@ class Scales:
     logits_cap: float = 0.0
 
     @staticmethod
-    def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
+    def of(
+        forward: Forward,
+        config: Mapping[str, Any],
+        dim: int,
+        dtype: torch.dtype,
+    ) -> Scales:
         attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
         if forward.has_multipliers:
             return Scales(
@@ -166,7 +82,132 @@ class Scales:
         if forward.scales_embedding:
             embedding = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
         attention_cap, logits_cap = (float(config.get(name) or 0.0) for name in CAPS)
-        return Scales(embedding, attention, 1.0, 1.0, attention_cap, logits_cap)
+        return Scales(
+            embedding=embedding,
+            attention=attention,
+            residual=1.0,
+            logits=1.0,
+            attention_cap=attention_cap,
+            logits_cap=logits_cap,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Says how a model's layers are computed, by its family and its configuration.
+
+    Attributes:
+        rotated: how many of a head's numbers are rotated.
+        gate: the activation of the gate, one of `linear_layers.gated`.
+        windows, ropes: of each layer, see `layer_kinds`; a window as long as the context is none.
+    """
+
+    forward: Forward
+    settings: Mapping[str, Any]
+    vocab_size: int
+    heads: Heads
+    rotated: int
+    eps: float
+    scales: Scales
+    gate: str
+    windows: tuple[int, ...]
+    ropes: tuple[str | None, ...]
+
+    @staticmethod
+    def of(
+        forward: Forward,
+        settings: Mapping[str, Any],
+        dtype: torch.dtype,
+        context: int,
+    ) -> LayerSpec:
+        heads = int(settings["num_attention_heads"])
+        width = int(settings.get("head_dim") or settings["hidden_size"] // heads)
+        windows = []
+        ropes = []
+        for window, rope in layer_kinds(forward, settings):
+            windows.append(window if window < context else 0)
+            ropes.append(rope)
+        return LayerSpec(
+            forward=forward,
+            settings=settings,
+            vocab_size=int(settings["vocab_size"]),
+            heads=Heads(heads, int(settings["num_key_value_heads"]), width),
+            rotated=rotated(forward, settings, width),
+            eps=float(settings["rms_norm_eps"]),
+            scales=Scales.of(forward, settings, width, dtype),
+            gate=HEAD_ACTIVATIONS[activation_of(settings) or ""],
+            windows=tuple(windows),
+            ropes=tuple(ropes),
+        )
+
+
+class Layer:
+    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks.
+
+    Args:
+        module: a layer of transformers, or one that looks like it.
+        rope: see `layer_kinds`.
+        lay_out: see `linear_layers.matrix`.
+        dtype: the dtype of rows.
+
+    Attributes:
+        experts: in place of `gate_up` and `down`, which are then those of one of them.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        rope: str | None,
+        spec: LayerSpec,
+        lay_out: Callable[..., Matrix],
+        is_native: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        attention = module.self_attn
+        mlp = module.mlp
+
+        def norm(parent: Any, name: str) -> torch.Tensor | None:
+            if not name or not hasattr(parent, name):
+                return None
+            return norm_weights(getattr(parent, name), spec.forward, dtype)
+
+        self.rope = rope
+        self.experts: Experts | None = None
+        if hasattr(mlp, "experts"):
+            self.experts = Experts(mlp, spec.settings, lay_out, kernels=not is_native)
+        before_attention, after_attention, before_mlp, after_mlp = spec.forward.norms
+        self.attention_norm = norm(module, before_attention)
+        self.qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.q_norm = norm(attention, "q_norm")
+        self.k_norm = norm(attention, "k_norm")
+        self.out = lay_out(attention.o_proj)
+        self.after_attention = norm(module, after_attention)
+        self.mlp_norm = norm(module, before_mlp)
+        if self.experts is None:
+            self.gate_up = lay_out(mlp.gate_proj, mlp.up_proj)
+            self.down = lay_out(mlp.down_proj)
+        else:
+            self.gate_up, self.down = self.experts.each[0]
+        self.after_mlp = norm(module, after_mlp)
+
+
+def tapped(layers: int) -> tuple[int, ...]:
+    """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
+    numbers = (2, layers // 2, layers - 3)
+    return tuple(min(max(number, 0), layers - 1) for number in numbers)
+
+
+def norm_weights(
+    norm: Any,
+    forward: Forward,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
+    weight: torch.Tensor = norm.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, dtype))
+    if forward.norm_shift is None:
+        return weight
+    return weight.float() + forward.norm_shift
 
 
 class DecoderLayers:
@@ -180,14 +221,14 @@ class DecoderLayers:
         features: those of the last forward [n, len(taps) * hidden].
         scoring: how positions are scored, with a window for each layer.
         residual_dtype: the dtype of the states between layers.
-        in_one_call: computes the layers for a `NativeAttention`; None: they are computed one by one.
-        scales, gate: multipliers and caps, and the activation of the gate.
+        in_one_call: computes the layers for a `NativeAttention`: (attention, states before the first of
+            these layers, which become those after the last, first layer, end). None: they are computed
+            one by one.
 
     Args:
         context: a window at least as long is none.
-        is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then rotated in the
-            dtype of rows.
-        plain: for the kernels of `token_forward`: see `linear_layers.matrix`.
+        is_native: whether our C computes the layers; else matrices are laid out for our kernels, and keys,
+            and so queries, are rotated in the dtype of rows.
         family: the forward and the configuration, of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """
@@ -197,70 +238,91 @@ class DecoderLayers:
         model: PreTrainedModel | Decoder,
         context: int,
         rounding: Rounding,
-        is_fixed: bool,
-        plain: bool = False,
+        is_native: bool,
         taps: Sequence[int] = (),
         family: tuple[Forward, dict[str, Any]] | None = None,
         progress: Progress = silent,
     ) -> None:
-        config = model.config
         inner = model.model
         forward, settings = family or described(model)
-        heads = int(config.num_attention_heads)
-        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self.heads = Heads(heads, int(config.num_key_value_heads), width)
-        self.vocab_size = int(config.vocab_size)
+        spec = LayerSpec.of(forward, settings, model.dtype, context)
+        self.heads = spec.heads
+        self.vocab_size = spec.vocab_size
+        self.eps = spec.eps
+        self.scales = spec.scales
+        self.gate = spec.gate
+        self._rotated = spec.rotated
         self.embedding = inner.embed_tokens.weight
-        self.dtype = model.dtype if plain else dtype_of_rows(model.dtype, self.embedding.device)
-        self.eps = float(config.rms_norm_eps)
-        self._cache_dtype = self.dtype if is_fixed else torch.float32
-        self._rotated = rotated(forward, settings, width)
-        self.scales = Scales.of(forward, settings, width, model.dtype)
-        self.gate = HEAD_ACTIVATIONS[activation_of(settings) or ""]
-        lay_out = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
+        self.dtype = model.dtype
+        self._cache_dtype = model.dtype
+        if is_native:
+            self.dtype = dtype_of_rows(model.dtype)
+            self._cache_dtype = torch.float32
+        lay_out = partial(matrix, dtype=self.dtype, is_native=is_native, rounding=rounding)
         split_fused(model, forward)
-        pair_up(model, forward, self._rotated, width)
-        kinds = layer_kinds(forward, settings)
-        windows = tuple(0 if window >= context else window for window, _ in kinds)
-        sinks: list[torch.Tensor] = []
-        if forward.has_sinks:
-            for layer in inner.layers:
-                sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
+        pair_up(model, spec)
+        self.weights, self.residual_dtype = self._precision(model, rounding)
         self.scoring = Scoring(
-            windows, self.scales.attention, self.scales.attention_cap, tuple(sinks)
+            windows=spec.windows,
+            scale=spec.scales.attention,
+            cap=spec.scales.attention_cap,
+            sinks=self._sinks(model, spec),
         )
         self.layers: list[Layer] = []
-        bits: set[int] = set()
-        if rounding:
-            bits.add(int(rounding[-1]))
-        kernels = plain or self.embedding.is_cuda
         count = Count(progress, "layer", len(inner.layers))
-        for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
-            if not rounding:
-                bits |= bits_of(layer)
-            self.layers.append(
-                Layer.of(layer, rope, forward, settings, lay_out, kernels, self.dtype)
-            )
+        for layer, rope in zip(inner.layers, spec.ropes, strict=True):
+            self.layers.append(Layer(layer, rope, spec, lay_out, is_native, self.dtype))
             native.give_back()
             count.advance()
-        self.weights = str(model.dtype).removeprefix("torch.")
-        self.residual_dtype = self.dtype
-        if bits:
-            self.weights = f"{' and '.join(map(str, sorted(bits)))} bits"
-            # Rounded matrices round each result once more: sums over the layers in float32 make up
-            # for half of that.
-            self.residual_dtype = torch.float32
         self.norm = norm_weights(inner.norm, forward, self.dtype)
         self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
-        self.in_one_call: NativeLayers | None = None
+        self.in_one_call: Callable[[NativeAttention, torch.Tensor, int, int], None] | None = None
         self.head = lay_out(model.lm_head, wide=True)
         native.give_back()
+
+    def _precision(
+        self,
+        model: PreTrainedModel | Decoder,
+        rounding: Rounding,
+    ) -> tuple[str, torch.dtype]:
+        """Return the dtype or bits of the weights, and the dtype of the states between layers."""
+        bits: set[int] = set()
+        if rounding:
+            bits.add(int(rounding[-1]))
+        else:
+            for layer in model.model.layers:
+                bits |= bits_of(layer)
+        if not bits:
+            return str(model.dtype).removeprefix("torch."), self.dtype
+        # Rounded matrices round each result once more: sums over the layers in float32 make up for half
+        # of that.
+        return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
+
+    def _sinks(
+        self,
+        model: PreTrainedModel | Decoder,
+        spec: LayerSpec,
+    ) -> tuple[torch.Tensor, ...]:
+        if not spec.forward.has_sinks:
+            return ()
+        sinks = []
+        for layer in model.model.layers:
+            sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
+        return tuple(sinks)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
+    def angles(
+        self,
+        rotary: Any,
+        positions: torch.Tensor,
+    ) -> dict[str, Rope]:
         """Return cosines and sines of `positions` [n] for each of the layers' ropes; see `layer_kinds`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one of
@@ -270,50 +332,57 @@ class DecoderLayers:
         unrotated = self.heads.dim // 2 - half
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
         ropes: dict[str, Rope] = {}
-        for name in sorted({layer.rope for layer in self.layers if layer.rope is not None}):
-            if name:
-                tables = rotary(like, positions[None], name)
-            else:
-                tables = rotary(like, positions[None])
+        for layer in self.layers:
+            name = layer.rope
+            if name is None or name in ropes:
+                continue
+            arguments = [name] if name else []
+            tables = torch.cat(rotary(like, positions[None], *arguments))
             # gpt-oss's tables have each angle once, others' twice.
-            cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
+            cos, sin = tables[:, :, None, :half].to(self._cache_dtype)
             cos = pad(cos, (0, unrotated), value=1.0)
             sin = pad(sin, (0, unrotated))
-            ropes[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            both_cos = torch.cat((cos, cos), -1)
+            both_sin = torch.cat((-sin, sin), -1)
+            ropes[name] = (both_cos, both_sin)
         return ropes
 
     def hidden_states(
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
-        is_fed: torch.Tensor | None = None,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the last layer's states [n, hidden] of `ids` [n].
 
         Args:
-            ropes: those of the rows, or of all positions: see the class of `slots`.
-            is_fed: see `Experts`.
+            ropes: tables of all positions, by name.
         """
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
             hidden = hidden * self.scales.embedding
         hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
-        if isinstance(slots, NativeAttention) and self.in_one_call is not None:
-            for start, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
+        if isinstance(attends, NativeAttention) and self.in_one_call is not None:
+            limits = {0, len(self.layers)}
+            limits.update(self.taps)
+            for start, end in itertools.pairwise(sorted(limits)):
                 if start in self.taps:
                     tapped[start] = hidden.to(self.dtype, copy=True)
-                self.in_one_call(slots, hidden, start, end)
+                self.in_one_call(attends, hidden, start, end)
             return self._finished(hidden, tapped)
         for number, layer in enumerate(self.layers):
             if number in self.taps:
                 tapped[number] = hidden.to(self.dtype, copy=True)
             x = self.normalise(hidden, layer.attention_norm)
-            hidden = self.layer_states(number, hidden, x, ropes, slots, is_fed)
+            hidden = self.layer_states(number, hidden, x, ropes, attends)
         return self._finished(hidden, tapped)
 
-    def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _finished(
+        self,
+        hidden: torch.Tensor,
+        tapped: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
         if len(self.layers) in self.taps:
             tapped[len(self.layers)] = hidden.to(self.dtype, copy=True)
         self.features = None
@@ -327,8 +396,7 @@ class DecoderLayers:
         hidden: torch.Tensor,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
-        is_fed: torch.Tensor | None = None,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the states [n, hidden] after one layer.
 
@@ -337,17 +405,17 @@ class DecoderLayers:
             x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
-        mixed = self._attend(layer, number, x, ropes, slots)
+        mixed = self._attend(layer, number, x, ropes, attends)
         hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
         fed = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
-            return hidden + layer.experts(fed, is_fed)
-        act = gated(layer.gate_up(fed, None), self.gate)
+            return hidden + layer.experts(fed)
+        act = gated(layer.gate_up(fed), self.gate)
         return self._add(hidden, layer.down, act, layer.after_mlp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits: [n, hidden] -> [n, vocab]."""
-        logits = self.head(self.normalise(hidden, self.norm), None)
+        logits = self.head(self.normalise(hidden, self.norm))
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
@@ -355,20 +423,28 @@ class DecoderLayers:
                 cap_scores(row, self.scales.logits_cap)
         return logits
 
-    def normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def normalise(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
         if norm is None:
             return x.to(self.dtype)
         return normalise(x, norm, self.eps, self.dtype)
 
     def _add(
-        self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        product: Matrix,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return `hidden` plus the product of x, after its norm and multiplier."""
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:
             return product(x, hidden)
-        part = product(x, None)
+        part = product(x)
         if norm is not None:
             part = self.normalise(part, norm)
         if multiplier != 1:
@@ -381,33 +457,28 @@ class DecoderLayers:
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: SlotAttention,
+        attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
         """Return the attention output of each row, [n, heads * head_dim]."""
         heads = self.heads
         facing_heads = heads.query + heads.kv
-        states = layer.qkv(x, None).view(x.shape[0], -1, heads.dim)
+        states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
         rope = None if layer.rope is None else ropes[layer.rope]
-        if isinstance(slots, NativeAttention):
-            return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
+        if isinstance(attends, NativeAttention):
+            return attends.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
         facing = states[:, :facing_heads]  # queries and keys
         values = states[:, facing_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             queries = self._head_norm(facing[:, : heads.query], layer.q_norm)
             keys = self._head_norm(facing[:, heads.query :], layer.k_norm)
             facing = torch.cat([queries, keys], 1)
-        facing = facing.to(self._cache_dtype)
-        if isinstance(slots, PromptAttention):
-            return slots.attend_unturned(number, facing, values, rope)
-        if rope is not None:
-            cos, sin = rope
-            # Two products and a sum, each rounded by itself: a fused multiply-add would be used only
-            # where it is vectorised.
-            facing = (facing * cos).add_(facing.roll(heads.dim // 2, -1).mul_(sin))
-        mixed = slots.attend(number, facing[:, : heads.query], facing[:, heads.query :], values)
-        return mixed.to(self.dtype)
+        return attends.attend(number, facing, values, rope)
 
-    def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def _head_norm(
+        self,
+        states: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> torch.Tensor:
         """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)
@@ -480,18 +551,17 @@ def set_weight(module: torch.nn.Module, weight: Weights) -> None:
         module.weight = Parameter(weight, requires_grad=False)
 
 
-def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, width: int) -> None:
+def pair_up(model: PreTrainedModel | Decoder, spec: LayerSpec) -> None:
     """Reorder the rows of queries and keys, so that a rotation pairs row i with row i + width / 2.
 
     Scores are the same in any order. If all 4 numbers of a head are rotated in neighbouring pairs
     (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
-
-    Args:
-        count: how many of a head's `width` numbers are rotated.
     """
+    count = spec.rotated
+    width = spec.heads.dim
     stride = 1
     partner = count // 2
-    if forward.rotates == "pairs":
+    if spec.forward.rotates == "pairs":
         stride = 2
         partner = 1
     lower = [stride * number for number in range(count // 2)]

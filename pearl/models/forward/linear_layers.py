@@ -1,7 +1,8 @@
 """Products of a forward pass whose bits do not depend on how many rows are computed together.
 
-A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`,
-on a GPU by our kernels. Most libraries choose their order of summation by the number of rows.
+A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`
+(`Native`), on a GPU by our kernels (`KernelMatrix`). Most libraries choose their order of summation by
+the number of rows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.nn.functional import gelu, linear, relu, rms_norm, silu
@@ -26,69 +27,54 @@ from pearl.models.forward.quantised import (
 )
 
 Rounding = Literal["", "int8", "int4"]
-# (x, y) -> x times the matrix, plus y if any.
-Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-
 # Weights in layers: a model whose forward of one token takes as long as reading them.
 _LARGE = 100_000_000
 
 
-def _plus(product: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-    if y is None:
-        return product
-    return y + product
+class Matrix(Protocol):
+    """A linear layer's weights in the layout of a device."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x times the matrix, plus y if any."""
+        ...
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Holds weights [out, in] as they are, and a bias [out] if any."""
+class KernelMatrix:
+    """Holds weights for our kernels on a GPU, which multiply them in the rows' dtype.
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    bits = 16  # at most: the kernels multiply such weights as they are
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.weight.shape
-
-    def options(self) -> dict[str, Any]:
-        """Return the constants of the kernels."""
-        return {"BITS": self.bits, "GROUP": self.shape[1], "EXTRA": 0, "OFFSET": 0.0}
-
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        return _plus(linear(x, self.weight, self.bias), y)
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """Holds weights of 4 or 8 bits for our kernels on a GPU, which multiply them in the rows' dtype.
-
-    Steps of 8 bits are [out, in], of int8 or float8_e4m3fn. Steps of 4 bits are bytes [out, in / 2]:
-    with `packed_together` of 32, byte 0 of a row holds input 0 in its lower half and input 16 in its
-    upper half, and byte 15 holds inputs 15 and 31.
+    Whole weights are [out, in]. Steps of 8 bits are [out, in], of int8 or float8_e4m3fn. Steps of 4 bits
+    are bytes [out, in / 2]: with `packed_together` of 32, byte 0 of a row holds input 0 in its lower half
+    and input 16 in its upper half, and byte 15 holds inputs 15 and 31.
 
     Attributes:
-        scales: [groups, out, 1 or 2], a scale and perhaps a second number of each group. A weight is
-            (step - offset) * scale if `extra` is 0, (step - offset) * scale + second if it is 1, and
-            (step - offset - second) * scale if it is 2.
-        shape: (outputs, inputs).
+        bias: [out].
+        scales: [groups, out, 1 or 2], a scale and perhaps a second number of each group; None: the
+            weights are whole. A weight is (step - offset) * scale if `extra` is 0, (step - offset) *
+            scale + second if it is 1, and (step - offset - second) * scale if it is 2.
+        bits: of a step, 16 for whole weights.
         group: inputs that share a scale.
     """
 
     weight: torch.Tensor
-    scales: torch.Tensor
     bias: torch.Tensor | None
-    shape: tuple[int, int]
-    bits: int
-    group: int
+    scales: torch.Tensor | None = None
+    bits: int = 16
+    group: int = 0
     extra: int = 0
     offset: float = 0.0
 
     @staticmethod
     def of(
-        weights: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Quantised | Plain:
-        """Lay weights out for the kernels: as `Plain` weights of `dtype` if these have no layout there."""
+        weights: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> KernelMatrix:
+        """Lay quantised weights out: as whole weights of `dtype` if the kernels have no layout for them."""
         outputs, inputs = weights.shape
         if weights.table is not None and weights.fits_bytes:
             weights = weights.in_bytes(weights.group)
@@ -97,17 +83,16 @@ class Quantised:
         is_unknown = weights.order is not None or weights.table is not None
         is_even = group % 16 == 0 and (group & (group - 1) == 0 or group == inputs)
         if is_unknown or not is_even or (weights.bits == 4 and not packed):
-            return Plain(weights.dequantised().to(dtype), bias)
+            return KernelMatrix(weights.dequantised().to(dtype), bias)
         columns = [weights.whole_scales()]
-        second = weights.zeros
-        extra = 2
-        if weights.least is not None:
-            second = weights.whole_least()
+        extra = 0
+        least = weights.whole_least()
+        if weights.least is not None and least is not None:
             extra = 1
-        if second is None:
-            extra = 0
-        else:
-            columns.append(second)
+            columns.append(least)
+        elif weights.zeros is not None:
+            extra = 2
+            columns.append(weights.zeros)
         scales = torch.stack([column.T.to(dtype) for column in columns], -1)
         steps = weights.steps
         offset = weights.offset
@@ -119,37 +104,77 @@ class Quantised:
         elif steps.dtype == torch.uint8:
             steps = (steps.to(torch.int16) - int(offset)).to(torch.int8)
             offset = 0.0
-        return Quantised(steps, scales, bias, (outputs, inputs), bits, group, extra, offset)
+        return KernelMatrix(steps, bias, scales, bits, group, extra, offset)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        outputs, width = self.weight.shape[-2:]
+        if self.bits == 4:
+            return outputs, 2 * width
+        return outputs, width
 
     def options(self) -> dict[str, Any]:
-        """Return the constants of the kernels."""
-        return {"BITS": self.bits, "GROUP": self.group, "EXTRA": self.extra, "OFFSET": self.offset}
+        """Return the constants of the kernels that say what the weights are."""
+        group = self.group or self.shape[1]
+        return {
+            "BITS": self.bits,
+            "GROUP": group,
+            "EXTRA": self.extra,
+            "OFFSET": self.offset,
+        }
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        return _plus(linear(x, self.dequantised(), self.bias), y)
+    def constants(self) -> dict[str, Any]:
+        """Return the constants of a product's kernel that depend on the matrix; N depends on the kernel."""
+        return self.options() | {
+            "K": self.shape[1],
+            "BIAS": self.bias is not None,
+        }
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weights, scales and bias; the weights stand for those that there are not."""
+        weight = self.weight
+        scales = weight if self.scales is None else self.scales
+        bias = weight if self.bias is None else self.bias
+        return weight, scales, bias
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        product = linear(x, self.dequantised(), self.bias)
+        if y is None:
+            return product
+        return y + product
 
     def dequantised(self) -> torch.Tensor:
-        """Return the weights [out, in], in the dtype of the scales."""
-        outputs, inputs = self.shape
-        packed = packed_together(inputs, self.group)
-        if self.bits == 4 and self.weight.device.type == "cuda":
+        """Return the weights [out, in], in the dtype of the scales if they are steps."""
+        if self.scales is None:
+            return self.weight
+        packed = packed_together(self.shape[1], self.group)
+        if self.bits == 4 and self.weight.is_cuda:
             return self._dequantised_on_gpu(4 * packed)
+        outputs = len(self.weight)
         steps = self.weight
         if self.bits == 4:
             chunks = steps.view(outputs, -1, packed // 2)
             steps = torch.stack((chunks & 15, chunks >> 4), 2)
-        scale = self.scales[..., 0].T[..., None]
+        numbers = self.scales.transpose(0, 1)[..., None]
+        scale = numbers[:, :, 0]
+        second = numbers[:, :, -1]
         weights = steps.to(scale.dtype).view(outputs, -1, self.group) - self.offset
         if self.extra == 2:
-            weights = weights - self.scales[..., 1].T[..., None]
+            weights = weights - second
         weights = weights * scale
         if self.extra == 1:
-            weights = weights + self.scales[..., 1].T[..., None]
+            weights = weights + second
         return weights.view(self.shape)
 
     def _dequantised_on_gpu(self, inputs_at_once: int) -> torch.Tensor:
         from pearl.models.gpu import tile_kernels
 
+        assert self.scales is not None
         outputs, inputs = self.shape
         weights = torch.empty(self.shape, dtype=self.scales.dtype, device=self.weight.device)
         grid = (-(-outputs // 32), inputs // inputs_at_once)
@@ -179,9 +204,9 @@ def packed_together(inputs: int, group: int) -> int:
 def matrix(
     *linears: Any,
     dtype: torch.dtype,
+    is_native: bool,
     rounding: Rounding = "",
     wide: bool = False,
-    plain: bool = False,
 ) -> Matrix:
     """Return several linear layers with one input as one matrix, their outputs side by side.
 
@@ -189,13 +214,13 @@ def matrix(
 
     Args:
         dtype: the dtype of the model, and so of most rows.
+        is_native: lay the weights out for our C; else for our kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
         wide: keep float32 results in float32.
-        plain: return a `Plain` or a `Quantised` one, for our kernels, as on a GPU.
     """
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
-    if plain or weights[0].device.type == "cuda":
+    if not is_native:
         return _for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):
@@ -207,7 +232,7 @@ def matrix(
     for run in runs:
         together = _together([weights[number] for number in run])
         bias = _joined_bias([biases[number] for number in run])
-        parts.append(_laid_out(together, bias, wide))
+        parts.append(_native(together, bias, wide))
     if len(parts) == 1:
         return parts[0]
     return SideBySide(parts)
@@ -240,8 +265,10 @@ def _joined_bias(biases: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _for_kernels(
-    weights: Sequence[Weights], bias: torch.Tensor | None, dtype: torch.dtype
-) -> Plain | Quantised:
+    weights: Sequence[Weights],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> KernelMatrix:
     """Lay out weights side by side: those of several kinds as bytes, or else dequantised."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
     are_bytes = all(weight.fits_bytes and weight.order is None for weight in quantised)
@@ -252,37 +279,46 @@ def _for_kernels(
             if isinstance(weight, QuantisedMatrix):
                 weight = weight.dequantised().to(dtype)
             plain.append(weight)
-        return Plain(torch.cat(plain), bias)
+        return KernelMatrix(torch.cat(plain), bias)
     if is_mixed:
         group = gcd(*(weight.group for weight in quantised))
         quantised = [weight.in_bytes(group) for weight in quantised]
-    return Quantised.of(stacked(quantised), bias, dtype)
+    return KernelMatrix.of(stacked(quantised), bias, dtype)
 
 
-def _laid_out(weight: Weights, bias: torch.Tensor | None, wide: bool) -> Matrix:
-    if native.takes(weight):
-        return native.Native(weight, bias, wide)
-    if isinstance(weight, QuantisedMatrix):
-        dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
-        weight = weight.dequantised().to(dtype)
-        if native.takes(weight):
-            return native.Native(weight, bias, wide)
-    return Plain(weight, bias)
+def _native(
+    weight: Weights,
+    bias: torch.Tensor | None,
+    wide: bool,
+) -> native.Native:
+    """Lay weights out for our C: dequantised if it does not multiply by these."""
+    if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
+        weight = weight.dequantised()
+        if multiplies_bf16():
+            weight = weight.to(torch.bfloat16)
+    return native.Native(weight, bias, wide)
 
 
 @dataclass(frozen=True)
 class SideBySide:
     """Multiplies by matrices in several layouts, and puts their outputs side by side."""
 
-    parts: Sequence[Matrix]
+    parts: Sequence[native.Native]
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        return _plus(torch.cat([part(x, None) for part in self.parts], -1), y)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        product = torch.cat([part(x) for part in self.parts], -1)
+        if y is None:
+            return product
+        return y + product
 
 
-def dtype_of_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def dtype_of_rows(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of rows in a model of `dtype`: our C has no float16 rows, and computes in float32."""
-    if device.type == "cpu" and dtype == torch.float16:
+    if dtype == torch.float16:
         return torch.float32
     return dtype
 
@@ -298,7 +334,14 @@ def rounding_for(model: Any) -> Rounding:
     if native.library() is None or not hasattr(mlp, "gate_proj"):  # experts
         return ""
     size = 0
-    for part in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+    matrices = [
+        attention.q_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
+    for part in matrices:
         if isinstance(part.weight, QuantisedMatrix) or part.weight.shape[1] % GROUP:
             return ""
         size += part.weight.numel()
@@ -349,7 +392,10 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def normalise(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 

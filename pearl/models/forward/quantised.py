@@ -110,7 +110,9 @@ class QuantisedMatrix:
         """Whether its steps, or the numbers of its table, are whole numbers of 8 bits."""
         if self.steps.dtype == torch.float8_e4m3fn:
             return False
-        return self.table is None or torch.equal(self.table, self.table.to(torch.int8).float())
+        if self.table is None:
+            return True
+        return torch.equal(self.table, self.table.to(torch.int8).float())
 
     def in_bytes(self, group: int) -> QuantisedMatrix:
         """Return the same numbers as steps of 8 bits.
@@ -156,7 +158,8 @@ Weights = torch.Tensor | QuantisedMatrix
 def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
     if upper is None:
         return scales.float()
-    return scales.float() * upper.float().repeat_interleave(scales.shape[1] // upper.shape[1], 1)
+    repeats = scales.shape[1] // upper.shape[1]
+    return scales.float() * upper.float().repeat_interleave(repeats, 1)
 
 
 def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
@@ -190,7 +193,9 @@ def are_alike(left: Weights, right: Weights) -> bool:
         return type(left) is type(right)
     if left.kind != right.kind:
         return False
-    return left.order is None or right.order is None or torch.equal(left.order, right.order)
+    if left.order is None or right.order is None:
+        return True
+    return torch.equal(left.order, right.order)
 
 
 def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:

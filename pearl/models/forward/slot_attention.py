@@ -1,18 +1,31 @@
-"""Attention of a forward's rows to their slots: any number of rows on a CPU, fixed sizes on a GPU."""
+"""Attention of a forward's rows to their slots: in C, and by torch's operations."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from pearl.models.cpu import native
 from pearl.models.forward import attention
 from pearl.models.forward.slots import Slots
-from pearl.models.gpu.recordings import FED
+
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of positions [positions, 1, head_dim]
+
+
+class SlotAttention(Protocol):
+    """Attention of rows to the slots that they belong to, whose keys and values it writes."""
+
+    def attend(
+        self,
+        layer: int,
+        facing: torch.Tensor,
+        values: torch.Tensor,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        """See `TorchAttention.attend`."""
+        ...
 
 
 class NativeAttention:
@@ -82,7 +95,7 @@ class NativeAttention:
         layer: int,
         states: torch.Tensor,
         norms: Sequence[torch.Tensor | None],
-        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        rope: Rope | None,
     ) -> torch.Tensor:
         """Return the attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
         arguments = native.Attention.from_buffer_copy(self.given)
@@ -112,188 +125,76 @@ class NativeAttention:
         return out
 
 
-class FixedAttention:
-    """Attends for the rows of a `recordings.PieceInputs`.
+class TorchAttention:
+    """Attends by torch's operations: the reference of our kernels, and a head's attention on a GPU.
 
     Args:
-        at: [n], positions at which keys and values are written.
-        end: how many positions are attended to.
-        masks: [n, end] by window. None: the rows are the last of these positions, and each sees all up
-            to its own. With a cap, sinks or a window, there is a mask.
+        slot: the slot of all rows.
+        start: the position of the first row; each row sees the positions up to its own.
     """
 
     def __init__(
         self,
         slots: Slots,
         slot: int,
-        at: torch.Tensor,
-        end: int,
-        masks: Mapping[int, torch.Tensor | None],
+        start: int,
         scoring: attention.Scoring,
     ) -> None:
         self._slots = slots
         self._slot = slot
-        self._at = at
-        self._end = end
-        self._masks = masks
+        self._start = start
         self._scoring = scoring
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Write keys and values [n, kv_heads, head_dim] to the cache; return each row's output.
-
-        queries [n, heads, head_dim] -> [n, heads * head_dim]
-        """
-        n, heads, dim = queries.shape
-        scoring = self._scoring
-        kv_heads = keys.shape[1]
-        scale = scoring.scale
-        cap = scoring.cap
-        mask = self._masks[scoring.windows[layer]]
-        all_keys = self._slots.keys[self._slot, layer]
-        all_values = self._slots.values[self._slot, layer]
-        all_keys[:, self._at] = keys.transpose(0, 1)
-        all_values[:, self._at] = values.transpose(0, 1)
-        all_keys = all_keys[:, : self._end]
-        all_values = all_values[:, : self._end]
-        if mask is None:
-            # This import takes seconds: it imports torch's compiler.
-            from torch.nn.attention.bias import causal_lower_right
-
-            sees: Any = causal_lower_right(n, self._end)
-            mixed = scaled_dot_product_attention(
-                queries.transpose(0, 1)[None],
-                all_keys[None],
-                all_values[None],
-                sees,
-                scale=scale,
-                enable_gqa=heads != kv_heads,
-            )
-            return mixed[0].transpose(0, 1).reshape(n, -1)
-        stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        mask = mask.repeat(heads // kv_heads, 1)
-        if cap:
-            scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
-            mixed = torch.bmm((scores + mask).softmax(-1), all_values)
-        elif n <= FED or scoring.sinks:
-            # Fused attention has few blocks to work with where there are few rows.
-            mixed = self._weighed(layer, stacked, all_keys, all_values, mask, n)
-        else:
-            mixed = scaled_dot_product_attention(
-                stacked[None], all_keys[None], all_values[None], mask, scale=scale
-            )[0]
-        return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
-
-    def _weighed(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor,
-        n: int,
-    ) -> torch.Tensor:
-        """Attend by separate products; queries are [kv_heads, group * n, head_dim].
-
-        A prompt's piece is computed one key-value head at a time: all of its scores take gigabytes.
-        """
-        kv_heads = len(keys)
-        sinks = self._scoring.sinks_of(layer)
-        step = kv_heads if n <= FED else 1
-        parts = []
-        for head in range(0, kv_heads, step):
-            heads = slice(head, head + step)
-            scores = torch.baddbmm(
-                mask, queries[heads], keys[heads].transpose(1, 2), alpha=self._scoring.scale
-            )
-            head_sinks = None
-            if sinks is not None:
-                head_sinks = sinks.view(kv_heads, -1)[heads].flatten()
-            parts.append(torch.bmm(attention.weigh(scores, n, head_sinks), values[heads]))
-        return torch.cat(parts)
-
-
-class PromptAttention:
-    """Attends for the rows of a prompt's piece by `prefill_kernels`, which rotate them, too.
-
-    Args:
-        given: slot, position of the first row, and number of tokens, on the device.
-    """
-
-    def __init__(self, given: torch.Tensor, slots: Slots, scoring: attention.Scoring) -> None:
-        self._given = given
-        self._slots = slots
-        self._scoring = scoring
-
-    def attend_unturned(
         self,
         layer: int,
         facing: torch.Tensor,
         values: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        rope: Rope | None,
     ) -> torch.Tensor:
-        """Return the attention output [n, heads * head_dim] of rows.
+        """Write the rows' keys and values to the cache; return the attention output [n, heads * head_dim].
 
         Args:
             facing: queries and keys [n, heads + kv_heads, head_dim], not rotated.
             values: [n, kv_heads, head_dim].
             rope: tables of all positions; None: nothing is rotated.
         """
-        from pearl.models.gpu import prefill_kernels as kernels
+        n, kv_heads, dim = values.shape
+        heads = facing.shape[1] - kv_heads
+        end = self._start + n
+        rows = slice(self._start, end)
+        if rope is not None:
+            cos, sin = rope
+            facing = facing * cos[rows] + facing.roll(dim // 2, -1) * sin[rows]
+        keys = self._slots.keys[self._slot, layer, :, :end]
+        all_values = self._slots.values[self._slot, layer, :, :end]
+        keys[:, rows] = facing[:, heads:].transpose(0, 1)
+        all_values[:, rows] = values.transpose(0, 1)
+        queries = facing[:, :heads].unflatten(1, (kv_heads, -1))
+        queries = queries.permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.bmm(queries, keys.mT) * self._scoring.scale
+        scores = attention.cap_scores(scores, self._scoring.cap)
+        scores = scores.unflatten(1, (-1, n))
+        shares = self._shares(layer, scores).flatten(1, 2)
+        mixed = torch.bmm(shares, all_values).unflatten(1, (-1, n))
+        return mixed.permute(2, 0, 1, 3).reshape(n, -1)
 
-        n, facing_heads, dim = facing.shape
-        scoring = self._scoring
-        kv_heads = values.shape[1]
-        heads = facing_heads - kv_heads
-        keys = self._slots.keys[:, layer]
-        all_values = self._slots.values[:, layer]
-        scale = scoring.scale
-        cap = scoring.cap
-        sinks = scoring.sinks_of(layer)
-        out = facing.new_empty(n, heads * dim)
-        cos, sin = rope or (facing, facing)
-        strides = (keys.stride(0), keys.stride(1), facing.stride(0))
-        sizes = {"HQ": heads, "D": dim, "TURNS": rope is not None}
-        log2e = 1 / math.log(2)
-        written_rows = min(32, n)
-        kernels.write[(n // written_rows, kv_heads)](
-            self._given,
-            facing,
-            values,
-            cos,
-            sin,
-            keys,
-            all_values,
-            *strides,
-            values.stride(0),
-            BM=written_rows,
-            **sizes,
-        )
-        tile = kernels.tile_of(dim)
-        rows = min(tile.rows, n)
-        inner = scale * log2e
-        if cap:
-            inner = 2 * scale * log2e / cap
-        kernels.attend[(heads, n // rows)](
-            self._given,
-            facing,
-            keys,
-            all_values,
-            cos,
-            sin,
-            facing if sinks is None else sinks,
-            out,
-            *strides,
-            inner,
-            cap * log2e,
-            HK=kv_heads,
-            BM=rows,
-            BN=tile.positions,
-            WINDOW=scoring.windows[layer],
-            CAPS=cap != 0,
-            SINKS=sinks is not None,
-            **sizes,
-            **tile.options(facing.device),
-        )
-        return out
+    def _shares(
+        self,
+        layer: int,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the softmax of scores [kv_heads, group, n, end] over the positions that each row sees."""
+        kv_heads, group, n, end = scores.shape
+        window = self._scoring.windows[layer]
+        positions = torch.arange(end, device=scores.device)
+        own_positions = positions[self._start :, None]
+        is_hidden = positions > own_positions
+        if window:
+            is_hidden |= positions <= own_positions - window
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        sinks = self._scoring.sinks_of(layer)
+        if sinks is None:
+            return scores.softmax(-1)
+        sink_scores = sinks.view(kv_heads, group, 1, 1).expand(-1, -1, n, -1)
+        return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]

@@ -39,7 +39,10 @@ class Slots:
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
@@ -47,20 +50,36 @@ class Slots:
         self._written = [0] * shape[0]  # by slot: positions from here on are zeros
         self._trees: list[Tree | None] = [None] * shape[0]
 
-    def wrote(self, slot: int, end: int) -> None:
+    def wrote(
+        self,
+        slot: int,
+        end: int,
+    ) -> None:
         """Record that positions up to `end` were written to."""
         self._written[slot] = max(self._written[slot], end)
 
-    def extend(self, slot: int, count: int) -> None:
+    def extend(
+        self,
+        slot: int,
+        count: int,
+    ) -> None:
         """Continue the sequence by a chain of `count` tokens that was fed."""
         self._trees[slot] = None
         self.lengths[slot] += count
 
-    def hold(self, slot: int, tree: Tree) -> None:
+    def hold(
+        self,
+        slot: int,
+        tree: Tree,
+    ) -> None:
         """Hold a tree that was fed until `keep`."""
         self._trees[slot] = tree
 
-    def rollback(self, length: int, slot: int) -> None:
+    def rollback(
+        self,
+        length: int,
+        slot: int,
+    ) -> None:
         assert 0 <= length <= self.lengths[slot]
         has_tree = self._trees[slot] is not None
         needs_clearing = length < self.lengths[slot] or length == 0 or has_tree
@@ -69,7 +88,11 @@ class Slots:
         if needs_clearing:
             self._clear(slot, length)
 
-    def keep(self, path: Sequence[int], slot: int) -> None:
+    def keep(
+        self,
+        path: Sequence[int],
+        slot: int,
+    ) -> None:
         """Continue the sequence by the nodes of `path`; forget the rest of the tree."""
         tree = self._trees[slot]
         start = self.lengths[slot]
@@ -90,7 +113,13 @@ class Slots:
         self.lengths[slot] = end
         self._clear(slot, end)
 
-    def fork(self, slot: int, into: int, length: int, shared: int = 0) -> None:
+    def fork(
+        self,
+        slot: int,
+        into: int,
+        length: int,
+        shared: int = 0,
+    ) -> None:
         """Copy the first `length` tokens of `slot` to `into`, which holds the first `shared` already."""
         assert slot != into
         assert shared <= length <= self.lengths[slot]
@@ -101,15 +130,24 @@ class Slots:
         self.lengths[into] = length
         self._written[into] = length
 
-    def _clear(self, slot: int, length: int) -> None:
+    def _clear(
+        self,
+        slot: int,
+        length: int,
+    ) -> None:
         with torch.inference_mode():
             for buffer in (self.keys, self.values):
                 buffer[slot, :, :, length : self._written[slot]].zero_()
         self._written[slot] = length
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Return zeros; on a CPU in a fresh mapping, whose pages take no memory until written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -6,6 +6,8 @@ row's own position (see `row_table`). A part or block that a row does not see ad
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language import constexpr
@@ -23,51 +25,62 @@ _BLOCK = constexpr(64)  # positions at once
 _LOW = constexpr(-1.0e30)
 
 
+class AttentionShape(NamedTuple):
+    """The constants of `attend`.
+
+    Attributes:
+        ROWS: of the table. R: rows and query heads of a tile, a power of two.
+        HQ, HK: query heads, key-value heads.
+        D: dimensions of a head. WIDE: the power of two that holds D; numbers beyond D are 0.
+        NORMS: of queries and keys: 0: none. 1: each head is normalised by itself. 2: all together.
+        TURNS: queries and keys are rotated.
+        WINDOW: how many positions a row sees, its own included; 0: all earlier ones.
+        CAP: the cap of scores, by tanh; 0: none.
+    """
+
+    ROWS: constexpr
+    R: constexpr
+    HQ: constexpr
+    HK: constexpr
+    D: constexpr
+    WIDE: constexpr
+    NORMS: constexpr
+    TURNS: constexpr
+    WINDOW: constexpr
+    CAP: constexpr
+
+
 @triton.jit
-def _turned(
-    source,
-    positions,
-    inside,
-    norm,
-    scale,
-    cos,
-    sin,
-    eps,
-    NORMS: constexpr,
-    TURNS: constexpr,
-    D: constexpr,
-    WIDE: constexpr,
-):
+def _turned(source, positions, inside, norm, scale, cos, sin, eps, shape):
     """Load queries or keys [rows, WIDE] from `source` [rows], normalised, rotated to their positions.
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
 
     Args:
         norm: [rows], pointers to the first of each row's norm weights.
-        NORMS: 0: no norm. 1: each head is normalised by itself. 2: by `scale` [rows], that of all heads.
-        WIDE: the power of two that holds D; numbers beyond D are 0.
+        scale: [rows], that of all heads, for NORMS 2.
     """
-    d = tl.arange(0, WIDE)
+    D: constexpr = shape.D
+    d = tl.arange(0, shape.WIDE)
     kind: constexpr = source.dtype.element_ty
     across = (d + D // 2) % D
-    there = inside[:, None] & (d < D)[None, :]
-    own = tl.load(source[:, None] + d[None, :], mask=there, other=0.0)
-    other = tl.load(source[:, None] + across[None, :], mask=there, other=0.0)
-    if NORMS:
-        full = own.to(tl.float32)
-        if NORMS == 1:
+    mask = inside[:, None] & (d < D)[None, :]
+    states = tl.load(source[:, None] + d[None, :], mask=mask, other=0.0)
+    opposite = tl.load(source[:, None] + across[None, :], mask=mask, other=0.0)
+    if shape.NORMS:
+        full = states.to(tl.float32)
+        if shape.NORMS == 1:
             scale = 1.0 / tl.sqrt(tl.sum(full * full, 1) / D + eps)
-        weights = tl.load(norm[:, None] + d[None, :], mask=there, other=0.0)
-        own = weighted((full * scale[:, None]).to(kind), weights)
-        weights = tl.load(norm[:, None] + across[None, :], mask=there, other=0.0)
-        other = weighted((other.to(tl.float32) * scale[:, None]).to(kind), weights)
-    if TURNS:
+        weights = tl.load(norm[:, None] + d[None, :], mask=mask, other=0.0)
+        states = weighted((full * scale[:, None]).to(kind), weights)
+        weights = tl.load(norm[:, None] + across[None, :], mask=mask, other=0.0)
+        opposite = weighted((opposite.to(tl.float32) * scale[:, None]).to(kind), weights)
+    if shape.TURNS:
         at = positions[:, None] * D + d[None, :]
-        turned = own.to(tl.float32) * tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
-        own = (
-            turned + other.to(tl.float32) * tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
-        ).to(kind)
-    return own
+        turned = states.to(tl.float32) * tl.load(cos + at, mask=mask, other=0.0).to(tl.float32)
+        angle = tl.load(sin + at, mask=mask, other=0.0).to(tl.float32)
+        states = (turned + opposite.to(tl.float32) * angle).to(kind)
+    return states
 
 
 @triton.jit
@@ -87,77 +100,65 @@ def _write_new(
     high,
     head,
     eps,
-    ROWS: constexpr,
-    HQ: constexpr,
-    HK: constexpr,
-    D: constexpr,
-    WIDE: constexpr,
-    NORMS: constexpr,
-    TURNS: constexpr,
+    shape,
 ):
     """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
-    d = tl.arange(0, WIDE)
-    for first in range(0, fed, TILE_ROWS):
-        nodes = first + tl.arange(0, TILE_ROWS)
-        positions = tl.load(table + 1 + ROWS + feed + nodes, mask=nodes < fed, other=-1)
+    D: constexpr = shape.D
+    HQ: constexpr = shape.HQ
+    HK: constexpr = shape.HK
+    d = tl.arange(0, shape.WIDE)
+    for begin in range(0, fed, TILE_ROWS):
+        nodes = begin + tl.arange(0, TILE_ROWS)
+        positions = tl.load(table + 1 + shape.ROWS + feed + nodes, mask=nodes < fed, other=-1)
         inside = (positions >= low) & (positions < high)
-        row, at = tl.where(inside, feed + nodes, 0), start + nodes
+        row = tl.where(inside, feed + nodes, 0)
+        at = start + nodes
         source = qkv + row * ((HQ + 2 * HK) * D) + (HQ + head) * D
-        scale = (
-            root_scale(squares, HQ * D // 16, HK * D, eps, ROWS, row) if NORMS == 2 else positions
-        )
-        its = norm + row * 0 + (head * D if NORMS == 2 else 0)
-        key = _turned(source, positions, inside, its, scale, cos, sin, eps, NORMS, TURNS, D, WIDE)
-        there = inside[:, None] & (d < D)[None, :]
+        scale = positions
+        weights = norm + row * 0
+        if shape.NORMS == 2:
+            scale = root_scale(squares, HQ * D // 16, HK * D, eps, shape.ROWS, row)
+            weights = norm + row * 0 + head * D
+        key = _turned(source, positions, inside, weights, scale, cos, sin, eps, shape)
+        mask = inside[:, None] & (d < D)[None, :]
         value = tl.load(
-            (source + HK * D)[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg"
+            (source + HK * D)[:, None] + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
         )
         to = at[:, None] * D + d[None, :]
-        tl.store(to_keys + to, key, mask=there)
-        tl.store(to_values + to, value, mask=there)
+        tl.store(to_keys + to, key, mask=mask)
+        tl.store(to_values + to, value, mask=mask)
     tl.debug_barrier()
 
 
 @triton.jit
-def _attend_part(
-    query,
-    positions,
-    keys,
-    values,
-    start,
-    path,
-    begin,
-    high,
-    scale,
-    R: constexpr,
-    D: constexpr,
-    WIDE: constexpr,
-    WINDOW: constexpr,
-    CAP: constexpr,
-):
+def _attend_part(query, positions, keys, values, start, path, begin, high, scale, shape):
     """Attend to the positions from `begin` to `high`.
 
     Returns (mixed values [R, WIDE], greatest score [R], sum of shares [R]). In the cache the nodes of `path`
     follow position `start`; all other positions are in their order.
     """
-    d = tl.arange(0, WIDE)
+    D: constexpr = shape.D
+    R: constexpr = shape.R
+    d = tl.arange(0, shape.WIDE)
     kind: constexpr = query.dtype
     top = tl.full((R,), _LOW, tl.float32)
-    weight, mixed = tl.zeros((R,), tl.float32), tl.zeros((R, WIDE), tl.float32)
-    for first in range(begin, high, _BLOCK):
-        there = first + tl.arange(0, _BLOCK)
-        inside, is_node = there < high, there >= start
-        node = tl.load(path + there - start, mask=inside & is_node, other=0).to(tl.int32)
-        at = tl.where(is_node, start + node, there)[:, None] * D + d[None, :]
-        is_in = inside[:, None] & (d < D)[None, :]
-        key = tl.load(keys + at, mask=is_in, other=0.0, cache_modifier=".cg")
-        value = tl.load(values + at, mask=is_in, other=0.0, cache_modifier=".cg")
+    weight = tl.zeros((R,), tl.float32)
+    mixed = tl.zeros((R, shape.WIDE), tl.float32)
+    for block in range(begin, high, _BLOCK):
+        seats = block + tl.arange(0, _BLOCK)
+        inside = seats < high
+        is_node = seats >= start
+        node = tl.load(path + seats - start, mask=inside & is_node, other=0).to(tl.int32)
+        at = tl.where(is_node, start + node, seats)[:, None] * D + d[None, :]
+        mask = inside[:, None] & (d < D)[None, :]
+        key = tl.load(keys + at, mask=mask, other=0.0, cache_modifier=".cg")
+        value = tl.load(values + at, mask=mask, other=0.0, cache_modifier=".cg")
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if CAP > 0:
-            scores = CAP * (1 - 2 / (tl.exp(2 * scores / CAP) + 1))
-        seen = inside[None, :] & (there[None, :] <= positions[:, None])
-        if WINDOW:
-            seen = seen & (there[None, :] > positions[:, None] - WINDOW)
+        if shape.CAP > 0:
+            scores = shape.CAP * (1 - 2 / (tl.exp(2 * scores / shape.CAP) + 1))
+        seen = inside[None, :] & (seats[None, :] <= positions[:, None])
+        if shape.WINDOW:
+            seen = seen & (seats[None, :] > positions[:, None] - shape.WINDOW)
         scores = tl.where(seen, scores, _LOW)
         higher = tl.maximum(top, tl.max(scores, 1))
         shares = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
@@ -172,18 +173,15 @@ def _attend_part(
 def _tile_at(table, t, ROWS: constexpr):
     """Read the numbers of a `row_table.TableTile`, with the count of parts from `begin` on for `parts`."""
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
-    first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
-    feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
-    slot, start = tl.load(at + 4), tl.load(at + 5).to(tl.int32)
-    span, begin = tl.load(at + 6).to(tl.int32), tl.load(at + 7).to(tl.int32)
+    begin = tl.load(at + 7).to(tl.int32)
     return (
-        first,
-        count,
-        feed,
-        fed,
-        slot,
-        start,
-        span,
+        tl.load(at).to(tl.int32),
+        tl.load(at + 1).to(tl.int32),
+        tl.load(at + 2).to(tl.int32),
+        tl.load(at + 3).to(tl.int32),
+        tl.load(at + 4),
+        tl.load(at + 5).to(tl.int32),
+        tl.load(at + 6).to(tl.int32),
         begin,
         tl.load(at + 8).to(tl.int32) - begin,
         tl.load(at + 9) != 0,
@@ -223,37 +221,35 @@ def attend(
     it, for the tile's rows or for a single row if they are computed apart. It writes the keys and values of
     its feed whose positions are in its part. `add_parts` adds the outputs of the parts. Any grid will do.
 
-    NORMS: see `_turned`. squares: sums of squares of the columns of qkv, for NORMS 2. TURNS: queries and
-    keys are rotated. WINDOW: how many positions a row sees, its own included; 0: all earlier ones. CAP: the
-    cap of scores, by tanh; 0: none.
+    squares: sums of squares of the columns of qkv, for NORMS 2. Constants: see `AttentionShape`.
     """
     GROUP: constexpr = HQ // HK
     R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
     WIDE: constexpr = triton.next_power_of_2(D)
-    r, d, programs, before = (
-        tl.arange(0, R),
-        tl.arange(0, WIDE),
-        tl.num_programs(0),
-        0,
-    )  # units of the tiles before
+    shape: constexpr = AttentionShape(ROWS, R, HQ, HK, D, WIDE, NORMS, TURNS, WINDOW, CAP)
+    r = tl.arange(0, R)
+    d = tl.arange(0, WIDE)
+    programs = tl.num_programs(0)
+    earlier_units = 0  # of the tiles before
     paths = (table + 1 + (PER_ROW + 2 * NUMBERS) * ROWS).to(tl.pointer_type(tl.uint8))
     if OVERLAPS:
         gdc_wait()
     for t in range(tl.load(table).to(tl.int32)):
-        first, count, feed, fed, slot, start, span, begin, parts, apart = _tile_at(table, t, ROWS)
+        tile_row, count, feed, fed, slot, start, span, begin, parts, apart = _tile_at(
+            table, t, ROWS
+        )
         units = HK * parts * tl.where(apart, count, 1)
-        for unit in range(
-            (tl.program_id(0) + programs - before % programs) % programs, units, programs
-        ):
-            head, part = unit % HK, begin + unit // HK % parts
-            its_first, its_count = first + unit // HK // parts, tl.where(apart, 1, count)
-            low, last = part * span, tl.load(table + ROWS + its_first + its_count).to(tl.int32)
-            high = tl.minimum(low + span, last + 1)
-            asks, row = (
-                (r % TILE_ROWS < its_count) & (r < TILE_ROWS * GROUP),
-                its_first + r % TILE_ROWS,
-            )
-            row = tl.where(asks, row, 0)
+        first_unit = (tl.program_id(0) + programs - earlier_units % programs) % programs
+        for unit in range(first_unit, units, programs):
+            head = unit % HK
+            part = begin + unit // HK % parts
+            unit_row = tile_row + unit // HK // parts
+            unit_rows = tl.where(apart, 1, count)
+            low = part * span
+            end = tl.load(table + ROWS + unit_row + unit_rows).to(tl.int32)
+            high = tl.minimum(low + span, end + 1)
+            asks = (r % TILE_ROWS < unit_rows) & (r < TILE_ROWS * GROUP)
+            row = tl.where(asks, unit_row + r % TILE_ROWS, 0)
             positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
             at = slot * slot_stride + head * head_stride
             _write_new(
@@ -272,48 +268,30 @@ def attend(
                 high,
                 head,
                 eps,
-                ROWS,
-                HQ,
-                HK,
-                D,
-                WIDE,
-                NORMS,
-                TURNS,
+                shape,
             )
-            its = head * GROUP + r // TILE_ROWS  # query head
-            scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
-            norm = q_norm + (its * D if NORMS == 2 else its * 0)
-            source = qkv + (row * (HQ + 2 * HK) + its) * D
-            query = _turned(
-                source, positions, asks, norm, scales, cos, sin, eps, NORMS, TURNS, D, WIDE
-            )
+            query_head = head * GROUP + r // TILE_ROWS
+            scales = positions
+            norm = q_norm + query_head * 0
+            if NORMS == 2:
+                scales = root_scale(squares, 0, HQ * D, eps, ROWS, row)
+                norm = q_norm + query_head * D
+            source = qkv + (row * (HQ + 2 * HK) + query_head) * D
+            query = _turned(source, positions, asks, norm, scales, cos, sin, eps, shape)
             if WINDOW:  # no row sees blocks before the window of the least position
                 least = tl.min(tl.where(asks, positions, 1 << 30)).to(tl.int32)
                 low += tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK
-            path, nodes_from = paths + its_first * PATH_BYTES, tl.where(apart, start, 1 << 30)
+            path = paths + unit_row * PATH_BYTES
+            nodes_from = tl.where(apart, start, 1 << 30)
             mixed, top, weight = _attend_part(
-                query,
-                positions,
-                keys + at,
-                values + at,
-                nodes_from,
-                path,
-                low,
-                high,
-                scale,
-                R,
-                D,
-                WIDE,
-                WINDOW,
-                CAP,
+                query, positions, keys + at, values + at, nodes_from, path, low, high, scale, shape
             )
-            place = (row * MOST_PARTS + part) * HQ + its
-            tl.store(
-                sums + place[:, None] * D + d[None, :], mixed, mask=asks[:, None] & (d < D)[None, :]
-            )
+            place = (row * MOST_PARTS + part) * HQ + query_head
+            mask = asks[:, None] & (d < D)[None, :]
+            tl.store(sums + place[:, None] * D + d[None, :], mixed, mask=mask)
             tl.store(stats + place * 2, top, mask=asks)
             tl.store(stats + place * 2 + 1, weight, mask=asks)
-        before += units
+        earlier_units += units
     if OVERLAPS:
         gdc_launch_dependents()
 
@@ -336,11 +314,9 @@ def add_parts(
     SINKS: `sinks` [HQ] are scores without a position or a value. Grid: (query heads, ROWS / TILE_ROWS).
     """
     WIDE: constexpr = triton.next_power_of_2(D)
-    rows, d, head = (
-        tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS),
-        tl.arange(0, WIDE),
-        tl.program_id(0),
-    )
+    rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    d = tl.arange(0, WIDE)
+    head = tl.program_id(0)
     if OVERLAPS:
         gdc_wait()
     parts = tl.load(table + 1 + 2 * ROWS + rows)
@@ -350,19 +326,20 @@ def add_parts(
     at = rows * (MOST_PARTS * HQ) + head
     for part in tl.static_range(MOST_PARTS):  # unrolled: so loads do not wait for one another
         top = tl.maximum(top, tl.load(stats + (at + part * HQ) * 2, mask=part < parts, other=_LOW))
-    mixed, weight = tl.zeros((TILE_ROWS, WIDE), tl.float32), tl.zeros((TILE_ROWS,), tl.float32)
+    mixed = tl.zeros((TILE_ROWS, WIDE), tl.float32)
+    weight = tl.zeros((TILE_ROWS,), tl.float32)
     if SINKS:
         weight += tl.exp(tl.load(sinks + head).to(tl.float32) - top)
     for part in tl.static_range(MOST_PARTS):
-        its, there = at + part * HQ, part < parts
-        fades = tl.exp(tl.load(stats + its * 2, mask=there, other=_LOW) - top)
-        weight += fades * tl.load(stats + its * 2 + 1, mask=there, other=0.0)
-        inside = there[:, None] & (d < D)[None, :]
-        mixed += fades[:, None] * tl.load(
-            sums + its[:, None] * D + d[None, :], mask=inside, other=0.0
-        )
-    found = mixed / tl.where(weight > 0, weight, 1.0)[:, None]
+        place = at + part * HQ
+        has_part = part < parts
+        fades = tl.exp(tl.load(stats + place * 2, mask=has_part, other=_LOW) - top)
+        weight += fades * tl.load(stats + place * 2 + 1, mask=has_part, other=0.0)
+        mask = has_part[:, None] & (d < D)[None, :]
+        part_sums = tl.load(sums + place[:, None] * D + d[None, :], mask=mask, other=0.0)
+        mixed += fades[:, None] * part_sums
+    mean = mixed / tl.where(weight > 0, weight, 1.0)[:, None]
     to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
-    tl.store(to, found.to(out.dtype.element_ty), mask=(parts > 0)[:, None] & (d < D)[None, :])
+    tl.store(to, mean.to(out.dtype.element_ty), mask=(parts > 0)[:, None] & (d < D)[None, :])
     if OVERLAPS:
         gdc_launch_dependents()

@@ -41,43 +41,45 @@ class Cut:
     Attributes:
         columns: outputs of a tile; gate-up has as many of each.
         inputs: inputs that a warp multiplies at once.
-        parts: programs that share a tile, each with its part of the inputs.
         warps: warps of a program, which share its inputs: a power of two.
         stages: see Triton.
     """
 
     columns: int
     inputs: int
-    parts: int = 1
     warps: int = 4
     stages: int = 4
 
-    def options(self, device: torch.device) -> dict[str, int]:
-        """Return the options of the launch; Triton's interpreter has none."""
-        if device.type != "cuda":
-            return {}
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def constants(self) -> dict[str, int]:
+        """Return the constants of a product's kernel, and the options of its launch."""
+        return {
+            "BN": self.columns,
+            "BK": self.inputs,
+            "S": self.warps,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 # By bits of the weights: each cut is the fastest for some product of Llama 1B and 7B on an H100.
 _CANDIDATES = {
     16: [
-        Cut(32, 64, 1, 4, 4),
-        Cut(32, 128, 1, 4, 3),
-        Cut(32, 128, 1, 2, 3),
-        Cut(16, 128, 1, 4, 4),
-        Cut(64, 64, 1, 2, 4),
+        Cut(32, 64, 4, 4),
+        Cut(32, 128, 4, 3),
+        Cut(32, 128, 2, 3),
+        Cut(16, 128, 4, 4),
+        Cut(64, 64, 2, 4),
     ],
     8: [
-        Cut(32, 128, 1, 4, 3),
-        Cut(32, 128, 1, 2, 4),
-        Cut(16, 128, 1, 4, 4),
+        Cut(32, 128, 4, 3),
+        Cut(32, 128, 2, 4),
+        Cut(16, 128, 4, 4),
     ],
     4: [
-        Cut(32, 128, 1, 4, 1),
-        Cut(16, 128, 1, 8, 1),
-        Cut(32, 128, 1, 8, 1),
-        Cut(16, 128, 1, 4, 1),
+        Cut(32, 128, 4, 1),
+        Cut(16, 128, 8, 1),
+        Cut(32, 128, 8, 1),
+        Cut(16, 128, 4, 1),
     ],
 }
 FAILURES = (OutOfResources, PTXASError)  # of a kernel that this GPU cannot run
@@ -124,9 +126,8 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
             cuts.append(replace(fewer, stages=2))
     fitting = []
     for cut in cuts:
-        has_inputs = inputs % cut.inputs == 0 and inputs >= cut.inputs * cut.parts
         has_columns = outputs % cut.columns == 0 or not is_added
-        if has_inputs and has_columns and (cut.parts == 1 or product.name != "head"):
+        if has_columns and inputs % cut.inputs == 0:
             fitting.append(cut)
     if fitting or fewer is not None or bits == 4:
         return fitting
@@ -167,7 +168,11 @@ class Cuts:
         about = f"{product.name} {outputs}x{inputs}, {weights}, {product.rows} rows"
         return f"{torch.cuda.get_device_name(self._device)}, torch {torch.__version__}, {about}"
 
-    def fitting(self, product: Product, fewer: Cut | None) -> list[Cut]:
+    def fitting(
+        self,
+        product: Product,
+        fewer: Cut | None,
+    ) -> list[Cut]:
         """Return the cuts to choose from; a single one if it was chosen earlier.
 
         Raises:
@@ -189,7 +194,10 @@ class Cuts:
         return cuts
 
     def fastest(
-        self, product: Product, fitting: Sequence[Cut], launch: Callable[[Cut], object]
+        self,
+        product: Product,
+        fitting: Sequence[Cut],
+        launch: Callable[[Cut], object],
     ) -> Cut:
         """Time the cuts, keep the fastest in the file, and return it."""
         if len(fitting) == 1:

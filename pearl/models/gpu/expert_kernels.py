@@ -19,21 +19,22 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from pearl.models.forward.linear_layers import Matrix, Plain, Quantised, packed_together
+from pearl.models.forward.linear_layers import KernelMatrix, packed_together
 from pearl.models.gpu.recordings import FED
-from pearl.models.gpu.tile_kernels import multiply_tile
+from pearl.models.gpu.tile_kernels import TileShape, multiply_tile
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
 _WARPS = 4  # see `multiply_tile`
+_TENSORS = ("weight", "scales", "bias")  # of a `KernelMatrix`
 
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
     """Whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
-    same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
-    return tl.sum(same.to(tl.int32), 0) == 0
+    is_alike = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
+    return tl.sum(is_alike.to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -69,44 +70,27 @@ def expert_gate_up(
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
-        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
-        known = tl.minimum(columns, N - 1)
+        rows = tl.arange(0, ROWS)
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        gate, up = multiply_tile(
-            None,
-            x,
-            x,
-            w,
-            scales,
-            tl.program_id(1) * BN,
-            0,
-            K,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            False,
-            BITS,
-            GROUP,
-            EXTRA,
-            OFFSET,
-            N,
-            K % (S * BK) == 0,
-            False,
+        shape: constexpr = TileShape(
+            K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N, False
         )
+        gate, up = multiply_tile(None, x, x, w, scales, tl.program_id(1) * BN, shape)
         if BIAS:
-            its = bias + expert * 2 * N + known
-            gate += tl.load(its).to(tl.float32)[:, None]
-            up += tl.load(its + N).to(tl.float32)[:, None]
-        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+            biases = bias + expert * 2 * N + inside
+            gate += tl.load(biases).to(tl.float32)[:, None]
+            up += tl.load(biases + N).to(tl.float32)[:, None]
+        gate = gate.to(kind).to(tl.float32)
+        up = up.to(kind).to(tl.float32)
         if CLAMPS:
-            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
-        found = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        gated = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
         to = act + (pair * ROWS + rows)[None, :] * N + columns[:, None]
-        tl.store(to, found.to(kind), mask=(columns < N)[:, None])
+        tl.store(to, gated.to(kind), mask=(columns < N)[:, None])
 
 
 @triton.jit
@@ -138,45 +122,23 @@ def expert_down(
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
-        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
-        known = tl.minimum(columns, N - 1)
+        rows = tl.arange(0, ROWS)
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
         rows_of_pair = act + pair * ROWS * K
-        found, _ = multiply_tile(
-            None,
-            rows_of_pair,
-            act,
-            w,
-            scales,
-            tl.program_id(1) * BN,
-            0,
-            K,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            False,
-            BITS,
-            GROUP,
-            EXTRA,
-            OFFSET,
-            0,
-            K % (S * BK) == 0,
-            False,
+        shape: constexpr = TileShape(
+            K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, 0, False
         )
+        product, _ = multiply_tile(None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, shape)
         if BIAS:
-            found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
+            product += tl.load(bias + expert * N + inside).to(tl.float32)[:, None]
         for choice in tl.static_range(TOP):
             place = rows * TOP + choice
-            mine = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
-            tl.store(
-                out + place[None, :] * N + columns[:, None],
-                found.to(out.dtype.element_ty),
-                mask=mine,
-            )
+            chooses = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
+            to = out + place[None, :] * N + columns[:, None]
+            tl.store(to, product.to(out.dtype.element_ty), mask=chooses)
 
 
 class ExpertProducts:
@@ -191,81 +153,84 @@ class ExpertProducts:
     """
 
     def __init__(
-        self, each: Sequence[tuple[Matrix, Matrix]], limits: tuple[float, float] | None
+        self,
+        each: Sequence[tuple[KernelMatrix, KernelMatrix]],
+        limits: tuple[float, float] | None,
     ) -> None:
         self._limits = limits or (1.0, 0.0)
         self._clamps = limits is not None
-        self._gate_up, self._down = (_Stack(matrices) for matrices in zip(*each, strict=True))
-        self.each = list(zip(self._gate_up.each, self._down.each, strict=True))
+        gate_ups, downs = zip(*each, strict=True)
+        self._gate_up = _stacked(gate_ups)
+        self._down = _stacked(downs)
+        self.each = list(zip(_parts(self._gate_up), _parts(self._down), strict=True))
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the output of each row's experts: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
         rows, top = chosen.shape
-        hidden = x.shape[1]
-        inner = self._down.inputs
+        hidden, inner = self._down.shape
         pairs = rows * top
         act = x.new_empty(pairs, rows, inner)
         outputs = x.new_empty(rows, top, hidden)
-        expert_gate_up[(pairs, -(-inner // _COLUMNS))](
+        expert_gate_up[(pairs, triton.cdiv(inner, _COLUMNS))](
             x,
             chosen,
-            *self._gate_up.tensors,
+            *self._gate_up.tensors(),
             act,
-            *self._gate_up.strides,
+            *_strides(self._gate_up),
             *self._limits,
             N=inner,
             TOP=top,
             CLAMPS=self._clamps,
-            **self._gate_up.options,
+            **_constants(self._gate_up),
         )
-        expert_down[(pairs, -(-hidden // _COLUMNS))](
+        expert_down[(pairs, triton.cdiv(hidden, _COLUMNS))](
             act,
             chosen,
-            *self._down.tensors,
+            *self._down.tensors(),
             outputs,
-            *self._down.strides,
+            *_strides(self._down),
             N=hidden,
             TOP=top,
-            **self._down.options,
+            **_constants(self._down),
         )
         return outputs
 
 
-class _Stack:
-    """Holds one matrix of all experts."""
+def _stacked(matrices: Sequence[KernelMatrix]) -> KernelMatrix:
+    """Return the matrices of all experts as one, with a further dimension in front of all tensors."""
+    tensors: dict[str, Any] = {}
+    for name in _TENSORS:
+        if getattr(matrices[0], name) is not None:
+            tensors[name] = torch.stack([getattr(matrix, name) for matrix in matrices])
+    return replace(matrices[0], **tensors)
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
-        first = matrices[0]
-        assert isinstance(first, Plain | Quantised)
-        kinds: Any = [matrix for matrix in matrices if isinstance(matrix, type(first))]
-        has_bias = first.bias is not None
-        weight = torch.stack([matrix.weight for matrix in kinds])
-        scales = weight
-        bias = weight
-        if isinstance(first, Quantised):
-            scales = torch.stack([matrix.scales for matrix in kinds])
-        if has_bias:
-            bias = torch.stack([matrix.bias for matrix in kinds])
-        self.inputs = int(first.shape[1])
-        self.tensors = (weight, scales, bias)
-        self.strides = (weight.stride(0), scales.stride(0))
-        at_once = min(128, self.inputs & -self.inputs)
-        if first.bits == 4:
-            at_once = 4 * packed_together(self.inputs, first.options()["GROUP"])
-        self.options = {
-            "K": self.inputs,
-            "BN": _COLUMNS,
-            "BK": at_once,
-            "S": _WARPS,
-            "BIAS": has_bias,
-            **first.options(),
-        }
-        self.each: list[Matrix] = []
-        for number in range(len(kinds)):
-            its_bias = bias[number] if has_bias else None
-            if isinstance(first, Plain):
-                self.each.append(Plain(weight[number], its_bias))
-            else:
-                self.each.append(
-                    replace(first, weight=weight[number], scales=scales[number], bias=its_bias)
-                )
+
+def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
+    """Return the matrix of each expert as a view of the stacked ones."""
+    parts = []
+    for number in range(len(stack.weight)):
+        tensors: dict[str, Any] = {}
+        for name in _TENSORS:
+            tensor = getattr(stack, name)
+            if tensor is not None:
+                tensors[name] = tensor[number]
+        parts.append(replace(stack, **tensors))
+    return parts
+
+
+def _strides(stack: KernelMatrix) -> tuple[int, int]:
+    """Return the distance between experts of their weights, and of their scales."""
+    weight, scales, _ = stack.tensors()
+    return weight.stride(0), scales.stride(0)
+
+
+def _constants(stack: KernelMatrix) -> dict[str, Any]:
+    inputs = stack.shape[1]
+    at_once = min(128, inputs & -inputs)
+    if stack.bits == 4:
+        at_once = 4 * packed_together(inputs, stack.group)
+    return {**stack.constants(), "BN": _COLUMNS, "BK": at_once, "S": _WARPS}

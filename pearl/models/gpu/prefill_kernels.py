@@ -11,12 +11,17 @@ leaves alone give the same bits.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr
+
+from pearl.models.forward.attention import Scoring
+from pearl.models.forward.slot_attention import Rope
+from pearl.models.forward.slots import Slots
 
 _LOW = constexpr(-1.0e30)  # finite: minus infinity less itself is NaN
 _LOG2_E = constexpr(1.4426950408889634)
@@ -31,10 +36,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    def options(self, device: torch.device) -> dict[str, int]:
-        """Return the options of the launch; Triton's interpreter has none."""
-        return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
-
 
 def tile_of(dim: int) -> Tile:
     """Return the tile for heads of this size.
@@ -44,7 +45,20 @@ def tile_of(dim: int) -> Tile:
     """
     if dim <= 64:
         return Tile(128, 64, 4, 3)
-    return Tile(128, 128, 8, 2) if dim == 128 else Tile(64, 64 if dim == 256 else 32, 8, 2)
+    if dim == 128:
+        return Tile(128, 128, 8, 2)
+    if dim == 256:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 32, 8, 2)
+
+
+class BlockShape(NamedTuple):
+    """The constants of `_add_blocks`: see `attend`."""
+
+    D: constexpr
+    BN: constexpr
+    WINDOW: constexpr
+    CAPS: constexpr
 
 
 @triton.jit
@@ -54,18 +68,18 @@ def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
     """
     d = tl.arange(0, D)
-    found = tl.load(source[:, None] + d[None, :])
+    states = tl.load(source[:, None] + d[None, :])
     if TURNS:
-        other = tl.load(source[:, None] + ((d + D // 2) % D)[None, :]).to(tl.float32)
+        opposite = tl.load(source[:, None] + ((d + D // 2) % D)[None, :]).to(tl.float32)
         angle = at[:, None] * D + d[None, :]
-        turned = found.to(tl.float32) * tl.load(cos + angle).to(tl.float32)
-        found = (turned + other * tl.load(sin + angle).to(tl.float32)).to(found.dtype)
-    return found
+        turned = states.to(tl.float32) * tl.load(cos + angle).to(tl.float32)
+        states = (turned + opposite * tl.load(sin + angle).to(tl.float32)).to(states.dtype)
+    return states
 
 
 @triton.jit
 def write(
-    given,
+    inputs,
     facing,
     values,
     cos,
@@ -82,52 +96,41 @@ def write(
     TURNS: constexpr,
 ):
     """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads)."""
-    rows, head, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1), tl.arange(0, D)
-    at = tl.load(given + 1).to(tl.int32) + rows
-    to = tl.load(given) * slot_stride + head * head_stride + at[:, None] * D + d[None, :]
-    tl.store(
-        to_keys + to,
-        _turned(facing + rows * facing_stride + (HQ + head) * D, at, cos, sin, TURNS, D),
-    )
-    tl.store(
-        to_values + to, tl.load(values + rows[:, None] * values_stride + head * D + d[None, :])
-    )
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    head = tl.program_id(1)
+    d = tl.arange(0, D)
+    at = tl.load(inputs + 1).to(tl.int32) + rows
+    to = tl.load(inputs) * slot_stride + head * head_stride + at[:, None] * D + d[None, :]
+    source = facing + rows * facing_stride + (HQ + head) * D
+    tl.store(to_keys + to, _turned(source, at, cos, sin, TURNS, D))
+    value = tl.load(values + rows[:, None] * values_stride + head * D + d[None, :])
+    tl.store(to_values + to, value)
 
 
 @triton.jit
-def _add_blocks(
-    query,
-    keys,
-    values,
-    at,
-    low,
-    high,
-    mixed,
-    top,
-    weight,
-    inner,
-    outer,
-    MASKS: constexpr,
-    WINDOW: constexpr,
-    CAPS: constexpr,
-    BN: constexpr,
-    D: constexpr,
-):
-    """Add the positions from `low` to `high` to (mixed values [BM, D], greatest score [BM], sum of shares [BM])."""
-    n, d = tl.arange(0, BN), tl.arange(0, D)
-    for begin in range(low, high, BN):
-        there = begin + n
-        block = there[:, None] * D + d[None, :]
+def _add_blocks(state, low, high, query, keys, values, at, inner, outer, MASKS: constexpr, shape):
+    """Add the positions from `low` to `high` to a `state` of attention, and return it.
+
+    Args:
+        state: mixed values [BM, D], greatest score [BM], and sum of shares [BM].
+    """
+    D: constexpr = shape.D
+    mixed, top, weight = state
+    n = tl.arange(0, shape.BN)
+    d = tl.arange(0, D)
+    for begin in range(low, high, shape.BN):
+        seats = begin + n
+        block = seats[:, None] * D + d[None, :]
         scores = tl.dot(query, tl.trans(tl.load(keys + block)), input_precision="ieee")
-        if CAPS:  # outer * tanh(scores * inner / 2 / log2(e))
+        if shape.CAPS:  # outer * tanh(scores * inner / 2 / log2(e))
             scores = outer - 2.0 * outer / (tl.exp2(scores * inner) + 1.0)
         if MASKS:
-            seen = there[None, :] <= at[:, None]
-            if WINDOW:
-                seen = seen & (there[None, :] > at[:, None] - WINDOW)
+            seen = seats[None, :] <= at[:, None]
+            if shape.WINDOW:
+                seen = seen & (seats[None, :] > at[:, None] - shape.WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) if CAPS else tl.max(scores, 1) * inner)
-        shares = tl.exp2((scores if CAPS else scores * inner) - higher[:, None])
+        higher = tl.maximum(top, tl.max(scores, 1) if shape.CAPS else tl.max(scores, 1) * inner)
+        shares = tl.exp2((scores if shape.CAPS else scores * inner) - higher[:, None])
         fades = tl.exp2(top - higher)
         weight = weight * fades + tl.sum(shares, 1)
         value = tl.load(values + block)
@@ -140,7 +143,7 @@ def _add_blocks(
 
 @triton.jit
 def attend(
-    given,
+    inputs,
     facing,
     keys,
     values,
@@ -168,89 +171,124 @@ def attend(
     It reads whole blocks of BN positions. Scores are in powers of two. Grid: (query heads, rows / BM).
 
     Args:
-        given: slot, start, count. Tiles that begin at row `count` or later are zeros.
+        inputs: slot, start, count. Tiles that begin at row `count` or later are zeros.
         facing: queries, then keys, of each row, not rotated yet; rows are `facing_stride` apart.
-        inner: the multiplier of a query's product with a key. outer: see `slot_attention.PromptAttention`.
+        inner: the multiplier of a query's product with a key. outer: see `PromptAttention`.
         WINDOW: see `attention.Scoring`; 0: none.
         SINKS: `sinks` [HQ] are scores without a value.
     """
-    head, tile = (
-        tl.program_id(0),
-        tl.num_programs(1) - 1 - tl.program_id(1),
-    )  # those that see most begin first
-    rows, d = tile * BM + tl.arange(0, BM), tl.arange(0, D)
+    shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those that see most begin first
+    rows = tile * BM + tl.arange(0, BM)
+    d = tl.arange(0, D)
     to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
-    if tile * BM >= tl.load(given + 2):
+    if tile * BM >= tl.load(inputs + 2):
         tl.store(to, tl.zeros((BM, D), out.dtype.element_ty))
         return
-    begin = tl.load(given) * slot_stride + head // (HQ // HK) * head_stride
-    first = tl.load(given + 1).to(tl.int32) + tile * BM
-    at = first + tl.arange(0, BM)
+    slot_head = tl.load(inputs) * slot_stride + head // (HQ // HK) * head_stride
+    keys += slot_head
+    values += slot_head
+    start = tl.load(inputs + 1).to(tl.int32) + tile * BM
+    at = start + tl.arange(0, BM)
     query = _turned(facing + rows * facing_stride + head * D, at, cos, sin, TURNS, D)
-    top, weight = tl.full((BM,), _LOW, tl.float32), tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), _LOW, tl.float32)
+    weight = tl.zeros((BM,), tl.float32)
     if SINKS:
         top = tl.zeros((BM,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
         weight += 1.0
-    mixed, whole = (
-        tl.zeros((BM, D), tl.float32),
-        (first + 1) // BN * BN,
-    )  # all rows see all positions before
-    keys, values, inside = keys + begin, values + begin, 0
+    state = (tl.zeros((BM, D), tl.float32), top, weight)
+    seen_by_all = (start + 1) // BN * BN  # all rows see all positions before
+    inside = 0
     if WINDOW:
-        low = tl.maximum(first - WINDOW + 1, 0) // BN * BN
-        inside = tl.minimum((tl.maximum(first + BM - WINDOW, 0) + BN - 1) // BN * BN, whole)
-        mixed, top, weight = _add_blocks(
-            query,
-            keys,
-            values,
-            at,
-            low,
-            inside,
-            mixed,
-            top,
-            weight,
-            inner,
-            outer,
-            True,
-            WINDOW,
-            CAPS,
-            BN,
-            D,
-        )
-    mixed, top, weight = _add_blocks(
-        query,
-        keys,
-        values,
-        at,
-        inside,
-        whole,
-        mixed,
-        top,
-        weight,
-        inner,
-        outer,
-        False,
-        WINDOW,
-        CAPS,
-        BN,
-        D,
+        low = tl.maximum(start - WINDOW + 1, 0) // BN * BN
+        inside = (tl.maximum(start + BM - WINDOW, 0) + BN - 1) // BN * BN
+        inside = tl.minimum(inside, seen_by_all)
+        state = _add_blocks(state, low, inside, query, keys, values, at, inner, outer, True, shape)
+    state = _add_blocks(
+        state, inside, seen_by_all, query, keys, values, at, inner, outer, False, shape
     )
-    mixed, top, weight = _add_blocks(
-        query,
-        keys,
-        values,
-        at,
-        whole,
-        first + BM,
-        mixed,
-        top,
-        weight,
-        inner,
-        outer,
-        True,
-        WINDOW,
-        CAPS,
-        BN,
-        D,
+    mixed, _, weight = _add_blocks(
+        state, seen_by_all, start + BM, query, keys, values, at, inner, outer, True, shape
     )
     tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty))
+
+
+class PromptAttention:
+    """Attends for the rows of a prompt's piece by our kernels, which rotate them, too.
+
+    Args:
+        inputs: slot, position of the first row, and number of tokens, on the device.
+    """
+
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        slots: Slots,
+        scoring: Scoring,
+    ) -> None:
+        self._inputs = inputs
+        self._slots = slots
+        self._scoring = scoring
+
+    def attend(
+        self,
+        layer: int,
+        facing: torch.Tensor,
+        values: torch.Tensor,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        """See `TorchAttention.attend`."""
+        n, kv_heads, dim = values.shape
+        heads = facing.shape[1] - kv_heads
+        scoring = self._scoring
+        keys = self._slots.keys[:, layer]
+        all_values = self._slots.values[:, layer]
+        sinks = scoring.sinks_of(layer)
+        out = facing.new_empty(n, heads * dim)
+        cos, sin = rope or (facing, facing)
+        strides = (keys.stride(0), keys.stride(1), facing.stride(0))
+        sizes = {"HQ": heads, "D": dim, "TURNS": rope is not None}
+        written_rows = min(32, n)
+        write[(n // written_rows, kv_heads)](
+            self._inputs,
+            facing,
+            values,
+            cos,
+            sin,
+            keys,
+            all_values,
+            *strides,
+            values.stride(0),
+            BM=written_rows,
+            **sizes,
+        )
+        tile = tile_of(dim)
+        rows = min(tile.rows, n)
+        log2e = 1 / math.log(2)
+        inner = scoring.scale * log2e
+        if scoring.cap:
+            inner = 2 * inner / scoring.cap
+        attend[(heads, n // rows)](
+            self._inputs,
+            facing,
+            keys,
+            all_values,
+            cos,
+            sin,
+            facing if sinks is None else sinks,
+            out,
+            *strides,
+            inner,
+            scoring.cap * log2e,
+            HK=kv_heads,
+            BM=rows,
+            BN=tile.positions,
+            WINDOW=scoring.windows[layer],
+            CAPS=scoring.cap != 0,
+            SINKS=sinks is not None,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **sizes,
+        )
+        return out

@@ -5,8 +5,7 @@ attention in two (see `attention_kernels`); output and residual; norm, gate and 
 product that is added to the hidden state also stores the sums of squares, for the next norm.
 
 A row's bits depend on its own tokens only. Weights are the left side of a product and rows the right
-one, so that another number of rows is more columns of the same instructions. Sums that are computed in
-parts of the inputs are added in the order of the parts, by whichever program finishes last.
+one, so that another number of rows is more columns of the same instructions.
 
 ROWS: rows of the table (see `row_table`). OVERLAPS: a kernel is launched while the previous one ends,
 and waits for it ("programmatic dependent launch").
@@ -22,7 +21,7 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pearl.models.gpu.tile_kernels import multiply_tile, sum_in_pairs, weighted
+from pearl.models.gpu.tile_kernels import TileShape, multiply_tile, sum_in_pairs, weighted
 
 SQUARED = constexpr(16)  # columns whose sum of squares is kept
 
@@ -35,23 +34,24 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
     """
     TILES: constexpr = WIDTH // SQUARED
     R: constexpr = rows.shape[0]
-    found = tl.zeros((SQUARED, R), tl.float32)
+    sums = tl.zeros((SQUARED, R), tl.float32)
     for begin in tl.static_range(0, TILES, SQUARED):
         tiles = begin + tl.arange(0, SQUARED)[:, None]
-        found += tl.load(
+        sums += tl.load(
             squares + (first + tiles) * ROWS + rows[None, :], mask=tiles < TILES, other=0.0
         )
-    found = tl.reshape(sum_in_pairs(tl.reshape(found, (1, SQUARED, R))), (R,))
-    return 1.0 / tl.sqrt(found / WIDTH + eps)
+    sums = tl.reshape(sum_in_pairs(tl.reshape(sums, (1, SQUARED, R))), (R,))
+    return 1.0 / tl.sqrt(sums / WIDTH + eps)
 
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
     """Store the sums of squares of x [BN, ROWS], the columns of a tile."""
     MANY: constexpr = BN // SQUARED
-    each = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
-    rows, many = tl.arange(0, ROWS), tl.arange(0, MANY)
-    tl.store(squares + (tile * MANY + many)[:, None] * ROWS + rows[None, :], each)
+    sums = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
+    rows = tl.arange(0, ROWS)
+    offsets = tl.arange(0, MANY)
+    tl.store(squares + (tile * MANY + offsets)[:, None] * ROWS + rows[None, :], sums)
 
 
 @triton.jit
@@ -67,13 +67,14 @@ def embed(
     OVERLAPS: constexpr,
 ):
     """Compute x [ROWS, H], the embeddings of a table's tokens times `scale`. Grid: tiles of BN columns."""
-    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.arange(0, ROWS)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
     if OVERLAPS:
         gdc_wait()
-    found = tl.load(embedding + tl.load(table + 1 + rows)[None, :] * H + columns[:, None])
-    found = (found.to(tl.float32) * scale).to(found.dtype)
-    tl.store(x + rows[None, :] * H + columns[:, None], found)
-    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
+    states = tl.load(embedding + tl.load(table + 1 + rows)[None, :] * H + columns[:, None])
+    states = (states.to(tl.float32) * scale).to(states.dtype)
+    tl.store(x + rows[None, :] * H + columns[:, None], states)
+    _store_squares(states.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
     if OVERLAPS:
         gdc_launch_dependents()
 
@@ -97,55 +98,22 @@ def add(
 
     Grid: tiles of BN columns.
     """
-    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.arange(0, ROWS)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
     at = rows[None, :] * H + columns[:, None]
     if OVERLAPS:
         gdc_wait()
-    found = tl.load(part + at)
+    states = tl.load(part + at)
     if NORMS:
         scale = root_scale(part_squares, 0, H, eps, ROWS, rows)
-        found = weighted(
-            (found.to(tl.float32) * scale[None, :]).to(found.dtype),
-            tl.load(norm + columns)[:, None],
-        )
-    found = (tl.load(x + at).to(tl.float32) + found.to(tl.float32) * multiplier).to(
-        x.dtype.element_ty
-    )
-    tl.store(x + at, found)
-    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
+        normed = (states.to(tl.float32) * scale[None, :]).to(states.dtype)
+        states = weighted(normed, tl.load(norm + columns)[:, None])
+    hidden = tl.load(x + at).to(tl.float32)
+    states = (hidden + states.to(tl.float32) * multiplier).to(x.dtype.element_ty)
+    tl.store(x + at, states)
+    _store_squares(states.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
     if OVERLAPS:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _store(
-    found,
-    bias,
-    out,
-    squares,
-    tile,
-    columns,
-    multiplier,
-    N: constexpr,
-    BN: constexpr,
-    ROWS: constexpr,
-    ADDS: constexpr,
-    SQUARES: constexpr,
-    BIAS: constexpr,
-):
-    rows, inside = tl.arange(0, ROWS), (columns < N)[:, None]
-    at = out + rows[None, :] * N + columns[:, None]
-    if BIAS:
-        found = found.to(out.dtype.element_ty).to(tl.float32)
-        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-    if ADDS:
-        found = found * multiplier + tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(
-            tl.float32
-        )
-    rounded = found.to(out.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
-    if SQUARES:
-        _store_squares(rounded.to(tl.float32), squares, tile, BN, ROWS)
 
 
 @triton.jit
@@ -159,8 +127,6 @@ def multiply(
     bias,
     out,
     squares,
-    sums,
-    counts,
     multiplier,
     eps,
     K: constexpr,
@@ -168,7 +134,6 @@ def multiply(
     BN: constexpr,
     BK: constexpr,
     S: constexpr,
-    PARTS: constexpr,
     ROWS: constexpr,
     NORMS: constexpr,
     ADDS: constexpr,
@@ -180,74 +145,36 @@ def multiply(
     OFFSET: constexpr,
     OVERLAPS: constexpr,
 ):
-    """Compute out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
+    """Compute out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: tiles of BN columns.
 
     NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times
     `multiplier`, is added to `out`. SQUARES: the sums of squares of `out` are stored in `squares`. BIAS:
     `bias` [N] is added. BITS: bits of a weight; if fewer than 16, see `linear_layers.Quantised` for w and
-    scales. PARTS: parts of the inputs K, whole BK, which programs of their own compute: their sums wait in
-    `sums`. counts [tiles] are zeros, and are left so.
+    scales. BK, S: see `multiply_tile`.
     """
-    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
-    tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
-    begin = part * PART
-    found, _ = multiply_tile(
-        table + 1 + 2 * ROWS,
-        x,
-        norm,
-        w,
-        scales,
-        tile * BN,
-        begin,
-        tl.minimum(begin + PART, K),
-        K,
-        N,
-        BN,
-        BK,
-        S,
-        ROWS,
-        NORMS,
-        BITS,
-        GROUP,
-        EXTRA,
-        OFFSET,
-        0,
-        PART % (S * BK) == 0 and K % PART == 0,
-        OVERLAPS,
+    shape: constexpr = TileShape(
+        K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, 0, OVERLAPS
     )
+    product, _ = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
-        found *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
-    if PARTS == 1:
-        _store(
-            found, bias, out, squares, tile, columns, multiplier, N, BN, ROWS, ADDS, SQUARES, BIAS
-        )
-    else:
-        at = sums + tile * PARTS * ROWS * BN + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
-        tl.store(at + part * ROWS * BN, found)
-        tl.debug_barrier()
-        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
-            total = tl.zeros((BN, ROWS), tl.float32)
-            for each in tl.static_range(PARTS):
-                total += tl.load(at + each * ROWS * BN, cache_modifier=".cg")
-            _store(
-                total,
-                bias,
-                out,
-                squares,
-                tile,
-                columns,
-                multiplier,
-                N,
-                BN,
-                ROWS,
-                ADDS,
-                SQUARES,
-                BIAS,
-            )
-            tl.store(counts + tile, 0)
+        product *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
+    inside = (columns < N)[:, None]
+    at = out + rows[None, :] * N + columns[:, None]
+    if BIAS:
+        product = product.to(out.dtype.element_ty).to(tl.float32)
+        product += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    if ADDS:
+        hidden = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        product = product * multiplier + hidden.to(tl.float32)
+    rounded = product.to(out.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    if SQUARES:
+        _store_squares(rounded.to(tl.float32), squares, tile, BN, ROWS)
 
 
 @triton.jit
@@ -260,38 +187,6 @@ def _activated(gate, GELU: constexpr):
 
 
 @triton.jit
-def _store_gated(
-    gate,
-    up,
-    x_squares,
-    bias,
-    out,
-    columns,
-    known,
-    eps,
-    K: constexpr,
-    N: constexpr,
-    ROWS: constexpr,
-    NORMS: constexpr,
-    GELU: constexpr,
-    BIAS: constexpr,
-):
-    kind: constexpr = out.dtype.element_ty
-    rows = tl.arange(0, ROWS)
-    if NORMS:
-        scale = root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
-        gate, up = gate * scale, up * scale
-    if BIAS:
-        gate += tl.load(bias + known).to(tl.float32)[:, None]
-        up += tl.load(bias + N + known).to(tl.float32)[:, None]
-    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-    found = _activated(gate, GELU).to(kind).to(tl.float32) * up
-    tl.store(
-        out + rows[None, :] * N + columns[:, None], found.to(kind), mask=(columns < N)[:, None]
-    )
-
-
-@triton.jit
 def gate_up(
     table,
     x,
@@ -301,15 +196,12 @@ def gate_up(
     scales,
     bias,
     out,
-    sums,
-    counts,
     eps,
     K: constexpr,
     N: constexpr,
     BN: constexpr,
     BK: constexpr,
     S: constexpr,
-    PARTS: constexpr,
     ROWS: constexpr,
     NORMS: constexpr,
     GELU: constexpr,
@@ -322,55 +214,28 @@ def gate_up(
 ):
     """Compute out [ROWS, N] = activation(gate) * up, the products of x [ROWS, K] with the halves of w [2 * N, K].
 
-    Grid: (tiles of BN columns, PARTS). For the other arguments see `multiply`.
+    Grid: tiles of BN columns. For the other arguments see `multiply`.
     """
-    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
-    tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    kind: constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
-    known, begin = tl.minimum(columns, N - 1), part * PART
-    gate, up = multiply_tile(
-        table + 1 + 2 * ROWS,
-        x,
-        norm,
-        w,
-        scales,
-        tile * BN,
-        begin,
-        tl.minimum(begin + PART, K),
-        K,
-        N,
-        BN,
-        BK,
-        S,
-        ROWS,
-        NORMS,
-        BITS,
-        GROUP,
-        EXTRA,
-        OFFSET,
-        N,
-        PART % (S * BK) == 0 and K % PART == 0,
-        OVERLAPS,
+    inside = tl.minimum(columns, N - 1)
+    shape: constexpr = TileShape(
+        K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, N, OVERLAPS
     )
+    gate, up = multiply_tile(table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, shape)
     if OVERLAPS:
         gdc_launch_dependents()
-    if PARTS == 1:
-        _store_gated(
-            gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS
-        )
-    else:
-        at = (
-            sums + tile * (2 * PARTS * ROWS * BN) + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
-        )
-        tl.store(at + 2 * part * ROWS * BN, gate)
-        tl.store(at + (2 * part + 1) * ROWS * BN, up)
-        tl.debug_barrier()
-        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
-            gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
-            for each in tl.static_range(PARTS):
-                gate += tl.load(at + 2 * each * ROWS * BN, cache_modifier=".cg")
-                up += tl.load(at + (2 * each + 1) * ROWS * BN, cache_modifier=".cg")
-            _store_gated(
-                gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS
-            )
-            tl.store(counts + tile, 0)
+    if NORMS:
+        scale = root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
+        gate *= scale
+        up *= scale
+    if BIAS:
+        gate += tl.load(bias + inside).to(tl.float32)[:, None]
+        up += tl.load(bias + N + inside).to(tl.float32)[:, None]
+    gate = gate.to(kind).to(tl.float32)
+    up = up.to(kind).to(tl.float32)
+    act = _activated(gate, GELU).to(kind).to(tl.float32) * up
+    at = out + rows[None, :] * N + columns[:, None]
+    tl.store(at, act.to(kind), mask=(columns < N)[:, None])

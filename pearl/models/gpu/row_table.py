@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from pearl.models.feeds import Feed, paths
-from pearl.models.gpu.recordings import FED, visible
+from pearl.models.gpu.recordings import FED
 
 SIZES = (FED, 64)  # rows of a table
 MOST_PARTS = 16  # of the positions that a row sees
 TILE_ROWS = 16  # most rows of a tile
 _LEAST_SPAN = 64  # positions of a part
+_LEAST_VISIBLE = 512  # positions
 ROW_NUMBERS = 3  # of a row in a table: id, position, parts
 TILE_NUMBERS = 10
 PATH_BYTES = SIZES[-1]  # of a row: the nodes of its path
@@ -70,12 +71,24 @@ class TablePiece(NamedTuple):
         return self.row + self.end - self.begin
 
 
+def visible(position: int) -> int:
+    """Return how many positions the parts of the row of `position` reach to.
+
+    That is the next power of two, and at least `_LEAST_VISIBLE`: 1024 at position 600.
+    """
+    return max(_LEAST_VISIBLE, 1 << position.bit_length())
+
+
 def numbers_of(size: int) -> int:
     """Return how many numbers a table of `size` rows has."""
     return 1 + (ROW_NUMBERS + 2 * TILE_NUMBERS + PATH_BYTES // 8) * size
 
 
-def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int], most: int) -> list[list[TablePiece]]:
+def lay_tables(
+    feeds: Sequence[Feed],
+    lengths: Sequence[int],
+    most: int,
+) -> list[list[TablePiece]]:
     """Distribute the feeds, in their order, over as few tables of `most` rows as possible.
 
     A chain may be cut anywhere; a tree is in one table. Three tables of 16 rows, for example, hold a
@@ -107,7 +120,11 @@ def rows_of(pieces: Sequence[TablePiece]) -> int:
     return max((piece.stop for piece in pieces), default=0)
 
 
-def numbers(feeds: Sequence[Feed], pieces: Sequence[TablePiece], size: int) -> list[int]:
+def numbers(
+    feeds: Sequence[Feed],
+    pieces: Sequence[TablePiece],
+    size: int,
+) -> list[int]:
     """Encode a table of `size` rows as the kernels read it.
 
     It has, in this order: the number of tiles; of each row the id, then of each the position, then of
@@ -146,7 +163,10 @@ def numbers(feeds: Sequence[Feed], pieces: Sequence[TablePiece], size: int) -> l
 
 
 def _tiles(
-    piece: TablePiece, slot: int, positions: Sequence[int], is_chain: bool
+    piece: TablePiece,
+    slot: int,
+    positions: Sequence[int],
+    is_chain: bool,
 ) -> list[TableTile]:
     """Return the tiles of a piece whose rows have these positions."""
     count = len(positions)

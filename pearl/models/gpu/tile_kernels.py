@@ -7,6 +7,7 @@ registers of the lane that loaded them: in shared memory lanes would wait for ea
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,10 +19,38 @@ _COMPILES = constexpr(
 )  # else there are no instructions to name
 _HALF = "{ .reg .b32 t; shr.u32 t, $2, %d; and.b32 t, t, 0x0f0f0f0f; "
 _HALF += "prmt.b32 $0, t, 0x43434343, 0x5140; prmt.b32 $1, t, 0x43434343, 0x7362; }"
-_LOWER, _UPPER = (
-    constexpr(_HALF % 0),
-    constexpr(_HALF % 4),
-)  # halves of four bytes to two pairs of bfloat16, plus 128
+# Halves of four bytes to two pairs of bfloat16, plus 128.
+_LOWER = constexpr(_HALF % 0)
+_UPPER = constexpr(_HALF % 4)
+
+
+class TileShape(NamedTuple):
+    """The constants of `multiply_tile`.
+
+    Attributes:
+        K, N: inputs and outputs of the matrix; K is a multiple of BK.
+        BN: columns of the tile, which are outputs.
+        BK, S: each of S warps multiplies one of S successive runs of BK inputs, and their sums are added
+            in the end.
+        ROWS: rows of x. NORMS: whether they are weighted by a norm.
+        BITS, GROUP, EXTRA, OFFSET: see `linear_layers.KernelMatrix`.
+        APART: multiply by the columns so much further on too; 0: by no others.
+        OVERLAPS: see `product_kernels`.
+    """
+
+    K: constexpr
+    N: constexpr
+    BN: constexpr
+    BK: constexpr
+    S: constexpr
+    ROWS: constexpr
+    NORMS: constexpr
+    BITS: constexpr
+    GROUP: constexpr
+    EXTRA: constexpr
+    OFFSET: constexpr
+    APART: constexpr
+    OVERLAPS: constexpr
 
 
 @triton.jit
@@ -49,11 +78,11 @@ def sum_in_pairs(x):
     HALF: constexpr = x.shape[1] // 2
     R: constexpr = x.shape[2]
     if HALF == 0:
-        found = tl.reshape(x, (M, R))
+        sums = tl.reshape(x, (M, R))
     else:
         low, high = tl.split(tl.permute(tl.reshape(x, (M, 2, HALF, R)), (0, 2, 3, 1)))
-        found = sum_in_pairs(low + high)
-    return found
+        sums = sum_in_pairs(low + high)
+    return sums
 
 
 @triton.jit
@@ -72,13 +101,14 @@ def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
 
 
 @triton.jit
-def _load_scales(
-    scales, starts, columns, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr
-):
+def _load_scales(scales, starts, columns, shape):
     """Load the scales of BK inputs from each of `starts` on: [S, BN, groups]."""
-    MANY: constexpr = BK // GROUP if GROUP < BK else 1
-    groups = (starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]
-    return _load_scales_of(scales, groups, columns[None, :, None], N, EXTRA)
+    BK: constexpr = shape.BK
+    GROUP: constexpr = shape.GROUP
+    COUNT: constexpr = BK // GROUP if GROUP < BK else 1
+    groups = (starts // GROUP)[:, None, None] + tl.arange(0, COUNT)[None, None, :]
+    TOTAL: constexpr = shape.N + shape.APART
+    return _load_scales_of(scales, groups, columns[None, :, None], TOTAL, shape.EXTRA)
 
 
 @triton.jit
@@ -87,10 +117,10 @@ def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
     if EXTRA:
         BITS: constexpr = kind.primitive_bitwidth
         half: constexpr = tl.int32 if BITS == 32 else tl.int16
-        found = (pairs >> (BITS if second else 0)).to(half).to(kind, bitcast=True)
+        number = (pairs >> (BITS if second else 0)).to(half).to(kind, bitcast=True)
     else:
-        found = pairs.to(kind)
-    return found
+        number = pairs.to(kind)
+    return number
 
 
 @triton.jit
@@ -98,7 +128,7 @@ def _bytes(bytes_, kind: constexpr):
     """Convert int8 or float8 to the dtype of the rows."""
     if _COMPILES and kind == tl.bfloat16 and bytes_.dtype == tl.float8e4nv:
         # A bfloat16 has the same bits four places lower, and 2 ** 120 times the value.
-        found = tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
             " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
             " and.b32 sign, high, 0x80008000; shr.u32 high, high, 4; lop3.b32 $1, high, 0x07f007f0, sign, 0xea; }",
@@ -108,207 +138,122 @@ def _bytes(bytes_, kind: constexpr):
             is_pure=True,
             pack=4,
         )
-        found = (found * 1329227995784915872903807060280344576.0).to(kind)
+        numbers = (numbers * 1329227995784915872903807060280344576.0).to(kind)
     else:
-        found = bytes_.to(kind)
-    return found
+        numbers = bytes_.to(kind)
+    return numbers
 
 
 @triton.jit
 def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
-    """Return weights [S, BN, BK] of 8 or 16 bits, see `linear_layers.Quantised`; without SCALES the bare steps."""
+    """Return weights [S, BN, BK] of 8 or 16 bits, see `KernelMatrix`; without SCALES the bare steps."""
     S: constexpr = loaded.shape[0]
     BN: constexpr = loaded.shape[1]
     BK: constexpr = loaded.shape[2]
     steps = _bytes(loaded, kind)
     if SCALES:
-        MANY: constexpr = scales.shape[2]
-        steps = tl.reshape(steps, (S, BN, MANY, BK // MANY))
-        more = _first(scales, EXTRA, True, kind)
+        COUNT: constexpr = scales.shape[2]
+        steps = tl.reshape(steps, (S, BN, COUNT, BK // COUNT))
+        second = _first(scales, EXTRA, True, kind)
         if EXTRA == 2:
-            steps = steps - more[:, :, :, None]
+            steps = steps - second[:, :, :, None]
         steps = steps * _first(scales, EXTRA, False, kind)[:, :, :, None]
         if EXTRA == 1:
-            steps = steps + more[:, :, :, None]
+            steps = steps + second[:, :, :, None]
         steps = tl.reshape(steps, (S, BN, BK))
     return steps
 
 
 @triton.jit
-def _load_both(
-    scales,
-    starts,
-    columns,
-    N: constexpr,
-    BK: constexpr,
-    GROUP: constexpr,
-    EXTRA: constexpr,
-    APART: constexpr,
-):
+def _load_both(scales, starts, columns, shape):
     """Load the scales of the columns, and of the columns APART further on."""
-    found = _load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
-    return found, _load_scales(
-        scales, starts, columns + APART, N, BK, GROUP, EXTRA
-    ) if APART else found
+    near = _load_scales(scales, starts, columns, shape)
+    far = near
+    if shape.APART:
+        far = _load_scales(scales, starts, columns + shape.APART, shape)
+    return near, far
 
 
 @triton.jit
-def _add_warps(found):
+def _add_warps(sums):
     """Add the sums of the warps: [S, BN, ROWS] -> [BN, ROWS]."""
-    S: constexpr = found.shape[0]
-    BN: constexpr = found.shape[1]
-    ROWS: constexpr = found.shape[2]
-    return tl.reshape(sum_in_pairs(tl.reshape(found, (1, S, BN * ROWS))), (BN, ROWS))
+    S: constexpr = sums.shape[0]
+    BN: constexpr = sums.shape[1]
+    ROWS: constexpr = sums.shape[2]
+    return tl.reshape(sum_in_pairs(tl.reshape(sums, (1, S, BN * ROWS))), (BN, ROWS))
 
 
 @triton.jit
-def multiply_tile(
-    fed,
-    x,
-    norm,
-    w,
-    scales,
-    first,
-    begin,
-    end,
-    K: constexpr,
-    N: constexpr,
-    BN: constexpr,
-    BK: constexpr,
-    S: constexpr,
-    ROWS: constexpr,
-    NORMS: constexpr,
-    BITS: constexpr,
-    GROUP: constexpr,
-    EXTRA: constexpr,
-    OFFSET: constexpr,
-    APART: constexpr,
-    WHOLE: constexpr,
-    OVERLAPS: constexpr,
-):
-    """Multiply BN columns of w [N, K] from `first` on by x [ROWS, K], over inputs from `begin` to `end`: [BN, ROWS].
+def multiply_tile(fed, x, norm, w, scales, column, shape):
+    """Multiply BN columns of w [N, K] from `column` on by x [ROWS, K]: [BN, ROWS].
 
-    Each of S warps multiplies one of S successive runs of BK inputs, and their sums are added in the end.
-    APART: multiply by the columns so much further on too; 0: by no others. WHOLE: the number of inputs is a
-    multiple of S * BK. fed: [ROWS], 0 for rows that nobody needs; None: all rows are needed.
+    Args:
+        fed: [ROWS], 0 for rows that nobody needs; None: all rows are needed.
+        shape: a `TileShape`.
     """
-    if BITS == 4:
-        found, other = _multiply_packed(
-            fed,
-            x,
-            norm,
-            w,
-            scales,
-            first,
-            begin,
-            end,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            NORMS,
-            GROUP,
-            EXTRA,
-            OFFSET,
-            APART,
-            OVERLAPS,
-        )
+    if shape.BITS == 4:
+        near, far = _multiply_packed(fed, x, norm, w, scales, column, shape)
     else:
-        found, other = _multiply_plain(
-            x,
-            norm,
-            w,
-            scales,
-            first,
-            begin,
-            end,
-            K,
-            N,
-            BN,
-            BK,
-            S,
-            ROWS,
-            NORMS,
-            BITS,
-            GROUP,
-            EXTRA,
-            APART,
-            WHOLE,
-            OVERLAPS,
-        )
-    return _add_warps(found), _add_warps(other) if APART else 0
+        near, far = _multiply_plain(x, norm, w, scales, column, shape)
+    return _add_warps(near), _add_warps(far) if shape.APART else 0
 
 
 @triton.jit
-def _multiply_plain(
-    x,
-    norm,
-    w,
-    scales,
-    first,
-    begin,
-    end,
-    K: constexpr,
-    N: constexpr,
-    BN: constexpr,
-    BK: constexpr,
-    S: constexpr,
-    ROWS: constexpr,
-    NORMS: constexpr,
-    BITS: constexpr,
-    GROUP: constexpr,
-    EXTRA: constexpr,
-    APART: constexpr,
-    WHOLE: constexpr,
-    OVERLAPS: constexpr,
-):
+def _multiply_plain(x, norm, w, scales, column, shape):
     """Do `multiply_tile` with weights of 8 or 16 bits; return a sum of each warp: [S, BN, ROWS]."""
+    K: constexpr = shape.K
+    BN: constexpr = shape.BN
+    BK: constexpr = shape.BK
+    S: constexpr = shape.S
+    EXTRA: constexpr = shape.EXTRA
+    APART: constexpr = shape.APART
     kind: constexpr = x.dtype.element_ty
-    SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
-    TOTAL: constexpr = N + APART
-    columns = tl.minimum(first + tl.arange(0, BN), N - 1)
-    lanes, warps = tl.arange(0, BK), tl.arange(0, S) * BK
-    rows = x + tl.arange(0, ROWS)[None, None, :] * K
+    # Else there is one scale for all inputs.
+    SCALES: constexpr = shape.BITS < 16 and (shape.GROUP < K or EXTRA > 0)
+    WHOLE: constexpr = K % (S * BK) == 0
+    columns = tl.minimum(column + tl.arange(0, BN), shape.N - 1)
+    lanes = tl.arange(0, BK)
+    warps = tl.arange(0, S) * BK
+    rows = x + tl.arange(0, shape.ROWS)[None, None, :] * K
     weights = w + columns[None, :, None].to(tl.int64) * K + lanes[None, None, :]
-    if OVERLAPS:
-        _await(w + columns.to(tl.int64) * K + begin, BN)
-    found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
-    scale, scale_apart = 0, 0
+    if shape.OVERLAPS:
+        _await(w + columns.to(tl.int64) * K, BN)
+    near = tl.zeros((S, BN, shape.ROWS), tl.float32)
+    far = tl.zeros((S, BN, shape.ROWS), tl.float32)
+    scale = 0
+    scale_apart = 0
     if SCALES:  # a block ahead, so that nothing waits for them
-        starts = tl.minimum(begin + warps, end - BK)
-        scale, scale_apart = _load_both(scales, starts, columns, TOTAL, BK, GROUP, EXTRA, APART)
-    for i in range(begin, end, S * BK):
+        starts = tl.minimum(warps, K - BK)
+        scale, scale_apart = _load_both(scales, starts, columns, shape)
+    for i in range(0, K, S * BK):
         starts = i + warps
         if not WHOLE:
-            starts = tl.minimum(starts, end - BK)
+            starts = tl.minimum(starts, K - BK)
         at = weights + starts[:, None, None]
         loaded = tl.load(at)
         apart = tl.load(at + APART * K) if APART else loaded
-        now, now_apart = scale, scale_apart
+        now = scale
+        now_apart = scale_apart
         if SCALES:
-            following = tl.minimum(i + S * BK + warps, end - BK)
-            scale, scale_apart = _load_both(
-                scales, following, columns, TOTAL, BK, GROUP, EXTRA, APART
-            )
+            following = tl.minimum(i + S * BK + warps, K - BK)
+            scale, scale_apart = _load_both(scales, following, columns, shape)
         inputs = starts[:, None, None] + lanes[None, :, None]
         if WHOLE:
-            some = tl.load(rows + inputs)
+            right = tl.load(rows + inputs)
         else:
-            some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
-        if NORMS:
-            some = weighted(some, tl.load(norm + inputs))
-        found = tl.dot(_tile(loaded, now, EXTRA, SCALES, kind), some, found, input_precision="ieee")
+            right = tl.load(rows + inputs, mask=(i + warps < K)[:, None, None], other=0.0)
+        if shape.NORMS:
+            right = weighted(right, tl.load(norm + inputs))
+        tile = _tile(loaded, now, EXTRA, SCALES, kind)
+        near = tl.dot(tile, right, near, input_precision="ieee")
         if APART:
-            other = tl.dot(
-                _tile(apart, now_apart, EXTRA, SCALES, kind), some, other, input_precision="ieee"
-            )
-    if BITS < 16 and not SCALES:
-        found *= tl.load(scales + columns).to(tl.float32)[None, :, None]
+            tile = _tile(apart, now_apart, EXTRA, SCALES, kind)
+            far = tl.dot(tile, right, far, input_precision="ieee")
+    if shape.BITS < 16 and not SCALES:
+        near *= tl.load(scales + columns).to(tl.float32)[None, :, None]
         if APART:
-            other *= tl.load(scales + APART + columns).to(tl.float32)[None, :, None]
-    return found, other
+            far *= tl.load(scales + APART + columns).to(tl.float32)[None, :, None]
+    return near, far
 
 
 @triton.jit
@@ -353,7 +298,8 @@ def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
 @triton.jit
 def _numbers(words):
     """Split words into two bfloat16 each: [...] -> [..., 2]."""
-    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    low = words.to(tl.int16)
+    high = (words >> 16).to(tl.int16)
     return tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
 
 
@@ -384,11 +330,11 @@ def _half_of(
         )
         a = _weights(a, scales, kind, WORDS, EXTRA, OFFSET + 128)
         b = _weights(b, scales, kind, WORDS, EXTRA, OFFSET + 128)
-        found = _numbers(tl.join(a, b))
+        weights = _numbers(tl.join(a, b))
     else:
         steps = (loaded >> 4) if upper else (loaded & 15)
-        found = _weights(steps.to(kind), scales, kind, WORDS, EXTRA, OFFSET)
-    return tl.reshape(found, (loaded.shape[0], J))
+        weights = _weights(steps.to(kind), scales, kind, WORDS, EXTRA, OFFSET)
+    return tl.reshape(weights, (loaded.shape[0], J))
 
 
 @triton.jit
@@ -399,56 +345,46 @@ def _left(lanes, S: constexpr, KEPT: constexpr):
     """
     B: constexpr = lanes.shape[0] // (S * 32)
     J: constexpr = lanes.shape[1]
-    each = tl.reshape(lanes, (B, S, 8, 4, J // (2 * KEPT), 2, KEPT))
-    return tl.reshape(tl.permute(each, (1, 0, 2, 4, 5, 3, 6)), (S, B * 8, 4 * J))
+    parts = tl.reshape(lanes, (B, S, 8, 4, J // (2 * KEPT), 2, KEPT))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 5, 3, 6)), (S, B * 8, 4 * J))
 
 
 @triton.jit
 def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
     """Arrange rows by lanes [ROWS * H * S * 4, 8] as the right side of a product, [S, 32 * H, ROWS]."""
     B: constexpr = lanes.shape[0] // (H * S * 32)
-    each = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
-    return tl.reshape(tl.permute(each, (2, 1, 5, 6, 4, 7, 0, 3)), (S, 32 * H, B * 8))
+    parts = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
+    return tl.reshape(tl.permute(parts, (2, 1, 5, 6, 4, 7, 0, 3)), (S, 32 * H, B * 8))
 
 
 @triton.jit
-def _load_packed(
-    weights,
-    scales,
-    starts,
-    columns,
-    inner,
-    N: constexpr,
-    K: constexpr,
-    GROUP: constexpr,
-    EXTRA: constexpr,
-    PER: constexpr,
-    APART: constexpr,
-):
+def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape):
     """Load the lanes' weights and scales of inputs from `starts` on, and those of columns APART further on."""
+    APART: constexpr = shape.APART
+    TOTAL: constexpr = shape.N + APART
     at = weights + (starts // PER)[:, None]
-    group = (starts + inner) // GROUP
-    found, scale = tl.load(at), _load_scales_of(scales, group, columns, N, EXTRA)
+    group = (starts + inner) // shape.GROUP
+    near = tl.load(at)
+    scale = _load_scales_of(scales, group, columns, TOTAL, shape.EXTRA)
+    far = near
+    scale_apart = scale
     if APART:
-        return (
-            found,
-            scale,
-            tl.load(at + APART * (K // PER)),
-            _load_scales_of(scales, group, columns + APART, N, EXTRA),
-        )
-    return found, scale, found, scale
+        far = tl.load(at + APART * (shape.K // PER))
+        scale_apart = _load_scales_of(scales, group, columns + APART, TOTAL, shape.EXTRA)
+    return near, scale, far, scale_apart
 
 
 @triton.jit
-def _places(ROWS: constexpr, H: constexpr, S: constexpr, BK: constexpr):
+def _places(H: constexpr, shape):
     """Return, for lanes in the order of a right side, their row, the start of their warp's inputs, and theirs.
 
     Lanes' inputs are counted from their warp's start.
     """
-    places = tl.arange(0, ROWS * H * S * 4)
-    inputs = (places // (S * 32) % H * 8 + places % 4 * (BK // 4))[:, None] + tl.arange(0, 8)[
-        None, :
-    ]
+    S: constexpr = shape.S
+    BK: constexpr = shape.BK
+    places = tl.arange(0, shape.ROWS * H * S * 4)
+    starts = (places // (S * 32) % H * 8 + places % 4 * (BK // 4))[:, None]
+    inputs = starts + tl.arange(0, 8)[None, :]
     return places // (H * S * 32) * 8 + places // 4 % 8, places // 32 % S * BK, inputs
 
 
@@ -461,74 +397,35 @@ def _needed(fed, row, is_input):
 
 
 @triton.jit
-def _load_rows(
-    x,
-    norm,
-    row,
-    at,
-    is_needed,
-    K: constexpr,
-    S: constexpr,
-    H: constexpr,
-    KEPT: constexpr,
-    NORMS: constexpr,
-):
-    """Load the inputs `at` of rows, as the right side of a product."""
-    some = tl.load(x + row[:, None] * K + at, mask=is_needed[:, None], other=0.0)
-    if NORMS:
-        some = weighted(some, tl.load(norm + at))
-    return _right(some, S, H, KEPT)
-
-
-@triton.jit
 def _add_half(
-    found,
+    sums,
     right,
     loaded,
     upper: constexpr,
     scale,
     kind: constexpr,
     WORDS: constexpr,
-    EXTRA: constexpr,
-    OFFSET: constexpr,
-    J: constexpr,
-    S: constexpr,
     KEPT: constexpr,
+    shape,
 ):
-    """Return `found` plus the product of rows by a half of the weights that lanes have loaded."""
-    tile = _left(_half_of(loaded, upper, scale, kind, WORDS, EXTRA, OFFSET, J), S, KEPT)
-    return tl.dot(tile, right, found, input_precision="ieee")
+    """Return `sums` plus the product of rows by a half of the weights that lanes have loaded."""
+    J: constexpr = shape.BK // 8
+    half = _half_of(loaded, upper, scale, kind, WORDS, shape.EXTRA, shape.OFFSET, J)
+    return tl.dot(_left(half, shape.S, KEPT), right, sums, input_precision="ieee")
 
 
 @triton.jit
-def _multiply_packed(
-    fed,
-    x,
-    norm,
-    w,
-    scales,
-    first,
-    begin,
-    end,
-    K: constexpr,
-    N: constexpr,
-    BN: constexpr,
-    BK: constexpr,
-    S: constexpr,
-    ROWS: constexpr,
-    NORMS: constexpr,
-    GROUP: constexpr,
-    EXTRA: constexpr,
-    OFFSET: constexpr,
-    APART: constexpr,
-    OVERLAPS: constexpr,
-):
+def _multiply_packed(fed, x, norm, w, scales, column, shape):
     """Do `multiply_tile` with weights of 4 bits; return a sum of each warp: [S, BN, ROWS].
 
     A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them in place: tensors are
     [lanes, inputs of a lane], in the order of lanes that the tensor cores need on their left side. So
     nothing passes through shared memory, and no warp waits for another. Rows are loaded in the same order.
     """
+    K: constexpr = shape.K
+    BN: constexpr = shape.BN
+    BK: constexpr = shape.BK
+    S: constexpr = shape.S
     kind: constexpr = x.dtype.element_ty
     WORDS: constexpr = _COMPILES and kind == tl.bfloat16
     PER: constexpr = 8 if WORDS else 2  # inputs of an element
@@ -536,53 +433,44 @@ def _multiply_packed(
     J: constexpr = CHUNK // 2
     H: constexpr = J // 8
     KEPT: constexpr = 4 if WORDS else 2  # successive inputs of a lane, as Triton wants them
-    TOTAL: constexpr = N + APART
 
     lanes = tl.arange(0, BN * S * 4)
-    columns = tl.minimum(first + lanes // (S * 32) * 8 + lanes // 4 % 8, N - 1)
-    warps, inner = lanes // 32 % S * BK, lanes % 4 * CHUNK
+    columns = tl.minimum(column + lanes // (S * 32) * 8 + lanes // 4 % 8, shape.N - 1)
+    warps = lanes // 32 % S * BK
+    inner = lanes % 4 * CHUNK
     weights = w.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else w
-    weights += (columns.to(tl.int64) * (K // PER) + inner // PER)[:, None] + tl.arange(
-        0, CHUNK // PER
-    )[None, :]
-    row, behind, inputs = _places(ROWS, H, S, BK)
+    words = tl.arange(0, CHUNK // PER)[None, :]
+    weights += (columns.to(tl.int64) * (K // PER) + inner // PER)[:, None] + words
+    row, warp_start, inputs = _places(H, shape)
 
-    found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
-    starts = tl.minimum(begin + warps, end - BK)
+    near = tl.zeros((S, BN, shape.ROWS), tl.float32)
+    far = tl.zeros((S, BN, shape.ROWS), tl.float32)
+    starts = tl.minimum(warps, K - BK)
     loaded, scale, apart, scale_apart = _load_packed(
-        weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
+        weights, scales, starts, columns, inner, PER, shape
     )
-    if OVERLAPS:
+    if shape.OVERLAPS:
         gdc_wait()
-    for i in range(begin, end, S * BK):
+    for i in range(0, K, S * BK):
         now, now_scale, now_apart, now_scale_apart = loaded, scale, apart, scale_apart
-        starts = tl.minimum(i + S * BK + warps, end - BK)
+        starts = tl.minimum(i + S * BK + warps, K - BK)
         loaded, scale, apart, scale_apart = _load_packed(
-            weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
+            weights, scales, starts, columns, inner, PER, shape
         )
-        is_needed, begins = _needed(fed, row, i + behind < end), tl.minimum(i + behind, end - BK)
+        is_needed = _needed(fed, row, i + warp_start < K)[:, None]
+        begins = tl.minimum(i + warp_start, K - BK)
         for upper in tl.static_range(2):
             at = (begins + upper * J)[:, None] + inputs
-            right = _load_rows(x, norm, row, at, is_needed, K, S, H, KEPT, NORMS)
-            found = _add_half(
-                found, right, now, upper, now_scale, kind, WORDS, EXTRA, OFFSET, J, S, KEPT
-            )
-            if APART:
-                other = _add_half(
-                    other,
-                    right,
-                    now_apart,
-                    upper,
-                    now_scale_apart,
-                    kind,
-                    WORDS,
-                    EXTRA,
-                    OFFSET,
-                    J,
-                    S,
-                    KEPT,
+            states = tl.load(x + row[:, None] * K + at, mask=is_needed, other=0.0)
+            if shape.NORMS:
+                states = weighted(states, tl.load(norm + at))
+            right = _right(states, S, H, KEPT)
+            near = _add_half(near, right, now, upper, now_scale, kind, WORDS, KEPT, shape)
+            if shape.APART:
+                far = _add_half(
+                    far, right, now_apart, upper, now_scale_apart, kind, WORDS, KEPT, shape
                 )
-    return found, other
+    return near, far
 
 
 @triton.jit
@@ -598,18 +486,20 @@ def dequantise(
     OFFSET: constexpr,
     BN: constexpr,
 ):
-    """Compute out [N, K], the weights of a `linear_layers.Quantised` matrix of 4 bits.
+    """Compute out [N, K], the weights of a `linear_layers.KernelMatrix` matrix of 4 bits.
 
     Grid: (tiles of BN columns, K / BK).
     """
     kind: constexpr = out.dtype.element_ty
     PACKED: constexpr = BK // 4
-    some, lanes = tl.arange(0, BN * 4), tl.arange(0, PACKED // 2)
-    columns, i = tl.program_id(0) * BN + some // 4, tl.program_id(1) * BK + some % 4 * PACKED
-    known = tl.minimum(columns, N - 1)
-    loaded = tl.load(w + (known.to(tl.int64) * (K // 2) + i // 2)[:, None] + lanes[None, :])
-    its = _load_scales_of(scales, i // GROUP, known, N, EXTRA)
+    pieces = tl.arange(0, BN * 4)
+    lanes = tl.arange(0, PACKED // 2)
+    columns = tl.program_id(0) * BN + pieces // 4
+    i = tl.program_id(1) * BK + pieces % 4 * PACKED
+    inside = tl.minimum(columns, N - 1)
+    loaded = tl.load(w + (inside.to(tl.int64) * (K // 2) + i // 2)[:, None] + lanes[None, :])
+    scale = _load_scales_of(scales, i // GROUP, inside, N, EXTRA)
     for upper in tl.static_range(2):
-        found = _half_of(loaded, upper, its, kind, False, EXTRA, OFFSET, PACKED // 2)
+        weights = _half_of(loaded, upper, scale, kind, False, EXTRA, OFFSET, PACKED // 2)
         to = out + (columns.to(tl.int64) * K + i + upper * (PACKED // 2))[:, None] + lanes[None, :]
-        tl.store(to, found, mask=(columns < N)[:, None])
+        tl.store(to, weights, mask=(columns < N)[:, None])

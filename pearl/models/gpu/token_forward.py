@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from pearl.models.feeds import Feed
 from pearl.models.forward.attention import cap_scores
 from pearl.models.forward.layers import DecoderLayers, Layer, Rope
-from pearl.models.forward.linear_layers import Plain, Quantised, normalise
+from pearl.models.forward.linear_layers import KernelMatrix, normalise
 from pearl.models.forward.slots import Slots
 from pearl.models.gpu import attention_kernels, autotune, product_kernels
 from pearl.models.gpu.autotune import FAILURES, Cut, Cuts, Product
-from pearl.models.gpu.recordings import (
-    MOST_OFF,
-    PieceInputs,
-    Record,
-    Reference,
-    Rows,
-    joined,
-    relative_errors,
-    sample_ids,
-)
+from pearl.models.gpu.check import MOST_OFF, relative_errors, sample_ids, torch_states
+from pearl.models.gpu.recordings import Record, Rows, joined
 from pearl.models.gpu.row_table import (
     MOST_PARTS,
     SIZES,
@@ -46,45 +39,9 @@ from pearl.models.gpu.row_table import (
 log = logging.getLogger(__name__)
 
 _SQUARED = 16  # see `product_kernels.SQUARED`; also columns of a tile of the embedding
-PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 # Tokens before the rows that are checked at load: three parts, whose sum has an order.
 _CHECKED = 150
-
-
-def make_decode(
-    layers: DecoderLayers,
-    slots: Slots,
-    angles: Mapping[str, Rope],
-    record: Record,
-    expected: Reference,
-    sizes: Sequence[int] = SIZES,
-) -> Decode | None:
-    """Build a model's decode kernels and check them; return None, and log why, if they do not fit.
-
-    On a GPU the kernels need bfloat16, and everywhere keys of whole 16 numbers.
-
-    Args:
-        expected: computes the hidden states of a piece at position 0 of slot 0 by torch's operations.
-    """
-    device = layers.embedding.device
-    is_gpu = device.type == "cuda"
-    if is_gpu and layers.dtype != torch.bfloat16:
-        return None
-    if layers.heads.kv * layers.heads.dim % _SQUARED:
-        return None
-    try:
-        overlaps = is_gpu and torch.cuda.get_device_capability(device) >= _OVERLAPS_FROM
-        with autotune.one_at_a_time():
-            decode = Decode(layers, slots, angles, Cuts(device), record, overlaps, sizes)
-        problem = decode.problem(expected)
-    except Exception as error:  # of Triton: its compilers' errors have no common base
-        log.warning("our kernels do not run here, forwards are torch's operations: %s", error)
-        return None
-    if problem:
-        log.warning("%s: forwards are torch's operations", problem)
-        return None
-    return decode
 
 
 class _Recording(NamedTuple):
@@ -102,11 +59,12 @@ class _Recording(NamedTuple):
 class Decode:
     """Runs `layers` over the rows of a table, for all slots.
 
+    Raises:
+        ValueError: the sizes of the model are too odd for the kernels.
+
     Args:
         angles: cosines and sines [positions, 1, head_dim] of each rope; see `DecoderLayers.angles`.
-        cuts: chooses the tile sizes of the products.
         record: records the launches, to be replayed.
-        overlaps: whether a kernel may start before the previous one has ended; see `product_kernels`.
         sizes: rows of the tables, ascending. Layers with experts use the first size only.
 
     Attributes:
@@ -118,39 +76,46 @@ class Decode:
         layers: DecoderLayers,
         slots: Slots,
         angles: Mapping[str, Rope],
-        cuts: Cuts,
         record: Record,
-        overlaps: bool = False,
         sizes: Sequence[int] = SIZES,
     ) -> None:
         self._layers = layers
         self._slots = slots
-        self._device = layers.embedding.device
-        self._has_experts = any(layer.experts for layer in layers.layers)
+        self._angles = angles
+        self._is_gpu = layers.embedding.is_cuda
         self._recordings: list[_Recording] = []
-        if self._has_experts:
+        if layers.heads.kv * layers.heads.dim % _SQUARED:
+            raise ValueError(f"keys of a position are no multiple of {_SQUARED} numbers")
+        if layers.has_experts:
             sizes = sizes[:1]
-        smallest: _TableForward | None = None
         for size in sizes:
             try:
-                forward = _TableForward(layers, slots, angles, cuts, smallest, overlaps, size)
-                replay = record(forward.launch)
+                self._record(record, size)
             except FAILURES as error:
-                if smallest is None:
+                if not self._recordings:
                     raise
                 log.info("tables have %d rows at most here: %s", self.most, error)
                 break
-            cost = 1.0
-            if self._device.type == "cuda":
-                cost = autotune.milliseconds(replay)
-            self._recordings.append(_Recording(forward, replay, cost))
-            smallest = self._recordings[0].forward
+
+    def _record(
+        self,
+        record: Record,
+        size: int,
+    ) -> None:
+        """Record the forward of tables of `size` rows, which adds sums in the order of smaller tables."""
+        smaller = self._recordings[0].forward if self._recordings else None
+        forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
+        replay = record(forward.launch)
+        cost = 1.0
+        if self._is_gpu:
+            cost = autotune.milliseconds(replay)
+        self._recordings.append(_Recording(forward, replay, cost))
 
     @property
     def most(self) -> int:
         return self._recordings[-1].size
 
-    def problem(self, expected: Reference) -> str:
+    def problem(self) -> str:
         """Check the rows after a text of three parts; return what is wrong with them, or "".
 
         The rows must be near torch's, and have the same bits however they are cut into forwards and
@@ -160,44 +125,49 @@ class Decode:
         slots = self._slots
         count = self._recordings[0].size
         start = _CHECKED
-        slots.rollback(0, 0)
         text = sample_ids(start + count, self._layers.vocab_size)
-        ids = torch.tensor(text, device=self._device)
-        states = expected(PieceInputs(torch.zeros_like(ids[:1]), ids, None))
-        reference = self._layers.logits(states[start:]).float()
+        states = torch_states(self._layers, slots, self._angles, text)
+        reference = self._layers.logits(states[start:])
         self.forward([Feed(text[:start], 0)])
         tokens = text[start:]
         together = self._logits_at(start, tokens).clone()
         self._drop_other_bits(start, tokens, together)
-        parts = []
+        pieces = []
         for begin, end in ((0, 1), (1, 4), (4, count)):
-            parts.append(self._logits_at(start + begin, tokens[begin:end]).clone())
+            pieces.append(self._logits_at(start + begin, tokens[begin:end]).clone())
         # A path of every second node, between siblings.
         parents = tuple(max(-1, node - 2 + node % 2) for node in range(count))
         nodes = [tokens[node // 2] for node in range(count)]
         tree = self._logits_at(start, nodes, parents)
         slots.wrote(0, start + self.most)
-        slots.lengths[0] = start + count
         slots.rollback(0, 0)
-        is_invariant = torch.equal(together, torch.cat(parts))
+        is_invariant = torch.equal(together, torch.cat(pieces))
         if not is_invariant or not torch.equal(tree[::2], together[: count // 2]):
             return "rows of our kernels depend on their company here"
         errors = relative_errors(together, reference)
         # A few rows may have chosen other experts, whose probabilities nearly tie.
-        error = errors.median() if self._has_experts else errors.max()
+        error = errors.median() if self._layers.has_experts else errors.max()
         if error < MOST_OFF:
             return ""
         return "our kernels give wrong rows here"
 
     def _logits_at(
-        self, start: int, tokens: Sequence[int], parents: tuple[int, ...] | None = None
+        self,
+        start: int,
+        tokens: Sequence[int],
+        parents: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """Compute the logits of tokens that slot 0 is fed at position `start`."""
         self._slots.lengths[0] = start
         logits, _ = self.forward([Feed(tokens, len(tokens), 0, parents)])[0]
         return logits
 
-    def _drop_other_bits(self, start: int, tokens: Sequence[int], expected: torch.Tensor) -> None:
+    def _drop_other_bits(
+        self,
+        start: int,
+        tokens: Sequence[int],
+        expected: torch.Tensor,
+    ) -> None:
         """Drop the larger tables in whose last rows the tokens have other logits than `expected`."""
         count = len(tokens)
         feed = Feed(tokens, count)
@@ -270,13 +240,16 @@ class Decode:
         """Return the number of the smallest recording that has this many rows."""
         return [recording.size >= rows for recording in self._recordings].index(True)
 
-    def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[TablePiece]) -> Rows:
+    def _run(
+        self,
+        which: int,
+        feeds: Sequence[Feed],
+        pieces: Sequence[TablePiece],
+    ) -> Rows:
         """Compute one table by the recording of this number."""
         recording = self._recordings[which]
         table = recording.forward.table
-        entries = torch.tensor(
-            numbers(feeds, pieces, recording.size), pin_memory=self._device.type == "cuda"
-        )
+        entries = torch.tensor(numbers(feeds, pieces, recording.size), pin_memory=self._is_gpu)
         table[: len(entries)].copy_(entries, non_blocking=True)
         for piece in pieces:
             tokens = feeds[piece.feed].tokens
@@ -301,9 +274,7 @@ class _TableForward:
         layers: DecoderLayers,
         slots: Slots,
         angles: Mapping[str, Rope],
-        cuts: Cuts,
         smaller: _TableForward | None,
-        overlaps: bool,
         size: int,
     ) -> None:
         self.size = size
@@ -317,7 +288,7 @@ class _TableForward:
         inner = 1
         for layer in layers.layers:
             if layer.experts is None:
-                inner = max(inner, self._matrix("down", layer).shape[1])
+                inner = max(inner, _for_kernels(layer.down).shape[1])
 
         def zeros(*shape: int, dtype: torch.dtype = layers.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -335,73 +306,83 @@ class _TableForward:
         squares = zeros(3, -(-widest // _SQUARED) + 256 // _SQUARED, size, dtype=torch.float32)
         self._qkv_squares, self._mlp_squares, self._part_squares = squares
         parts = size * MOST_PARTS * heads.query
-        # Of as many parts of a product, and of a last tile too.
-        sums = max(8 * (widest + 256), 4 * (2 * inner + 256)) * size
-        self._sums = zeros(max(sums, parts * heads.dim), dtype=torch.float32)
+        self._sums = zeros(parts, heads.dim, dtype=torch.float32)
         self._stats = zeros(parts, 2, dtype=torch.float32)
-        self._counts = zeros((max(widest, inner) + 256) // 16, dtype=torch.int32)
-        self._constants: dict[str, Any] = {"ROWS": size, "OVERLAPS": overlaps}
-        if overlaps:
-            self._constants["launch_pdl"] = True
+        self._constants: dict[str, Any] = {"ROWS": size, "OVERLAPS": False}
+        is_gpu = self._device.type == "cuda"
+        # A kernel may start before the previous one has ended; see `product_kernels`.
+        if is_gpu and torch.cuda.get_device_capability(self._device) >= _OVERLAPS_FROM:
+            self._constants |= {"OVERLAPS": True, "launch_pdl": True}
         self.cuts: dict[Product, Cut] = {}
-        self._is_compiling = True  # kernels are compiled, not launched
-        self._choose(cuts, smaller)
+        self._steps: list[Callable[[], object]] = []
+        self._products: dict[Product, list[Callable[[Cut], None]]] = {}  # their launches
+        self._is_compiling = False  # kernels are compiled, not launched
+        self._plan()
+        self._choose(smaller)
 
     @property
     def _is_fed(self) -> torch.Tensor:
         """[rows] of the table: 0 for padding."""
         return self.table[1 + 2 * self.size : 1 + 3 * self.size]
 
-    def _choose(self, cuts: Cuts, smaller: _TableForward | None) -> None:
+    def launch(self) -> Rows:
+        """Launch the whole forward; return its logits and features, which stay in the buffers."""
+        for step in self._steps:
+            step()
+        return self._logits, self._features if self._layers.taps else None
+
+    def _choose(self, smaller: _TableForward | None) -> None:
         """Have the kernels compiled, and choose the cuts."""
-        fitting: dict[Product, list[Cut]] = {}
-        for product in self._products():
-            if product not in fitting:
-                fewer = None
-                if smaller is not None:
-                    fewer = smaller.cuts.get(product._replace(rows=smaller.size))
-                fitting[product] = cuts.fitting(product, fewer)
-                self.cuts[product] = fitting[product][0]
+        cuts = Cuts(self._device)
+        candidates: dict[Product, list[Cut]] = {}
+        for product in self._products:
+            fewer = None
+            if smaller is not None:
+                fewer = smaller.cuts[product._replace(rows=smaller.size)]
+            candidates[product] = cuts.fitting(product, fewer)
+            self.cuts[product] = candidates[product][0]
         if self._device.type == "cuda":
             with autotune.compiling():
+                self._is_compiling = True
                 self.launch()
-                for product, candidates in fitting.items():
-                    for cut in candidates:
+                for product, product_cuts in candidates.items():
+                    for cut in product_cuts:
                         self._launch_all(product, cut)
-        self._is_compiling = False
+            self._is_compiling = False
         self._is_fed[:] = 1  # timed as if all rows were needed
-        for product, candidates in fitting.items():
+        for product, product_cuts in candidates.items():
             launch = partial(self._launch_all, product)
-            self.cuts[product] = cuts.fastest(product, candidates, launch)
+            self.cuts[product] = cuts.fastest(product, product_cuts, launch)
 
-    def _products(self) -> Iterator[Product]:
-        for layer in self._layers.layers:
-            for name in self._launches(layer):
-                yield self._key(name, layer)
-        yield self._key("head", None)
+    def _launch_all(
+        self,
+        product: Product,
+        cut: Cut,
+    ) -> None:
+        """Launch a product of every layer that has it, for timing."""
+        for launch in self._products[product]:
+            launch(cut)
 
-    def _start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def _start(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:
         """Launch a kernel, or have it compiled."""
-        constants |= self._constants
+        constants = constants | self._constants
         if self._is_compiling:
             kernel.warmup(*arguments, grid=grid, **constants)
         else:
             kernel[grid](*arguments, **constants)
 
-    def _matrix(self, name: str, layer: Layer | None) -> Plain | Quantised:
-        matrix = self._layers.head if layer is None else getattr(layer, name)
-        assert isinstance(matrix, Plain | Quantised), matrix
-        return matrix
+    # ---- the steps of a forward ----
 
-    def _key(self, name: str, layer: Layer | None) -> Product:
-        matrix = self._matrix(name, layer)
-        outputs, inputs = matrix.shape
-        return Product(name, (outputs, inputs), tuple(matrix.options().items()), self.size)
-
-    def launch(self) -> Rows:
-        """Launch the whole forward; return its logits and features, which stay in the buffers."""
+    def _plan(self) -> None:
+        """Add all steps of the forward."""
         layers = self._layers
-        self._start(
+        self._add(
             product_kernels.embed,
             (self._hidden // _SQUARED,),
             self.table,
@@ -409,179 +390,146 @@ class _TableForward:
             self._x,
             self._qkv_squares,
             layers.scales.embedding,
-            self._hidden,
-            _SQUARED,
+            H=self._hidden,
+            BN=_SQUARED,
         )
         for number, layer in enumerate(layers.layers):
-            self._keep_features(number)
-            self._launch_qkv(layer)
-            self._attend(number, layer)
-            self._launch_out(layer)
-            self._add_normed(layer.after_attention, self._mlp_squares)
-            if layer.experts is None:
-                self._launch_gate_up(layer)
-                self._launch_down(layer)
-                self._add_normed(layer.after_mlp, self._qkv_squares)
-            else:
-                self._add_experts(layer)
-        self._keep_features(len(layers))
-        self._launch_head()
-        if layers.scales.logits != 1:
-            self._logits.mul_(layers.scales.logits)
-        cap_scores(self._logits, layers.scales.logits_cap)
-        return self._logits, self._features if layers.taps else None
+            self._add_features(number)
+            self._add_attention(number, layer)
+            self._add_mlp(layer)
+        self._add_features(len(layers))
+        self._add_product("head", layers.head, self._x, layers.norm, self._logits, squares=None)
+        self._steps.append(self._finish_logits)
 
-    def _keep_features(self, number: int) -> None:
+    def _add(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        **constants: Any,
+    ) -> None:
+        """Add the launch of a kernel."""
+        self._steps.append(partial(self._start, kernel, grid, arguments, constants))
+
+    def _add_features(self, number: int) -> None:
         """Copy the states before layer `number` for a head, if it reads them."""
         for place, tap in enumerate(self._layers.taps):
             if tap == number:
-                self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
+                columns = self._features[:, place * self._hidden : (place + 1) * self._hidden]
+                self._steps.append(partial(columns.copy_, self._x))
 
-    def _launches(self, layer: Layer) -> Mapping[str, Callable[[Layer, Cut], None]]:
-        """Return the launches of a layer's products by name; those of experts are not among them."""
-        launches = {"qkv": self._launch_qkv, "out": self._launch_out}
-        if layer.experts is None:
-            launches["gate_up"] = self._launch_gate_up
-            launches["down"] = self._launch_down
-        return launches
+    def _add_attention(
+        self,
+        number: int,
+        layer: Layer,
+    ) -> None:
+        squares = None
+        if self._norms(layer) == 2:
+            squares = self._part_squares
+        self._add_product("qkv", layer.qkv, self._x, layer.attention_norm, self._qkv, squares)
+        self._attend(number, layer)
+        self._add_residual("out", layer.out, self._mixed, layer.after_attention, self._mlp_squares)
 
-    def _launch_all(self, product: Product, cut: Cut) -> None:
-        """Launch a product of every layer that has it, for timing."""
-        if product.name == "head":
-            self._launch_head(cut)
+    def _add_mlp(self, layer: Layer) -> None:
+        if layer.experts is not None:
+            self._steps.append(partial(self._compute_experts, layer))
             return
-        for layer in self._layers.layers:
-            launch = self._launches(layer).get(product.name)
-            if launch is not None and self._key(product.name, layer) == product:
-                launch(layer, cut)
+        self._add_gate_up(layer)
+        self._add_residual("down", layer.down, self._act, layer.after_mlp, self._qkv_squares)
 
-    def _launch_qkv(self, layer: Layer, cut: Cut | None = None) -> None:
-        self._multiply(
-            "qkv",
-            layer,
-            cut,
-            self._x,
-            layer.attention_norm,
-            self._qkv,
-            self._part_squares,
-            keeps_squares=self._norms(layer) == 2,
-        )
+    def _finish_logits(self) -> None:
+        scales = self._layers.scales
+        if scales.logits != 1:
+            self._logits.mul_(scales.logits)
+        cap_scores(self._logits, scales.logits_cap)
 
-    def _launch_out(self, layer: Layer, cut: Cut | None = None) -> None:
-        self._project("out", layer, cut, self._mixed, layer.after_attention, self._mlp_squares)
-
-    def _launch_down(self, layer: Layer, cut: Cut | None = None) -> None:
-        self._project("down", layer, cut, self._act, layer.after_mlp, self._qkv_squares)
-
-    def _project(
+    def _add_residual(
         self,
         name: str,
-        layer: Layer,
-        cut: Cut | None,
+        matrix: Any,
         x: torch.Tensor,
         norm: torch.Tensor | None,
         squares: torch.Tensor,
     ) -> None:
-        """Launch a product that is added to the hidden state: at once, or after its norm from `_part`.
+        """Add a product to the hidden state: at once, or after its norm from `_part`.
 
         Args:
             squares: receives the sums of squares of the hidden state.
         """
-        out = self._x
-        if norm is not None:
-            out = self._part
-            squares = self._part_squares
-        self._multiply(name, layer, cut, x, None, out, squares, adds=norm is None)
+        if norm is None:
+            self._add_product(name, matrix, x, None, self._x, squares, adds=True)
+            return
+        self._add_product(name, matrix, x, None, self._part, self._part_squares)
+        multiplier = self._layers.scales.residual
+        self._steps.append(partial(self._sum, self._part, norm, multiplier, squares))
 
-    def _launch_head(self, cut: Cut | None = None) -> None:
-        self._multiply(
-            "head",
-            None,
-            cut,
-            self._x,
-            self._layers.norm,
-            self._logits,
-            self._part_squares,
-            keeps_squares=False,
-        )
-
-    def _multiply(
+    def _add_product(
         self,
         name: str,
-        layer: Layer | None,
-        cut: Cut | None,
+        matrix: Any,
         x: torch.Tensor,
         norm: torch.Tensor | None,
         out: torch.Tensor,
-        squares: torch.Tensor,
+        squares: torch.Tensor | None,
         adds: bool = False,
-        keeps_squares: bool = True,
     ) -> None:
-        """Launch out = x times a matrix, where x is normalised if there is a norm.
+        """Add out = x times a matrix, where x is normalised if there is a norm.
 
         Args:
-            squares: receives the sums of squares of the outputs, if `keeps_squares`.
+            squares: receives the sums of squares of the outputs, if there is one.
             adds: add the product, times the residual multiplier, to `out`.
         """
-        matrix = self._matrix(name, layer)
-        cut = cut or self.cuts[self._key(name, layer)]
-        outputs = matrix.shape[0]
-        self._start(
-            product_kernels.multiply,
-            (-(-outputs // cut.columns), cut.parts),
+        weights = _for_kernels(matrix)
+        arguments = (
             self.table,
             x,
             self._qkv_squares,
             self._or_unread(norm),
-            *_tensors(matrix),
+            *weights.tensors(),
             out,
-            squares,
-            self._sums,
-            self._counts,
+            self._or_unread(squares),
             self._layers.scales.residual,
             self._layers.eps,
-            N=outputs,
-            NORMS=norm is not None,
-            ADDS=adds,
-            SQUARES=keeps_squares,
-            **self._options(matrix, cut),
         )
+        constants = {"NORMS": norm is not None, "ADDS": adds, "SQUARES": squares is not None}
+        outputs = weights.shape[0]
+        self._add_cut(name, product_kernels.multiply, weights, outputs, arguments, constants)
 
-    def _launch_gate_up(self, layer: Layer, cut: Cut | None = None) -> None:
-        """Launch both products and the activation of the gate."""
-        matrix = self._matrix("gate_up", layer)
-        cut = cut or self.cuts[self._key("gate_up", layer)]
-        inner = matrix.shape[0] // 2
-        self._start(
-            product_kernels.gate_up,
-            (-(-inner // cut.columns), cut.parts),
+    def _add_gate_up(self, layer: Layer) -> None:
+        """Add both products and the activation of the gate."""
+        weights = _for_kernels(layer.gate_up)
+        arguments = (
             self.table,
             self._x,
             self._mlp_squares,
             self._or_unread(layer.mlp_norm),
-            *_tensors(matrix),
+            *weights.tensors(),
             self._act,
-            self._sums,
-            self._counts,
             self._layers.eps,
-            N=inner,
-            NORMS=layer.mlp_norm is not None,
-            GELU=self._layers.gate == "gelu",
-            **self._options(matrix, cut),
         )
+        constants = {"NORMS": layer.mlp_norm is not None, "GELU": self._layers.gate == "gelu"}
+        inner = weights.shape[0] // 2
+        self._add_cut("gate_up", product_kernels.gate_up, weights, inner, arguments, constants)
 
-    def _options(self, matrix: Plain | Quantised, cut: Cut) -> dict[str, Any]:
-        """Return the constants of a product's kernel, and the options of its launch."""
-        return {
-            **cut.options(self._device),
-            **matrix.options(),
-            "BIAS": matrix.bias is not None,
-            "K": matrix.shape[1],
-            "BN": cut.columns,
-            "BK": cut.inputs,
-            "S": cut.warps,
-            "PARTS": cut.parts,
-        }
+    def _add_cut(
+        self,
+        name: str,
+        kernel: Any,
+        weights: KernelMatrix,
+        outputs: int,
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:
+        """Add the launch of a product, by the cut that is chosen for its shape."""
+        product = Product(name, weights.shape, tuple(weights.options().items()), self.size)
+
+        def launch(cut: Cut) -> None:
+            tiles = triton.cdiv(outputs, cut.columns)
+            more = {"N": outputs, **weights.constants(), **cut.constants()}
+            self._start(kernel, (tiles,), arguments, constants | more)
+
+        self._products.setdefault(product, []).append(launch)
+        self._steps.append(lambda: launch(self.cuts[product]))
 
     def _or_unread(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """Return the tensor, or for None any other: kernels take one that they do not read."""
@@ -589,31 +537,29 @@ class _TableForward:
             return self._x
         return tensor
 
-    def _add_experts(self, layer: Layer) -> None:
+    def _compute_experts(self, layer: Layer) -> None:
+        """Add the sum of each row's experts to the hidden state."""
         layers = self._layers
         assert layer.experts is not None
-        is_fed = self._is_fed != 0
         x = self._x
         if layer.mlp_norm is not None:
             x = normalise(x, layer.mlp_norm, layers.eps, layers.dtype)
-        self._add_part(layer.experts(x, is_fed), None, 1.0, self._qkv_squares)
+        part = layer.experts(x, self._is_fed != 0)
+        self._sum(part, None, 1.0, self._qkv_squares)
 
-    def _add_normed(self, norm: torch.Tensor | None, squares: torch.Tensor) -> None:
-        """Add `_part` to the hidden state after its norm; without a norm the product was added."""
-        if norm is not None:
-            self._add_part(self._part, norm, self._layers.scales.residual, squares)
-
-    def _add_part(
+    def _sum(
         self,
         part: torch.Tensor,
         norm: torch.Tensor | None,
         multiplier: float,
         squares: torch.Tensor,
     ) -> None:
-        """Add `part` to the hidden state, whose sums of squares `squares` receives."""
-        self._start(
-            product_kernels.add,
-            (self._hidden // _SQUARED,),
+        """Launch the sum of the hidden state and `part`, after its norm if any.
+
+        Args:
+            squares: receives the sums of squares of the hidden state.
+        """
+        arguments = (
             self._x,
             part,
             self._part_squares,
@@ -621,10 +567,9 @@ class _TableForward:
             squares,
             multiplier,
             self._layers.eps,
-            self._hidden,
-            _SQUARED,
-            NORMS=norm is not None,
         )
+        constants = {"H": self._hidden, "BN": _SQUARED, "NORMS": norm is not None}
+        self._start(product_kernels.add, (self._hidden // _SQUARED,), arguments, constants)
 
     def _norms(self, layer: Layer) -> int:
         """Return NORMS of `attention_kernels.attend`."""
@@ -634,7 +579,12 @@ class _TableForward:
             return 1
         return 2
 
-    def _attend(self, number: int, layer: Layer) -> None:
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+    ) -> None:
+        """Add attention to each part of the positions, and the sum of the parts."""
         heads = self._layers.heads
         scoring = self._layers.scoring
         sinks = scoring.sinks_of(number)
@@ -644,7 +594,7 @@ class _TableForward:
         sin = self._x
         if layer.rope is not None:
             cos, sin = self._angles[layer.rope]
-        self._start(
+        self._add(
             attention_kernels.attend,
             (heads.kv * MOST_PARTS if self._device.type == "cuda" else 3,),
             self.table,
@@ -670,7 +620,7 @@ class _TableForward:
             WINDOW=scoring.windows[number],
             CAP=scoring.cap,
         )
-        self._start(
+        self._add(
             attention_kernels.add_parts,
             (heads.query, self.size // TILE_ROWS),
             self.table,
@@ -684,8 +634,6 @@ class _TableForward:
         )
 
 
-def _tensors(matrix: Plain | Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weights, scales and bias; the weights stand for those that there are not."""
-    scales = matrix.weight if isinstance(matrix, Plain) else matrix.scales
-    bias = matrix.weight if matrix.bias is None else matrix.bias
-    return matrix.weight, scales, bias
+def _for_kernels(matrix: Any) -> KernelMatrix:
+    assert isinstance(matrix, KernelMatrix), matrix
+    return matrix

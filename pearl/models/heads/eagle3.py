@@ -28,21 +28,20 @@ from pearl.models.checkpoints.direct import Weight
 from pearl.models.checkpoints.rope import parameters_of_rope, rope_of
 from pearl.models.cpu import native
 from pearl.models.families import (
-    FAMILIES,
     HEAD_ACTIVATIONS,
+    OWN_FORWARD,
     Config,
     Forward,
     Shapes,
-    activation_of,
-    forward_of,
+    not_computed,
     weight_shapes,
 )
 from pearl.models.feeds import Feed, lay_out
-from pearl.models.forward.attention import Scoring, causal_mask, whole_blocks
+from pearl.models.forward.attention import Scoring, whole_blocks
 from pearl.models.forward.decoder import Decoder
-from pearl.models.forward.layers import DecoderLayers, Rope
+from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, matrix
-from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
+from pearl.models.forward.slot_attention import NativeAttention, TorchAttention
 from pearl.models.forward.slots import Slots
 from pearl.models.heads.head import HeadTarget, Tensors
 
@@ -50,14 +49,14 @@ _PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
 _FIRST = "layers.0."
 _MIDLAYER = "midlayer."
-_PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _TOGETHER = (
     _PROJECTIONS,
     ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-_ARCHITECTURES = {family.model_type: family.architecture for family in FAMILIES}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Settings of config.json that may be true: those that are computed, and those that change no
@@ -130,20 +129,17 @@ class HeadSettings:
 
     Attributes:
         forward, layer: the family of its decoder layers, and their configuration.
-        num_states: states of the target that it reads of each token.
+        input_norms: norms of the target's states before `fc`, one after the other: the weights of
+            all states together, or of each by itself.
         norms_residual: whether the first layer adds to the normalised states.
-        norms_joined: whether the target's states are normalised together, before `fc`.
-        norms_each: whether each of them is normalised by itself.
         feeds_normed: whether the next step reads the output of the last norm.
         norms_logits: whether `lm_head` reads the output of the last norm.
     """
 
     forward: Forward
     layer: dict[str, Any]
-    num_states: int
+    input_norms: tuple[tuple[str, ...], ...]
     norms_residual: bool
-    norms_joined: bool
-    norms_each: bool
     feeds_normed: bool
     norms_logits: bool
 
@@ -156,7 +152,9 @@ class HeadSettings:
         """
         inner = config.get("transformer_layer_config") or config
         for settings in (config, inner, config.get("eagle_config") or {}):
-            _check_flags(settings)
+            for name, value in settings.items():
+                if value is True and name not in _COMPUTED | _NEUTRAL:
+                    raise ValueError(f"its config.json sets {name}, which is not computed")
         is_of_speculators = "speculators_model_type" in config
         forward, layer = _layers_of(inner, set(names), is_of_speculators)
         # In speculators norm_output says what the next step reads, in SpecForge whether there is a
@@ -165,10 +163,8 @@ class HeadSettings:
         return HeadSettings(
             forward=forward,
             layer=layer,
-            num_states=len(target_layers(config) or range(_DEFAULT_LAYERS)),
+            input_norms=_input_norms(config),
             norms_residual=bool(config.get("norm_before_residual")),
-            norms_joined=bool(config.get("norm_before_fc")),
-            norms_each=bool(config.get("fc_norm")),
             feeds_normed=is_of_speculators and bool(norms_output),
             norms_logits=is_of_speculators or norms_output is None or bool(norms_output),
         )
@@ -190,18 +186,21 @@ class HeadSettings:
         shapes[f"{_FIRST}hidden_norm.weight"] = (hidden,)
         shapes["fc.weight"] = (hidden, features)
         shapes["lm_head.weight"] = (vocab_size, hidden)
-        if self.norms_joined:
-            shapes["input_norm.weight"] = (features,)
-        if self.norms_each:
-            for number in range(self.num_states):
-                shapes[f"fc_norm.{number}.weight"] = (features // self.num_states,)
+        for names in self.input_norms:
+            for name in names:
+                shapes[name] = (features // len(names),)
         return shapes
 
 
-def _check_flags(settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if value is True and name not in _COMPUTED | _NEUTRAL:
-            raise ValueError(f"its config.json sets {name}, which is not computed")
+def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
+    """See `HeadSettings.input_norms`."""
+    count = len(target_layers(config) or range(_DEFAULT_LAYERS))
+    norms: list[tuple[str, ...]] = []
+    if config.get("norm_before_fc"):
+        norms.append(("input_norm.weight",))
+    if config.get("fc_norm"):
+        norms.append(tuple(f"fc_norm.{number}.weight" for number in range(count)))
+    return tuple(norms)
 
 
 def _layers_of(
@@ -216,7 +215,7 @@ def _layers_of(
         kind = "llama"
         if f"{_FIRST}self_attn.q_norm.weight" in names:
             kind = "qwen3"
-    if kind not in ("llama", "qwen3"):
+    if kind not in _ARCHITECTURES:
         raise ValueError(
             f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed"
         )
@@ -228,15 +227,11 @@ def _layers_of(
     layer = _as_a_model(config, count)
     if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
         layer |= {"attention_bias": False, "mlp_bias": False}
-    if activation_of(layer) not in HEAD_ACTIVATIONS:
-        raise ValueError(f"its activation {activation_of(layer)!r} is not computed")
-    forward = forward_of(_ARCHITECTURES[kind], layer, HEAD_ACTIVATIONS)
-    if forward is None:
-        raise ValueError(
-            "its decoder layers are not computed: they are quantised, or have another attention than "
-            "a window or all earlier positions (layer_types, use_sliding_window)"
-        )
-    return forward, layer
+    architecture = _ARCHITECTURES[kind]
+    reason = not_computed(architecture, layer, HEAD_ACTIVATIONS)
+    if reason:
+        raise ValueError(f"its decoder layers are not computed: {reason}")
+    return OWN_FORWARD[architecture].forward, layer
 
 
 def _as_a_model(config: Config, count: int) -> dict[str, Any]:
@@ -288,15 +283,12 @@ def make(
         )
     settings = HeadSettings.of(config, in_file)
     weights = {}
-    for name, tensor in tensors.items():
-        common_name = _common(name)
-        if common_name not in _UNREAD and "rotary_emb" not in name:
-            weights[common_name] = tensor
-    _check_vocabulary(weights, target)
+    for name, source in in_file.items():
+        if name not in _UNREAD and "rotary_emb" not in name:
+            dtype = None if name == "d2t" else target.embedding.dtype
+            weights[name] = tensors[source].to(target.embedding.device, dtype)
     _check_tensors(settings, weights, target, in_file)
-    for name, tensor in weights.items():
-        dtype = None if name == "d2t" else target.embedding.dtype
-        weights[name] = tensor.to(target.embedding.device, dtype)
+    _check_vocabulary(weights, target)
     return Eagle3Head(settings, weights, target, rounding)
 
 
@@ -309,17 +301,11 @@ def _common(name: str) -> str:
 
 def _check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
     """Raise `ValueError` unless the head's tokens are the target's, or a part of them."""
-    head = tensors.get("lm_head.weight")
-    if head is None:
-        raise ValueError("it has no lm_head.weight")
-    count = len(head)
-    d2t = tensors.get("d2t")
-    if d2t is None and count != target.vocab_size:
+    count = len(tensors["lm_head.weight"])
+    if "d2t" not in tensors and count != target.vocab_size:
         raise ValueError(
             f"it knows {count} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
         )
-    if d2t is not None and len(d2t) != count:
-        raise ValueError(f"its d2t has {len(d2t)} tokens and its lm_head {count}")
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and len(embedding) < target.vocab_size:
         raise ValueError(
@@ -340,11 +326,11 @@ def _check_tensors(
     """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
-    shapes = settings.shapes(target.features, len(tensors["lm_head.weight"]))
+    shapes = settings.shapes(target.features, len(tensors.get("lm_head.weight", ())))
     for name in shapes:
         if name not in tensors:
             raise ValueError(f"it has no {_in_layout_of(in_file, name)}")
-    shapes |= _optional_shapes(shapes, tensors)
+    shapes |= _optional_shapes(shapes, tensors, settings.layer["num_hidden_layers"])
     for name, tensor in tensors.items():
         if name not in shapes:
             raise ValueError(f"nothing reads its tensor {in_file[name]}")
@@ -375,7 +361,7 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
+def _optional_shapes(needed: Shapes, tensors: Tensors, layers: int) -> Shapes:
     """Return the shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
     hidden = needed["fc.weight"][0]
     shapes: Shapes = {}
@@ -386,7 +372,7 @@ def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None:
         shapes["embed_tokens.weight"] = len(embedding), hidden
-    for number in range(sum(name.endswith("self_attn.o_proj.weight") for name in needed)):
+    for number in range(layers):
         for group in _TOGETHER:
             biases = [f"layers.{number}.{name}.bias" for name in group]
             present = [name for name in biases if name in tensors]
@@ -398,16 +384,11 @@ def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
 
 
 class Eagle3Head:
-    """The weights of a head, and a cache for each slot; see `Head`.
+    """The weights of a head, and a cache for each slot; see `DraftHead`.
 
     Args:
         tensors: by their names in speculators; without an embedding, that of the target is used.
-        rounding: of the products' weights; see `matrices.matrix`.
-
-    Attributes:
-        hidden: numbers of its states.
-        features: numbers of the target's states that it reads of each token.
-        kind: of its weights.
+        rounding: of the products' weights; see `linear_layers.matrix`.
     """
 
     def __init__(
@@ -428,23 +409,19 @@ class Eagle3Head:
             decoder,
             self.context,
             rounding,
-            not self._is_native,
+            self._is_native,
             family=(settings.forward, settings.layer),
         )
         self._layers = layers
         self.dtype = layers.dtype
         self.hidden = layers.embedding.shape[1]
-        self.kind = rounding or str(target.embedding.dtype).removeprefix("torch.")
-        fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
-        self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
+        self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
+        fuse = Weight(tensors["fc.weight"], tensors.get("fc.bias"))
+        self._fuse = matrix(fuse, dtype=self.dtype, is_native=self._is_native, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
-        self._joined_norm: torch.Tensor | None = None
-        if settings.norms_joined:
-            self._joined_norm = tensors["input_norm.weight"].to(self.dtype)
-        self._state_norms = []
-        if settings.norms_each:
-            for number in range(settings.num_states):
-                self._state_norms.append(tensors[f"fc_norm.{number}.weight"].to(self.dtype))
+        self._input_norms: list[list[torch.Tensor]] = []
+        for names in settings.input_norms:
+            self._input_norms.append([tensors[name].to(self.dtype) for name in names])
         self.ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
         if "d2t" in tensors:
             self.ids = self.ids + tensors["d2t"]
@@ -453,20 +430,16 @@ class Eagle3Head:
         shape = (target.slots, len(layers), heads.kv, room, heads.dim)
         self._slots = Slots(shape, self.dtype, self.device)
         self.lengths = self._slots.lengths
-        self._positions = torch.arange(room, device=self.device)
-        self._ropes = layers.angles(rope_of(settings.layer), self._positions)
+        positions = torch.arange(room, device=self.device)
+        self._ropes = layers.angles(rope_of(settings.layer), positions)
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         """See `Head.fused`."""
         x = features.to(self.dtype)
-        if self._joined_norm is not None:
-            x = self._layers.normalise(x, self._joined_norm)
-        if self._state_norms:
-            parts = map(
-                self._layers.normalise, x.chunk(len(self._state_norms), -1), self._state_norms
-            )
+        for norms in self._input_norms:
+            parts = map(self._layers.normalise, x.chunk(len(norms), -1), norms)
             x = torch.cat(list(parts), -1)
-        return self._fuse(x, None)
+        return self._fuse(x)
 
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
@@ -483,10 +456,10 @@ class Eagle3Head:
         settings = self._settings
         is_normed = settings.feeds_normed or not settings.norms_logits
         states = layers.normalise(outputs, None if is_normed else layers.norm)
-        return layers.head(states, None).float()
+        return layers.head(states).float()
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """Copy keys and values of the tokens from `start` to `end` of a slot to another one."""
+        """See `DraftHead.copy`."""
         for buffer in (self._slots.keys, self._slots.values):
             buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
         self.lengths[into] = end
@@ -497,7 +470,7 @@ class Eagle3Head:
         """Return the last layer's states [n, hidden], normalised where the next step reads them so."""
         layers = self._layers
         settings = self._settings
-        attends, ropes = self._attention(tokens, slot, guessed)
+        attends = self._attention(tokens, slot, guessed)
         normed = layers.normalise(states, self._hidden_norm)
         embedded = layers.embedding[tokens].to(self.dtype)
         embedded = layers.normalise(embedded, layers.layers[0].attention_norm)
@@ -506,7 +479,7 @@ class Eagle3Head:
         for number, layer in enumerate(layers.layers):
             if number:
                 x = layers.normalise(hidden, layer.attention_norm)
-            hidden = layers.layer_states(number, hidden, x, ropes, attends)
+            hidden = layers.layer_states(number, hidden, x, self._ropes, attends)
         self.lengths[slot] += len(tokens)
         if settings.feeds_normed:
             return layers.normalise(hidden, layers.norm)
@@ -514,24 +487,14 @@ class Eagle3Head:
 
     def _attention(
         self, tokens: torch.Tensor, slot: int, guessed: int
-    ) -> tuple[NativeAttention | FixedAttention, Mapping[str, Rope]]:
-        """Return the attention of tokens that continue a slot, and the ropes of their positions, or of all."""
+    ) -> NativeAttention | TorchAttention:
+        """Return the attention of tokens that continue a slot."""
         layers = self._layers
         scoring = _widened(layers.scoring, guessed)
         if self._is_native:
             table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            attention = NativeAttention(
-                table, False, self._slots, scoring, layers.heads, layers.eps
-            )
-            return attention, self._ropes
-        start = self.lengths[slot]
-        end = start + len(tokens)
-        positions = self._positions[start:end]
-        masks = {}
-        for window in set(scoring.windows):
-            masks[window] = causal_mask(self._positions[:end], positions, window, self.dtype)
-        ropes = {name: (cos[start:end], sin[start:end]) for name, (cos, sin) in self._ropes.items()}
-        return FixedAttention(self._slots, slot, positions, end, masks, scoring), ropes
+            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
+        return TorchAttention(self._slots, slot, self.lengths[slot], scoring)
 
 
 def _widened(scoring: Scoring, guessed: int) -> Scoring:

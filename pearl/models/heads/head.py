@@ -60,3 +60,21 @@ class Head(Protocol):
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, len(ids)] of outputs [n, hidden], float32."""
         ...
+
+
+class DraftHead(Head, Protocol):
+    """A head that can also be a draft, in a process of its own.
+
+    Attributes:
+        hidden: numbers of its states.
+        features: numbers of the target's states that it reads of each token.
+        weights: their type, as in `ModelRunner`.
+    """
+
+    hidden: int
+    features: int
+    weights: str
+
+    def copy(self, slot: int, into: int, start: int, end: int) -> None:
+        """Copy the cached tokens from `start` to `end` of a slot to another one, which then ends there."""
+        ...

@@ -1,17 +1,18 @@
-"""The kinds of heads that are read, and those that are refused by name.
+"""The kinds of heads: which are read, and which are refused by name. Must not import torch: the front asks, too.
 
-To add a kind, write its file beside `eagle3` and give it a line in `KINDS`.
+To add a kind, write its file beside `eagle3` with the functions of `HeadKind`, and name the file in `KINDS`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from pearl.models.families import Config
-from pearl.models.forward.linear_layers import Rounding
-from pearl.models.heads import eagle3
-from pearl.models.heads.eagle3 import Eagle3Head
-from pearl.models.heads.head import HeadTarget, Tensors
+
+if TYPE_CHECKING:
+    from pearl.models.forward.linear_layers import Rounding
+    from pearl.models.heads.head import DraftHead, HeadTarget, Tensors
 
 
 class HeadKind(Protocol):
@@ -26,40 +27,62 @@ class HeadKind(Protocol):
 
     def make(
         self, config: Config, tensors: Tensors, target: HeadTarget, rounding: Rounding
-    ) -> Eagle3Head:
+    ) -> DraftHead:
         """Return the head of a checkpoint, whose tensors have their names there."""
         ...
 
 
+class Kind(NamedTuple):
+    """A kind of head.
+
+    Attributes:
+        title: its name in messages.
+        module: the file that reads it; "": it is not read yet.
+        architecture: its class in SpecForge; "": SpecForge has none, or does not name it.
+    """
+
+    title: str
+    module: str = ""
+    architecture: str = ""
+
+
 _TYPE = "speculators_model_type"
-KINDS: dict[str, HeadKind] = {"eagle3": eagle3}  # by the names that vLLM's speculators gives them
+KINDS = {  # by the names that vLLM's speculators gives them
+    "eagle3": Kind("an EAGLE-3 head", "pearl.models.heads.eagle3"),
+    "dflash": Kind("a block drafter (DFlash)", architecture="DFlashDraftModel"),
+    "dflash2": Kind("a block drafter (DFlash 2)"),
+    "domino": Kind("a block drafter (Domino)", architecture="DominoDraftModel"),
+    "dspark": Kind("a block drafter (DSpark)", architecture="DSparkDraftModel"),
+    "mtp": Kind("a layer for multi-token prediction in a checkpoint of its own"),
+    "peagle": Kind("a head that drafts in parallel (P-EAGLE)", architecture="PEagleDraftModel"),
+    "xpress": Kind("a block drafter (XPress)"),
+}
 _NEXT = "such heads are not read yet; name an EAGLE-3 head"
-_NOT_BUILT = {
-    "dflash": "a block drafter (DFlash)",
-    "dflash2": "a block drafter (DFlash 2)",
-    "dspark": "a block drafter (DSpark)",
-    "mtp": "a layer for multi-token prediction in a checkpoint of its own",
-    "peagle": "a head that drafts in parallel (P-EAGLE)",
-    "xpress": "a block drafter (XPress)",
-}
-_CLASSES_NOT_BUILT = {  # of SpecForge
-    "DFlashDraftModel": _NOT_BUILT["dflash"],
-    "DSparkDraftModel": _NOT_BUILT["dspark"],
-    "DominoDraftModel": "a block drafter (Domino)",
-    "PEagleDraftModel": _NOT_BUILT["peagle"],
-}
+
+
+def describes_head(config: Config) -> bool:
+    """Return whether a config.json is that of a head, and not of a model."""
+    return "draft_vocab_size" in config or bool(_name_of(config))
 
 
 def kind_of(config: Config) -> HeadKind:
     """Return the kind of head that a config.json describes. Raises `ValueError` for others."""
-    name = config.get(_TYPE)
-    if name is None:
-        for architecture in config.get("architectures") or ():
-            if architecture in _CLASSES_NOT_BUILT:
-                raise ValueError(f"it is {_CLASSES_NOT_BUILT[architecture]}: {_NEXT}")
-        return KINDS["eagle3"]
-    if name in _NOT_BUILT:
-        raise ValueError(f"it is {_NOT_BUILT[name]}, {_TYPE} {name!r}: {_NEXT}")
+    name = _name_of(config) or "eagle3"
+    stated = f", {_TYPE} {name!r}" if _TYPE in config else ""
     if name not in KINDS:
         raise ValueError(f"its {_TYPE} {name!r} is none that is known: {_NEXT}")
-    return KINDS[name]
+    kind = KINDS[name]
+    if not kind.module:
+        raise ValueError(f"it is {kind.title}{stated}: {_NEXT}")
+    return cast(HeadKind, import_module(kind.module))
+
+
+def _name_of(config: Config) -> str:
+    """Return the name of a kind, by SpecForge's class where a config.json states none; "" where neither does."""
+    if _TYPE in config:
+        return str(config[_TYPE])
+    architectures = config.get("architectures") or ()
+    for name, kind in KINDS.items():
+        if kind.architecture in architectures:
+            return name
+    return ""

@@ -15,17 +15,14 @@ from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
 from pearl.models.checkpoints.direct import Unsupported, files_of, read_decoder
-from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.linear_layers import Rounding, multiplies_bf16
-from pearl.models.heads.eagle3 import Eagle3Head
-from pearl.models.heads.head import Head, HeadTarget
+from pearl.models.heads.head import DraftHead, Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
-from pearl.models.heads.mtp import MtpHead
+from pearl.models.heads.mtp import load_mtp
 from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import ModelRunner
-from pearl.printable import cause_of
 
 
 def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
@@ -38,7 +35,7 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     if not features:
         raise _needs_own_forward(spec)
     if not hasattr(target, "embedding"):  # it runs through transformers
-        return _multi_token_layer(spec, target)
+        return load_mtp(spec, target)
     head_target = HeadTarget(
         target.embedding, target.vocab_size, features, target.context, runner.capabilities.slots
     )
@@ -69,38 +66,6 @@ def _layers_read(spec: str, progress: Progress) -> Features:
     with _explained(spec):
         config = _config(directory)
         return kind_of(config).target_layers(config) or "layers"
-
-
-def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
-    """Load the target's layer for multi-token prediction from its checkpoint."""
-    from transformers import cache_utils, modeling_layers
-
-    model = runner.model
-    kind = getattr(modeling_layers, "MtpModel", None)
-    config = model.config.get_text_config(decoder=True)
-    if kind is None or not hasattr(kind, "forward_layer"):
-        raise ModelError(
-            f"Head {spec!r}: layers for multi-token prediction need transformers 5.24 or newer."
-        )
-    # Their names are known for the published sizes alone; Qwen's configurations do not count them.
-    model._keys_to_ignore_on_load_unexpected = [
-        rf"model\.layers\.{config.num_hidden_layers}\..*",
-        r"^mtp\..*",
-    ]
-    config.num_mtp_layers = getattr(config, "num_mtp_layers", None) or 1
-    if getattr(config, "layer_types", None) and not hasattr(config, "mtp_layer_types"):
-        config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
-    try:
-        if table_in(resolve_checkpoint(spec)) is not None:
-            raise ValueError("GGUF files are read without one")
-        layers = kind.from_pretrained(model, device_map={"": runner.device}).eval()
-        cache = cache_utils.MtpCache(config=layers.config)
-        return MtpHead(layers, cache, runner.vocab_size, runner.context)
-    except Exception as error:  # of files, layouts and versions: transformers raises anything
-        raise ModelError(
-            f"Head {spec!r}: the target has no layer for multi-token prediction that could be loaded: "
-            f"{cause_of(error)}. Leave --head away, or name an EAGLE-3 head."
-        ) from error
 
 
 def load_draft_head(
@@ -145,7 +110,7 @@ def _needs_own_forward(spec: str) -> ModelError:
     )
 
 
-def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Eagle3Head:
+def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> DraftHead:
     directory = resolve_checkpoint(spec, progress)
     with _explained(spec):
         config = _config(directory)
@@ -175,7 +140,7 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
 
     Raises `ValueError` where several files could be meant: a trainer's other files may have tensors of the same names.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     files = files_of(directory)
     if files is not None:
         for file in sorted(set(files.values())):
@@ -192,5 +157,6 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         )
     if paths:
         return load_file(paths[0])
-    tensors |= torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    return tensors
+    path = directory / "pytorch_model.bin"
+    loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded

@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from pearl.errors import ModelError
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.gguf import table_in
+from pearl.printable import cause_of
+
 
 class MtpHead:
     """A `Head`, for the one text of a runner through transformers.
@@ -55,3 +60,35 @@ class MtpHead:
         """See `Head.logits`."""
         logits: torch.Tensor = self._model.shared_head(outputs)
         return logits[:, : len(self.ids)].float()
+
+
+def load_mtp(spec: str, runner: Any) -> MtpHead:
+    """Load the target's layer for multi-token prediction from its checkpoint. Raises `ModelError`."""
+    from transformers import cache_utils, modeling_layers
+
+    model = runner.model
+    kind = getattr(modeling_layers, "MtpModel", None)
+    config = model.config.get_text_config(decoder=True)
+    if kind is None or not hasattr(kind, "forward_layer"):
+        raise ModelError(
+            f"Head {spec!r}: layers for multi-token prediction need transformers 5.24 or newer."
+        )
+    # Their names are known for the published sizes alone; Qwen's configurations do not count them.
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{config.num_hidden_layers}\..*",
+        r"^mtp\..*",
+    ]
+    config.num_mtp_layers = getattr(config, "num_mtp_layers", None) or 1
+    if getattr(config, "layer_types", None) and not hasattr(config, "mtp_layer_types"):
+        config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
+    try:
+        if table_in(resolve_checkpoint(spec)) is not None:
+            raise ValueError("GGUF files are read without one")
+        layers = kind.from_pretrained(model, device_map={"": runner.device}).eval()
+        cache = cache_utils.MtpCache(config=layers.config)
+        return MtpHead(layers, cache, runner.vocab_size, runner.context)
+    except Exception as error:  # of files, layouts and versions: transformers raises anything
+        raise ModelError(
+            f"Head {spec!r}: the target has no layer for multi-token prediction that could be loaded: "
+            f"{cause_of(error)}. Leave --head away, or name an EAGLE-3 head."
+        ) from error

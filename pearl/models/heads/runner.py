@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.heads.eagle3 import Eagle3Head
+from pearl.models.heads.head import DraftHead
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 _IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will come
+
+
+@dataclass
+class _Text:
+    """The text of a slot: its number of tokens, and how far these are read.
+
+    Attributes:
+        target_end: positions with states of the target.
+        state_end: positions with states of the target or of the head.
+        read: tokens that were read with the states that are there now.
+    """
+
+    length: int = 0
+    target_end: int = 0
+    state_end: int = 0
+    read: int = 0
+
+    def cut(self, length: int) -> _Text:
+        """Return the text's first `length` tokens."""
+        return _Text(
+            length,
+            min(length, self.target_end),
+            min(length, self.state_end),
+            min(length, self.read),
+        )
 
 
 class HeadRunner(ModelRunner):
@@ -26,25 +52,22 @@ class HeadRunner(ModelRunner):
         vocab_size: the target's.
     """
 
-    def __init__(self, head: Eagle3Head, vocab_size: int, slots: int) -> None:
+    def __init__(self, head: DraftHead, vocab_size: int, slots: int) -> None:
         self._head = head
         self.vocab_size = vocab_size
         self.context = head.context
         self.device = head.device
-        self.weights = head.kind
+        self.weights = head.weights
         self.capabilities = Capabilities(slots=slots)
         self.features = head.features
         self._tokens = torch.zeros(slots, head.context, dtype=torch.long, device=head.device)
         self._states = torch.zeros(
             slots, head.context, head.hidden, dtype=head.dtype, device=head.device
         )
-        self._lengths = [0] * slots  # tokens
-        self._target_ends = [0] * slots  # positions with states of the target
-        self._state_ends = [0] * slots  # positions with states of the target or of the head
-        self._current = [0] * slots  # tokens that were read with the states that are there now
+        self._texts = [_Text() for _ in range(slots)]
 
     def length(self, slot: int = 0) -> int:
-        return self._lengths[slot]
+        return self._texts[slot].length
 
     def use_threads(self, count: int) -> Sequence[int]:
         if native.library() is None:
@@ -55,13 +78,13 @@ class HeadRunner(ModelRunner):
         """Store the target's states [n, features] of tokens from position `start` on, which may be past the text."""
         features = features[: max(0, self.context - start)]
         end = start + len(features)
-        known = self._target_ends[slot]
+        text = self._texts[slot]
         if len(features):
             self._states[slot, start:end] = self._head.fused(features.to(self.device))
-        if end > known:
-            self._current[slot] = min(self._current[slot], max(start, known) + 1)
-            self._target_ends[slot] = end
-            self._state_ends[slot] = max(end, self._state_ends[slot])
+        if end > text.target_end:
+            text.read = min(text.read, max(start, text.target_end) + 1)
+            text.target_end = end
+            text.state_end = max(end, text.state_end)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "a head")
@@ -69,12 +92,13 @@ class HeadRunner(ModelRunner):
 
     def _fed(self, feed: Feed) -> torch.Tensor:
         slot = feed.slot
-        start = self._lengths[slot]
+        text = self._texts[slot]
+        start = text.length
         end = start + len(feed.tokens)
         self._tokens[slot, start:end] = torch.as_tensor(feed.tokens, device=self.device)
-        self._lengths[slot] = end
-        if self._current[slot] < start:
-            self._read(slot, self._current[slot], start)
+        text.length = end
+        if text.read < start:
+            self._read(slot, text.read, start)
         pieces = [self._read(slot, first, stop) for first, stop in self._pieces(feed, start, end)]
         logits = self._states.new_full(
             (feed.rows, self.vocab_size), -torch.inf, dtype=torch.float32
@@ -86,10 +110,11 @@ class HeadRunner(ModelRunner):
 
     def _pieces(self, feed: Feed, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of tokens to read together: as far as there are states, then one by one."""
+        text = self._texts[feed.slot]
         if feed.prompt or end - start > _IN_TURN:
-            self._states[feed.slot, self._state_ends[feed.slot] : end] = 0  # unknown
-            self._state_ends[feed.slot] = max(end, self._state_ends[feed.slot])
-        stop = max(start + 1, min(self._state_ends[feed.slot] + 1, end))
+            self._states[feed.slot, text.state_end : end] = 0  # unknown
+            text.state_end = max(end, text.state_end)
+        stop = max(start + 1, min(text.state_end + 1, end))
         yield start, stop
         for position in range(stop, end):
             yield position, position + 1
@@ -97,10 +122,10 @@ class HeadRunner(ModelRunner):
     def _read(self, slot: int, start: int, end: int) -> torch.Tensor:
         """Read the slot's tokens from `start` to `end`; return their outputs [end - start, hidden]."""
         head = self._head
+        text = self._texts[slot]
         first = max(start, 1)  # nothing stands before token 0
-        known = self._target_ends[slot]
-        guessed = max(0, first - known)
-        if not start and not known:
+        guessed = max(0, first - text.target_end)
+        if not start and not text.target_end:
             self._states[slot, 0] = 0
         outputs = self._states[slot, start:end].clone()
         if first < end:
@@ -111,22 +136,19 @@ class HeadRunner(ModelRunner):
                 slot,
                 guessed,
             )
-        guess = max(first, known)
+        guess = max(first, text.target_end)
         if guess < end:
             self._states[slot, guess:end] = outputs[guess - start :]
-        self._state_ends[slot] = max(end, self._state_ends[slot])
-        self._current[slot] = end
+        text.state_end = max(end, text.state_end)
+        text.read = end
         return outputs
 
     def rollback(self, length: int, slot: int = 0) -> None:
-        self._lengths[slot] = length
-        for counts in (self._target_ends, self._state_ends, self._current):
-            counts[slot] = min(length, counts[slot])
+        self._texts[slot] = self._texts[slot].cut(length)
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        end = self._lengths[slot] if length is None else length
+        end = self.length(slot) if length is None else length
         for room in (self._tokens, self._states):
             room[into, shared:end] = room[slot, shared:end]
         self._head.copy(slot, into, max(0, shared - 1), max(0, end - 1))
-        for counts in (self._lengths, self._target_ends, self._state_ends, self._current):
-            counts[into] = min(end, counts[slot])
+        self._texts[into] = self._texts[slot].cut(end)

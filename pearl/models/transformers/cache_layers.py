@@ -53,7 +53,8 @@ class FixedLayer(DynamicLayer):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
-        self.filled = self.indexed = 0
+        self.filled = 0
+        self.indexed = 0
         self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None  # of keys and of values
         self.indexer_keys: torch.Tensor | None = None  # [1, capacity, width]
         self.indexer_position_ids: torch.Tensor | None = None
@@ -66,8 +67,9 @@ class FixedLayer(DynamicLayer):
         self.is_initialized = True
 
     def _buffer_for(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, width = states.shape
         # empty, not zeros: on a CPU the pages of an unused context are then never touched.
-        return states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
+        return states.new_empty(batch, heads, self.capacity, width)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -146,6 +148,14 @@ def layer_for(theirs: object, context: int) -> Any:
     return theirs
 
 
+def layers_of(config: Any, context: int) -> list[Any]:
+    """Return the cache layers of a model for `context` tokens."""
+    layers = []
+    for layer in DynamicCache(config=config).layers:
+        layers.append(layer_for(layer, context))
+    return layers
+
+
 class _Snapshot(NamedTuple):
     """The state of each recurrent layer after `length` tokens."""
 
@@ -165,12 +175,15 @@ class Snapshots:
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
-        understood = (FixedLayer, LinearAttentionLayer, *_NONE)
-        recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-        self.unknown = [layer for layer in layers if not isinstance(layer, understood)]
-        self._layers: list[object] = [*recurrent, *self.unknown]
-        empty = [*map(_state, recurrent), *map(vars, self.unknown)]
-        self._empty = deepcopy(empty)
+        self.unknown: list[object] = []
+        self._layers: list[object] = []
+        for layer in layers:
+            if isinstance(layer, LinearAttentionLayer):
+                self._layers.append(layer)
+            elif not isinstance(layer, (FixedLayer, *_NONE)):
+                self._layers.append(layer)
+                self.unknown.append(layer)
+        self._empty = deepcopy(list(map(_state, self._layers)))
         self._kept: list[_Snapshot] = []
         self.length = 0
 
@@ -182,7 +195,9 @@ class Snapshots:
         """Note that the tokens up to `end` will be fed next, and copy the state if it has changed."""
         newest = self._kept[-1].length if self._kept else 0
         if self and not self.unknown and newest < self.length:
-            states = [_copy(_state(layer)) for layer in self._layers]
+            states = []
+            for layer in self._layers:
+                states.append(_copy(_state(layer)))
             self._kept.append(_Snapshot(self.length, states))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
@@ -211,8 +226,11 @@ class Snapshots:
         """Return the names under which recurrent layers hold state by now: of convolutions, of recurrences."""
         names: set[str] = set()
         for layer in self._layers:
-            if layer not in self.unknown:
-                names.update(name for name, value in _state(layer).items() if _tensors(value))
+            if layer in self.unknown:
+                continue
+            for name, value in _state(layer).items():
+                if _tensors(value):
+                    names.add(name)
         return sorted(names)
 
     @torch.inference_mode()
@@ -225,32 +243,43 @@ class Snapshots:
     def _thin(self) -> None:
         """Drop the copy that is missed least: by (gap it leaves) / (its age), in tokens."""
         losses = []
-        before = 0
+        gap_start = 0
         for snapshot, following in pairwise(self._kept):
-            gap = following.length - before
-            losses.append(gap / (self.length - snapshot.length))
-            before = snapshot.length
+            gap = following.length - gap_start
+            age = self.length - snapshot.length
+            losses.append(gap / age)
+            gap_start = snapshot.length
         del self._kept[losses.index(min(losses))]
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a layer without its keys and values."""
-    return {name: value for name, value in vars(layer).items() if name not in _FIXED}
+    """Return all attributes of a layer, of a recurrent one without its keys and values."""
+    state = dict(vars(layer))
+    if isinstance(layer, LinearAttentionLayer):
+        for name in _FIXED:
+            state.pop(name, None)
+    return state
 
 
 def _copy(value: Any) -> Any:
     """Copy a value with its tensors."""
-    if isinstance(value, dict):
-        return {name: _copy(item) for name, item in value.items()}
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return value
+    if not isinstance(value, dict):
+        return value
+    copies = {}
+    for name, item in value.items():
+        copies[name] = _copy(item)
+    return copies
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors of numbers in a layer's attribute."""
+    items = [value]
+    if isinstance(value, dict):
+        items = list(value.values())
     tensors = []
-    for item in value.values() if isinstance(value, dict) else [value]:
+    for item in items:
         if isinstance(item, torch.Tensor) and item.is_floating_point():
             tensors.append(item)
     return tensors
@@ -265,7 +294,7 @@ class CacheSizes(NamedTuple):
 
 def cache_sizes(model: PreTrainedModel, item: int) -> CacheSizes:
     """Feed one token to a model, which may be on the device "meta", and return its `sizes_of`."""
-    layers = [layer_for(layer, 1) for layer in DynamicCache(config=model.config).layers]
+    layers = layers_of(model.config, 1)
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=token, use_cache=True, **{cache_name(model): Cache(layers=layers)})
@@ -282,14 +311,18 @@ def sizes_of(layers: Sequence[object], item: int = 0) -> CacheSizes:
     states = 0
     for layer in layers:
         if isinstance(layer, FixedLayer):
+            buffers = [layer.indexer_keys]
+            if layer.buffers is not None:
+                buffers += layer.buffers
             size = 0
-            for buffer in (*(layer.buffers or ()), layer.indexer_keys):
+            for buffer in buffers:
                 if buffer is not None:
                     size += _nbytes(buffer, item)
             position += size // layer.capacity
         if isinstance(layer, LinearAttentionLayer):
             for value in _state(layer).values():
-                states += sum(_nbytes(tensor, item) for tensor in _tensors(value))
+                for tensor in _tensors(value):
+                    states += _nbytes(tensor, item)
     return CacheSizes(position, states)
 
 

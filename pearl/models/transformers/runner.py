@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pearl.errors import ForwardError, ModelError
@@ -23,7 +23,7 @@ from pearl.models.transformers.cache_layers import (
     FixedLayer,
     Snapshots,
     cache_name,
-    layer_for,
+    layers_of,
     sizes_of,
 )
 from pearl.printable import cause_of
@@ -85,8 +85,8 @@ class HFRunner(ModelRunner):
             model.get_decoder().register_forward_hook(self._keep_hidden)
         if self._states or not is_tried:
             self._try()
-        kinds = sorted({type(layer).__name__ for layer in self._states.unknown})
-        if kinds:
+        if self._states.unknown:
+            kinds = sorted({type(layer).__name__ for layer in self._states.unknown})
             log.warning(
                 "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
                 type(model).__name__,
@@ -133,10 +133,9 @@ class HFRunner(ModelRunner):
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
+        logits = pieces[0]
         if len(pieces) > 1:
             logits = torch.cat(pieces)
-        else:
-            logits = pieces[0]
         return [logits.to(self.device, torch.float32, copy=True)]
 
     def features(self, slot: int = 0) -> torch.Tensor:
@@ -147,8 +146,15 @@ class HFRunner(ModelRunner):
         """Return the lengths after each forward that feeds a part of the tokens from `start` to `end`."""
         if not self._states:
             return [end]
-        step = 1 if self._is_single else _PIECE
-        return [*range(start + step if start else _PIECE, end, step), end]
+        step = _PIECE
+        if self._is_single:
+            step = 1
+        piece_end = start + step
+        if not start:
+            piece_end = _PIECE
+        pieces = list(range(piece_end, end, step))
+        pieces.append(end)
+        return pieces
 
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
@@ -168,11 +174,12 @@ class HFRunner(ModelRunner):
         if self._takes_rows:
             inputs["logits_to_keep"] = max(rows, 1)  # 0 would mean all
         logits: torch.Tensor = self.model(**inputs).logits
-        if any(layer.filled != end for layer in self._layers):
-            name = type(self.model).__name__
-            raise ModelError(
-                f"{name} does not keep its state in the cache it is given. Use another model."
-            )
+        for layer in self._layers:
+            if layer.filled != end:
+                name = type(self.model).__name__
+                raise ModelError(
+                    f"{name} does not keep its state in the cache it is given. Use another model."
+                )
         return logits[0, logits.shape[1] - rows :]
 
     def rollback(self, length: int, slot: int = 0) -> None:
@@ -232,7 +239,8 @@ class HFRunner(ModelRunner):
         while len(rows) < len(kinds):
             self.rollback(0)
             feed_chain(self, tokens[:-2], 0)
-            kinds = ["", *self._states.kinds()]
+            kinds = [""]
+            kinds += self._states.kinds()
             kind = kinds[len(rows)]
             if kind:
                 self._states.disturb(kind)
@@ -290,7 +298,7 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
             f"{name} cannot be used here: which tokens it attends to, or which experts it takes, depends on the tokens "
             "that are fed with it. Use a model of another family."
         )
-    return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
+    return layers_of(config, context)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:

@@ -1,0 +1,68 @@
+"""Prompts that the target invents: it continues the start of a user's turn."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from pearl.cache import Watcher
+from pearl.errors import ConfigError
+from pearl.lab.distill.answers import RecordedAnswer, answer
+from pearl.lab.distill.benchmarks import is_benchmark
+from pearl.lab.distill.config import DistillConfig
+from pearl.lab.distill.pair import Teacher
+
+_TEMPERATURE = 1.0  # of sampling invented prompts
+_TOP = 64  # likeliest tokens that they are sampled from
+_PLAIN = 0.3  # share of invented prompts without an opening
+_TURNS_PER_PROMPT = 1.15  # some are empty, duplicates or benchmark prompts
+
+
+def invent(
+    teacher: Teacher,
+    count: int,
+    config: DistillConfig,
+    generator: torch.Generator,
+    watcher: Watcher,
+    label: str,
+) -> list[str]:
+    """Let the target invent `count` prompts, or a few fewer: it continues openings of the configuration.
+
+    Leaves out benchmark prompts, which the target may have memorised. `label`: the work, for the watcher.
+
+    Raises `ConfigError` without openings for a target without a chat template.
+    """
+    openings = config.openings
+    has_template = bool(teacher.encode_start(""))
+    if not openings and not has_template:
+        raise ConfigError(
+            f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts"
+        )
+    draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
+    starts = []
+    for _ in range(int(count * _TURNS_PER_PROMPT) + 1):
+        if has_template and (not openings or draw.random() < _PLAIN):
+            starts.append("")
+        else:
+            starts.append(draw.choice(openings))
+    watcher.begin(label, len(starts))
+    turns: list[RecordedAnswer] = []
+    for offset in range(0, len(starts), config.answer_batch):
+        batch = starts[offset : offset + config.answer_batch]
+        turns += answer(
+            teacher.model,
+            list(map(teacher.encode_start, batch)),
+            limit=config.max_prompt_tokens,
+            eos=teacher.eos,
+            temperatures=(_TEMPERATURE,),
+            top=_TOP,
+            generator=generator,
+            tick=watcher.advance,
+        )
+    prompts: dict[str, None] = {}
+    for start, turn in zip(starts, turns, strict=True):
+        prompt = start + teacher.tokenizer.decode(turn.tokens)
+        if prompt.strip() and not is_benchmark(prompt):
+            prompts[prompt] = None
+    return list(prompts)[:count]

@@ -1,0 +1,45 @@
+"""The check of our kernels when a model is loaded: their rows beside those of torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pearl.errors import ModelError
+from pearl.models.forward.layers import DecoderLayers, Rope
+from pearl.models.forward.slot_attention import TorchAttention
+from pearl.models.forward.slots import Slots
+
+# Relative error of a row from which on our kernels are refused; rounding makes a few hundredths.
+MOST_OFF = 0.25
+
+
+class KernelsUnfit(ModelError):
+    """Our kernels cannot compute this model here: the message says why."""
+
+
+def sample_ids(count: int, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of a text by which kernels are checked."""
+    return tuple((7 + 11 * position) % vocab_size for position in range(count))
+
+
+def torch_states(
+    layers: DecoderLayers,
+    slots: Slots,
+    ropes: Mapping[str, Rope],
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Return the last layer's states [n, hidden] of a text by torch's operations, and write it to slot 0.
+
+    Args:
+        ropes: tables of all positions, by the layers' ropes; see `DecoderLayers.angles`.
+    """
+    attends = TorchAttention(slots, 0, 0, layers.scoring)
+    return layers.hidden_states(torch.tensor(ids, device=layers.embedding.device), ropes, attends)
+
+
+def relative_errors(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row's difference from the reference, relative to the reference's."""
+    reference = reference.float()
+    return (rows.float() - reference).norm(dim=1) / reference.norm(dim=1)

@@ -1,0 +1,86 @@
+"""The tokens of one forward: a chain of the text, and guesses after or beside it, as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from pearl.protocol.messages import Source
+from pearl.protocol.sequence import TokenSequence
+
+
+class FedTokens:
+    """A node is the index of a token in the forward, -1 the token before its first one.
+
+    Example: after the text 5 6, whose last token stands at `start` 1, the guesses 7 and 8 for one position are fed as
+    tokens (6, 7, 8) with parents (-1, 0, 0).
+
+    Args:
+        start: position of the first token.
+        tokens: those of the text first.
+        parents: the node before each token; None: each follows the one before it.
+        guessers: who guessed each of the last tokens.
+
+    Attributes:
+        path: nodes of the tokens that the text has from `start` on.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        tokens: tuple[int, ...],
+        parents: tuple[int, ...] | None = None,
+        guessers: tuple[Source, ...] = (),
+    ) -> None:
+        self.start = start
+        self.tokens = tokens
+        self.parents = parents
+        self.guessers = guessers
+        self.path = list(range(len(tokens) - len(guessers)))
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        """(node, token) -> the child of the node that is this token."""
+        parents: Sequence[int] = range(-1, len(self.tokens) - 1)
+        if self.parents is not None:
+            parents = self.parents
+        edges = zip(parents, self.tokens, strict=True)
+        return {edge: node for node, edge in enumerate(edges)}
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node of `token` after `node`, if it was fed there."""
+        return self._children.get((node, token))
+
+    def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
+        """The nodes of `tokens`, which follow `node`, as far as they were fed."""
+        children = self._children
+        nodes: list[int] = []
+        for token in tokens:
+            child = children.get((node, token))
+            if child is None:
+                break
+            node = child
+            nodes.append(node)
+        return nodes
+
+    def nodes(self, position: int, count: int) -> tuple[int, ...]:
+        """Nodes whose rows are for `position` and the `count` - 1 positions after it."""
+        index = position - 1 - self.start
+        return tuple(self.path[index : index + count])
+
+    def guesser(self, node: int | None) -> Source | None:
+        """Who guessed a token; None for a token that was no guess."""
+        if node is None:
+            return None
+        index = node - len(self.tokens) + len(self.guessers)
+        return self.guessers[index] if index >= 0 else None
+
+    def follow(self, sequence: TokenSequence) -> None:
+        """Count unfed tokens of the sequence that are among the guesses as fed."""
+        if not self.guessers:
+            return
+        del self.path[max(0, sequence.fed - self.start) :]
+        if self.path:
+            nodes = self.walk(self.path[-1], sequence.tokens[sequence.fed :])
+            self.path += nodes
+            sequence.fed += len(nodes)

@@ -1,0 +1,87 @@
+"""The guesses of one request: what the target looks for before a forward, and how many are worth feeding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from pearl.protocol.acceptance_estimates import Seen
+from pearl.protocol.events import Alternative, Guess
+from pearl.protocol.request import Request
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.window import worthwhile
+
+
+class LookAhead:
+    """Plans the guesses of one request."""
+
+    def __init__(self, request: Request, speeds: Speeds) -> None:
+        self._request = request
+        self._speeds = speeds
+        self._trust: tuple[float, ...] = ()  # of the pending tokens when guesses were last planned
+
+    def guess(self) -> Guess:
+        """What to guess of the tokens that may follow the text, or stand in place of what is pending."""
+        request = self._request
+        seq = request.sequence
+        seen = request.proposals.seen(len(seq.tokens) - seq.committed)
+        self._trust = tuple(map(self._acceptance, seen))
+        alternatives: tuple[Alternative, ...] = ()
+        if request.takes_siblings:
+            alternatives = self._alternatives(seen)
+        base, tokens = request.take_unindexed()
+        return Guess(
+            base,
+            tokens,
+            seq.committed,
+            # No row follows the last position before `limit`, so a guess for it would not be fed.
+            request.submit.limit - 1,
+            self._trust,
+            request.options.look_ahead,
+            self.num_worthwhile,
+            alternatives,
+            request.method.takes_head,
+        )
+
+    def num_worthwhile(self, chances: Sequence[float], fed: int) -> int:
+        """How many guesses of these `chances` to feed together with `fed` tokens of the text."""
+        if not chances:
+            return 0
+        seq = self._request.sequence
+        if not self._request.runs_ahead:
+            # A guess helps only if the draft's own token turns out the same.
+            chances = [chance * self._speeds.acceptance for chance in chances]
+        pending = self._trust[: max(0, seq.fed - seq.committed)]
+        expected = sum(accumulate(pending, mul, initial=1.0))
+        return worthwhile(chances, fed + self._request.beside, expected, self._speeds.target.hoped)
+
+    def _acceptance(self, seen: Seen | None) -> float:
+        """The probability that a pending token is right if those before it are."""
+        if seen is None:
+            return self._speeds.acceptance
+        return self._speeds.foresight.agrees(seen)
+
+    def _alternatives(self, pending: Sequence[Seen | None]) -> tuple[Alternative, ...]:
+        """The likeliest runners-up of pending tokens, each with what the draft has prepared after it."""
+        request = self._request
+        foresight = self._speeds.foresight
+        candidates: list[tuple[float, Alternative]] = []
+        reached = 1.0  # the probability that all tokens before this position are right
+        for position, seen in enumerate(pending, request.sequence.committed):
+            rivals = [] if seen is None else foresight.others(seen)
+            for share, rival in rivals:
+                candidates.append((reached * share, self._alternative(position, share, rival)))
+            reached *= self._acceptance(seen)
+        candidates.sort(key=lambda candidate: -candidate[0])
+        return tuple(alternative for _, alternative in candidates[: request.options.siblings])
+
+    def _alternative(self, position: int, share: float, rival: int) -> Alternative:
+        """The runner-up `rival`, of probability `share`, and the branch after it."""
+        tokens: tuple[int, ...] = (rival,)
+        chances: tuple[float, ...] = (share,)
+        branch = self._request.proposals.branch(position, rival)
+        if branch is not None:
+            tokens += branch.tokens[: len(branch.seen)]
+            chances += tuple(map(self._speeds.foresight.agrees, branch.seen))
+        return Alternative(position, tokens, chances)
