@@ -61,9 +61,7 @@ def engine_rate(spec: str, options: argparse.Namespace) -> float:
     ) as engine:
         alphabet = engine.tokenizer.tokens()
         prompts = ["".join(str(alphabet[id + i]) for id in PROMPT) for i in range(slots)]
-        sampling = SamplingParams(
-            method="pearl", temperature=0.0, max_tokens=options.tokens, look_ahead=0, draft_lookup=0
-        )
+        sampling = SamplingParams(method="pearl", temperature=0.0, max_tokens=options.tokens)
         engine.generate(prompts, sampling.changed(max_tokens=40))
         began = time.monotonic()
         results = engine.generate(prompts, sampling)

@@ -175,7 +175,8 @@ def test_a_draft_that_knows_the_target_fills_every_window() -> None:
     def same_model(slots: int) -> ToyRunner:
         return ToyRunner(VOCAB, TARGET, CONTEXT, slots + BRANCHES)
 
-    steps = Steps(proposer_with(InstantLink(same_model, slots=1), most=4), target_token)
+    proposer = proposer_with(InstantLink(same_model, slots=1), most=4, ngrams=False)
+    steps = Steps(proposer, target_token)
     steps.submit(0, [1, 2, 3], 51)
     assert steps.run() == {0: greedy([1, 2, 3], 51)}
     assert steps.num_steps <= 1 + 10 + 2
@@ -363,12 +364,14 @@ def test_a_service_that_lies(lie: Callable[[DraftTokens], DraftTokens]) -> None:
 
 def test_no_service_at_all(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    proposer = PearlProposer(vllm_config(f"ipc://{tmp_path}/draft"))
-    steps = Steps(proposer, target_token)
-    wanted = submit_all(steps)
-    assert steps.run() == wanted
-    assert not steps.num_drafted
-    proposer.close()
+    for ngrams in (False, True):
+        proposer = PearlProposer(vllm_config(f"ipc://{tmp_path}/draft", ngrams=ngrams))
+        steps = Steps(proposer, lambda tokens: tokens[-3])
+        steps.submit(0, [1, 2, 3], 60)
+        assert steps.run() == {0: [1, 2, 3] * 21}
+        assert bool(steps.num_drafted) is ngrams
+        assert (steps.num_steps < 40) is ngrams
+        proposer.close()
 
 
 # ---- over sockets ----
@@ -655,6 +658,7 @@ def test_where_a_service_may_not_listen(
         ({"address": 5}, "must name the draft service's address"),
         ({"address": NOWHERE, "adress": "x"}, "has adress; it takes address, keys"),
         ({"address": NOWHERE, "timeout": "5"}, "timeout is a number"),
+        ({"address": NOWHERE, "ngrams": 1}, "ngrams is true or false"),
         ({"address": NOWHERE, "trace": "/nowhere/at/all"}, "is in no directory"),
     ],
 )

@@ -21,7 +21,7 @@ from pearl.vllm.recording import Readiness, Stepped, StepRecorder
 from pearl.vllm.rows import RowTable
 from pearl.vllm.served import ServedTexts
 from pearl.vllm.settings import Place, ProposerSettings
-from pearl.vllm.text import DraftedText
+from pearl.vllm.text import Chain, DraftedText
 from pearl.vllm.vocabulary import Vocabulary
 from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
 
@@ -94,7 +94,9 @@ class PearlProposer:
         )
         vocab_size = int(model_config.get_vocab_size())
         speeds = StepSpeeds(most=self._most)
-        return ServedTexts(link, speeds, self._limit, vocab_size, self._recorder)
+        return ServedTexts(
+            link, speeds, self._limit, vocab_size, self._recorder, has_ngrams=settings.ngrams
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Meet the service, if it is there already. Raises `ConfigError` if its draft has another vocabulary."""
@@ -215,15 +217,16 @@ class PearlProposer:
     def _choose(
         self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
     ) -> list[list[int]]:
-        """Return the drafted tokens to verify, by row."""
-        chances: list[list[float]] = []
+        """Return the tokens to verify, by row."""
+        chains: list[Chain] = []
         for text in decoding:
             room = self._limit - 1 - text.request.sequence.committed
-            chances.append(text.chances(max(0, min(self._most, room))))
-        lengths = dict.fromkeys((text.number for text in texts), 0)
-        for text, length in zip(decoding, window_lengths(chances, served.speeds), strict=True):
-            lengths[text.number] = length
-        return [text.request.sequence.pending[: lengths[text.number]] for text in texts]
+            chains.append(text.proposal(max(0, min(self._most, room))))
+        lengths = window_lengths([chain.chances for chain in chains], served.speeds)
+        windows: dict[int, list[int]] = {}
+        for text, chain, length in zip(decoding, chains, lengths, strict=True):
+            windows[text.number] = list(chain.tokens[:length])
+        return [windows.get(text.number, []) for text in texts]
 
 
 def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:

@@ -48,6 +48,8 @@ class ServedTexts:
         limit: int,
         vocab_size: int,
         recorder: StepRecorder,
+        *,
+        has_ngrams: bool,
     ) -> None:
         self.link = link
         self.speeds = speeds
@@ -57,6 +59,7 @@ class ServedTexts:
         self._limit = limit
         self._vocab_size = vocab_size
         self._recorder = recorder
+        self._has_ngrams = has_ngrams
         self._window = 0  # c as last used
         #: Requests that wait for a slot at the service, in turn.
         self._unserved: dict[int, None] = {}
@@ -70,7 +73,15 @@ class ServedTexts:
     def begin(self, number: int, tokens: Sequence[int]) -> DraftedText:
         """Take in a new request."""
         context = self.link.context if self.link.is_ready else 0
-        text = DraftedText(number, tokens, self._limit, self.speeds, context, self._window)
+        text = DraftedText(
+            number,
+            tokens,
+            self._limit,
+            self.speeds,
+            context,
+            self._window,
+            has_ngrams=self._has_ngrams,
+        )
         self.texts[number] = text
         self._unserved[number] = None
         self._recorder.begin(number, len(tokens))

@@ -22,6 +22,7 @@ class ProposerSettings:
         address: where the draft service listens.
         keys: file of keys, where that is another host.
         timeout: seconds of silence after which the service counts as lost.
+        ngrams: whether n-grams of the text are proposed where the draft has nothing better.
         trace: file that `pearl trace merge` is to make of this half and the service's; data-parallel rank 0's alone.
     """
 
@@ -29,6 +30,7 @@ class ProposerSettings:
     keys: str | None = None
     timeout: float = 5.0
     trace: str | None = None
+    ngrams: bool = True
 
     @staticmethod
     def of(vllm_config: Any) -> ProposerSettings:
@@ -53,6 +55,8 @@ class ProposerSettings:
         is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
         if not is_number or not 0 < self.timeout < 1e6:
             raise ConfigError(f"{_PLACE}: timeout is a number of seconds, not {self.timeout!r}")
+        if not isinstance(self.ngrams, bool):
+            raise ConfigError(f"{_PLACE}: ngrams is true or false, not {self.ngrams!r}")
         for name in ("keys", "trace"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

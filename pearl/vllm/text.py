@@ -7,7 +7,9 @@ restarts or that sends nonsense is met by the same rules.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.protocol.draft_state import DraftState, Received
 from pearl.protocol.machine import Do
 from pearl.protocol.messages import DraftTokens, Provenance, Submit
@@ -15,6 +17,16 @@ from pearl.protocol.outside import OPTIONS
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+
+_LEAST_DRAFTED = 1.5  # tokens expected of the draft's for which n-grams are not sought
+_INDEXED = 2048  # tokens at the end of a prompt in which n-grams are sought: indexing them takes vLLM's time
+
+
+class Chain(NamedTuple):
+    """Tokens that may follow a text, each with the probability that it and all before it are accepted."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
 
 
 class DraftedText:
@@ -26,6 +38,7 @@ class DraftedText:
         limit: the most tokens that vLLM holds of it.
         context: tokens that the draft holds; 0: there is no draft.
         window: c as last used.
+        has_ngrams: whether n-grams of the text are proposed where the draft has nothing better.
     """
 
     def __init__(
@@ -36,6 +49,8 @@ class DraftedText:
         speeds: Speeds,
         context: int,
         window: int,
+        *,
+        has_ngrams: bool = False,
     ) -> None:
         submit = Submit(number, tuple(tokens), limit, OPTIONS)
         self.number = number
@@ -45,6 +60,9 @@ class DraftedText:
         self.was_rejected = False
         self.was_foreseen = False
         self._speeds = speeds
+        self._index: NgramIndex | None = None
+        if has_ngrams:
+            self._index = NgramIndex(tokens[-_INDEXED:])
         self.request.begin()
 
     def begin(self, do: Do) -> None:
@@ -92,6 +110,9 @@ class DraftedText:
             else:
                 is_wrong = True
                 request.commit(token, Provenance.CORRECTED, is_stop=False)
+        if self._index is not None:
+            self._index.extend(tokens)
+            self._index.learn(len(self._index))
         self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
         request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
         self.was_rejected = is_wrong
@@ -130,15 +151,24 @@ class DraftedText:
         """Whether fewer than `count` drafted tokens are there."""
         return len(self.request.sequence.tokens) < self.request.sequence.committed + count
 
-    def chances(self, most: int) -> list[float]:
-        """Return for each of up to `most` drafted tokens the probability that it and all before it are accepted."""
-        seen = self.request.proposals.seen(most)
+    def proposal(self, most: int) -> Chain:
+        """Return the chain of up to `most` tokens with more expected to be accepted: the draft's, or n-grams."""
+        drafted = self._drafted(most)
+        expected = sum(drafted.chances)
+        if self._index is None or expected >= _LEAST_DRAFTED:
+            return drafted
+        end = len(self._index)
+        tree = guess_tree(self._index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        return Chain(tree.tokens, tree.chances) if sum(tree.chances) > expected else drafted
+
+    def _drafted(self, most: int) -> Chain:
+        tokens = self.request.sequence.pending[:most]
         chances: list[float] = []
         reached = 1.0
-        for about in seen:
+        for about in self.request.proposals.seen(len(tokens)):
             if about is None:
                 reached *= self._speeds.acceptance
             else:
                 reached *= self._speeds.foresight.agrees(about)
             chances.append(reached)
-        return chances
+        return Chain(tokens, chances)
