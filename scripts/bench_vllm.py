@@ -5,7 +5,7 @@
 Runs in PEARL's environment, on two cores; each way is a process of vLLM's environment (`scripts/setup_vllm`). The ways,
 with the cores of target and draft, are decoded in turns, `--rounds` times; greedy, one text at a time, with the same
 prompts. Prints medians of the rounds with their range, and writes all figures with the hardware. A trace of the
-last round with PEARL goes to FILE.trace.json.
+last round of each way with PEARL goes to a file beside FILE.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ WAYS = (
     Way("vLLM draft_model, both on core 0", "0", "vllm"),
     Way("vLLM draft_model, both on both cores", "0-1", "vllm"),
     Way("PEARL: vLLM on core 0, draft service on core 1", "0", "pearl"),
+    Way("the same, without n-grams", "0", "pearl-plain"),
 )
 
 
@@ -149,17 +150,23 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
             "--worker",
             str(plan_file),
         ]
-        if way.drafts != "pearl":
+        if not way.drafts.startswith("pearl"):
             plan_file.write_text(json.dumps(plan))
             return run(command, environment)
         address = f"ipc://{directory}/draft"
-        trace = options.out.with_suffix(".trace.json").absolute()
+        trace = options.out.with_suffix(f".{way.drafts}.trace.json").absolute()
         plan["extra"]["speculative_config"] = {
             "method": "custom_class",
             "model": "pearl.vllm.PearlProposer",
             "num_speculative_tokens": options.most,
         }
-        plan["extra"]["additional_config"] = {"pearl": {"address": address, "trace": str(trace)}}
+        plan["extra"]["additional_config"] = {
+            "pearl": {
+                "address": address,
+                "trace": str(trace),
+                "ngrams": way.drafts == "pearl",
+            }
+        }
         plan_file.write_text(json.dumps(plan))
         for part in trace.parent.glob(f"{trace.name}.*.part"):
             part.unlink()
