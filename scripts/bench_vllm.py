@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,13 @@ def compare(options: argparse.Namespace) -> None:
         for way in ways:
             result = decode(way, options)
             figures.setdefault(way.name, []).append(result)
-            print(f"{way.name:48} {result['rate']:7.2f} tokens/s", file=sys.stderr, flush=True)
+            note = ""
+            if "alone" in result:
+                alone = result.pop("alone")
+                figures.setdefault(f"{way.name}: drafts off", []).append(alone)
+                note = f"; with drafts off, in turns, {alone['rate']:.2f}"
+            rate = result["rate"]
+            print(f"{way.name:48} {rate:7.2f} tokens/s{note}", file=sys.stderr, flush=True)
     texts = {json.dumps(result["texts"]) for results in figures.values() for result in results}
     document = {
         "processor": processor(),
@@ -248,58 +254,84 @@ def work(plan: dict[str, Any]) -> None:
     )
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = getattr(worker.model_runner, "drafter", None)
-    times = watched(drafter) if drafter is not None and "additional_config" in plan["extra"] else []
+    watch = Watch(engine.llm_engine, drafter if "additional_config" in plan["extra"] else None)
     chats = [[{"role": "user", "content": prompt}] for prompt in plan["prompts"]]
     warm = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     engine.chat(chats[:1], warm, use_tqdm=False)
-    times.clear()
     sampling = SamplingParams(temperature=0, max_tokens=plan["tokens"], ignore_eos=True)
-    began = time.perf_counter()
-    steps = 0
-    texts: list[list[int]] = []
-    step = engine.llm_engine.step
-
-    def counted() -> Any:
-        nonlocal steps
-        steps += 1
-        return step()
-
-    engine.llm_engine.step = counted
     together = plan["together"]
+    figures: dict[str, Any] = {}
     for start in range(0, len(chats), together):
-        answers = engine.chat(chats[start : start + together], sampling, use_tqdm=False)
-        texts += [list(answer.outputs[0].token_ids) for answer in answers]
-    seconds = time.perf_counter() - began
-    tokens = sum(map(len, texts))
+        for name in watch.modes:
+            mode = watch.begin(name)
+            answers = engine.chat(chats[start : start + together], sampling, use_tqdm=False)
+            mode.texts += [list(answer.outputs[0].token_ids) for answer in answers]
+            watch.end()
+    for name in watch.modes:
+        figures[name] = watch.begin(name).figures()
     close = getattr(drafter, "close", lambda: None)
     close()
-    figures = {
-        "rate": tokens / seconds,
-        "tokens": tokens,
-        "steps": steps,
-        "tokens_per_step": tokens / steps,
-        "step_ms": 1000 * seconds / steps,
-        "calls": len(times),
-        "at_once": sum(taken <= 1e-3 for taken in times) / max(1, len(times)),
-        "propose_ms": 1000 * sum(times) / max(1, len(times)),
-        "texts": texts,
-    }
-    print(json.dumps(figures), flush=True)
+    result = figures.pop("drafts")
+    print(json.dumps(result | figures), flush=True)
 
 
-def watched(drafter: Any) -> list[float]:
-    """The seconds that each call of the proposer takes from now on."""
-    times: list[float] = []
-    propose = drafter.propose
+@dataclass
+class Mode:
+    """What was decoded with drafts, or without."""
 
-    def timed(*arguments: Any, **more: Any) -> Any:
+    seconds: float = 0.0
+    steps: int = 0
+    texts: list[list[int]] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)  # seconds of each call of the proposer
+
+    def figures(self) -> dict[str, Any]:
+        tokens = sum(map(len, self.texts))
+        at_once = sum(seconds <= 1e-3 for seconds in self.calls)
+        return {
+            "rate": tokens / self.seconds,
+            "tokens_per_step": tokens / self.steps,
+            "step_ms": 1000 * self.seconds / self.steps,
+            "calls": len(self.calls),
+            "at_once": at_once / max(1, len(self.calls)),
+            "texts": self.texts,
+        }
+
+
+class Watch:
+    """Counts steps and times. With PEARL's proposer each text is decoded twice, in turns: without drafts, and with them."""
+
+    def __init__(self, engine: Any, proposer: Any) -> None:
+        self.modes = ("drafts",) if proposer is None else ("alone", "drafts")
+        self._modes = {name: Mode() for name in self.modes}
+        self._mode = self._modes["drafts"]
+        self._proposes = True
+        self._began = 0.0
+        self._step = engine.step
+        engine.step = self._counted
+        if proposer is not None:
+            self._propose = proposer.propose
+            proposer.propose = self._timed
+
+    def begin(self, name: str) -> Mode:
+        self._mode = self._modes[name]
+        self._proposes = name == "drafts"
+        self._began = time.perf_counter()
+        return self._mode
+
+    def end(self) -> None:
+        self._mode.seconds += time.perf_counter() - self._began
+
+    def _counted(self) -> Any:
+        self._mode.steps += 1
+        return self._step()
+
+    def _timed(self, sampled: Any, *arguments: Any, **more: Any) -> Any:
+        if not self._proposes:
+            return [[] for _ in sampled]
         began = time.perf_counter()
-        windows = propose(*arguments, **more)
-        times.append(time.perf_counter() - began)
+        windows = self._propose(sampled, *arguments, **more)
+        self._mode.calls.append(time.perf_counter() - began)
         return windows
-
-    drafter.propose = timed
-    return times
 
 
 if __name__ == "__main__":
