@@ -298,7 +298,7 @@ class Mode:
 
 
 class Watch:
-    """Counts steps and times. With PEARL's proposer each text is decoded twice, in turns: without drafts, and with them."""
+    """Counts steps and times. With PEARL's proposer each text is decoded twice, in turns: without drafts, and with."""
 
     def __init__(self, engine: Any, proposer: Any) -> None:
         self.modes = ("drafts",) if proposer is None else ("alone", "drafts")

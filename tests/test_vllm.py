@@ -728,9 +728,9 @@ def test_windows_end_where_another_token_costs_more_than_it_gains() -> None:
 
 def test_nobody_waits_for_a_draft_that_is_slower_than_it_gains() -> None:
     assert worth_waiting(_speeds(0.9, 1.0, 4, 0.8), 0.5, 4, 1, 1) == 0
-    assert worth_waiting(_speeds(0.001, 1.0, 4, 0.8), 0.5, 4, 1, 1) == 4
-    many = worth_waiting(_speeds(0.05, 1.0, 4, 0.8), 0.5, 4, 16, 1)
-    alone = worth_waiting(_speeds(0.05, 1.0, 4, 0.8), 0.5, 4, 1, 1)
+    assert worth_waiting(_speeds(0.001, 1.0, 8, 0.8), 0.2, 8, 1, 1) == 8
+    many = worth_waiting(_speeds(0.02, 1.0, 8, 0.8), 0.2, 8, 16, 1)
+    alone = worth_waiting(_speeds(0.02, 1.0, 8, 0.8), 0.2, 8, 1, 1)
     assert many < alone  # fifteen others would wait with it
     assert worth_waiting(StepSpeeds(most=4), 0.5, 4, 1, 1) == 0  # nothing measured yet
 

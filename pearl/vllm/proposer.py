@@ -143,11 +143,11 @@ class PearlProposer:
             length = int(num_tokens_no_spec[row])
             rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
         texts, readiness = self._follow(self._served, rows, began)
-        decided = self._recorder.clock()
         decoding = [text for text, row in zip(texts, rows, strict=True) if row.committed]
         self._wait(self._served, decoding)
+        waited = self._recorder.clock()
         windows = self._choose(self._served, texts, decoding)
-        self._recorder.proposed(began, decided, readiness)
+        self._recorder.proposed(began, waited, readiness)
         verified = {text.number: len(window) for text, window in zip(texts, windows, strict=True)}
         self._step = Step(verified, self._recorder.clock())
         return windows
@@ -202,7 +202,10 @@ class PearlProposer:
 
     def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
         """Wait for first tokens where that makes more tokens a second, for as long as they should take."""
-        empty = [text for text in decoding if text.has_begun and text.lacks(1)]
+        empty = []
+        for text in decoding:
+            if text.has_begun and text.lacks(1) and not text.proposal(self._most).tokens:
+                empty.append(text)
         if not empty or not served.has_news:
             return
         speeds = served.speeds

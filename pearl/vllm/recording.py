@@ -100,7 +100,7 @@ class StepRecorder:
             self._recorder.record(TraceRecord(LOOP, "wait", DRAFT, start, self.clock(), {}))
 
     def proposed(self, start: int, since: int, readiness: Readiness) -> None:
-        """A call of `propose` that began at `start`, without its wait and its decisions until `since`."""
+        """A call of `propose` that began at `start`; its decisions and wait, until `since`, have their own slices."""
         if self._recorder is None:
             return
         end = self.clock()

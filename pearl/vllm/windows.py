@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, log
 
 from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import worthwhile
 
 # Of tokens a second, by which waiting must be better: a proposer that waits holds up all of vLLM.
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.15
+# Of the tokens of a window, that all up to one are accepted: past that the draft's time is better spent on branches.
+_LEAST_REACHED = 0.2
 
 
 @dataclass
@@ -26,7 +29,9 @@ class StepSpeeds(Speeds):
         """Return c: the last committed token and the drafted ones; all that vLLM takes until speeds are known."""
         if not self.ratio:
             return self.most + 1
-        return min(super().best_window(beside), self.most + 1)
+        acceptance = min(max(self.acceptance, 0.05), 0.98)
+        reached = ceil(log(_LEAST_REACHED) / log(acceptance))
+        return min(super().best_window(beside), self.most + 1, reached + 1)
 
 
 def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[int]:
@@ -55,7 +60,7 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
     Steps alternate between two states.  In the first, nothing is ready: waiting for n tokens costs n draft forwards,
     and all requests wait.  In the second a window is ready, because all tokens of the step before were accepted, or
     because the draft had prepared for what was committed instead.  The n with most tokens a second in the long run is
-    returned, unless it gains less than 5% over not waiting.
+    returned, unless it gains less than 15% over not waiting.
 
     Args:
         foreseen: how often the draft has prepared for a rejection.
