@@ -176,7 +176,7 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
         plan_file.write_text(json.dumps(plan))
         for part in trace.parent.glob(f"{trace.name}.*.part"):
             part.unlink()
-        with service(options.draft, address, trace):
+        with service(options.draft, address, trace, options.together):
             result = run(command, environment)
         subprocess.run(
             [sys.executable, "-m", "pearl", "trace", "merge", str(trace)], cwd=ROOT, check=True
@@ -190,7 +190,7 @@ def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def service(draft: str, address: str, trace: Path) -> Iterator[None]:
+def service(draft: str, address: str, trace: Path, slots: int) -> Iterator[None]:
     """A draft service on core 1, ready."""
     command = [
         sys.executable,
@@ -207,7 +207,7 @@ def service(draft: str, address: str, trace: Path) -> Iterator[None]:
         "--draft-device",
         "cpu:1",
         "--slots",
-        "8",
+        str(slots),
         "--trace",
         str(trace),
         "--log-level",

@@ -34,8 +34,8 @@ _FIELDS = (
     "trace",
     "log_level",
 )
-_DEFAULTS = {"target": "the draft itself", "slots": "8"}
-_SLOTS = 8
+_DEFAULTS = {"target": "the draft itself", "slots": "4"}
+_SLOTS = 4
 
 
 @click.group(

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,7 @@ from pearl.worker.target import TargetWorker
 log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
+_BRANCHES_EACH = 4  # sequences beside each text of a draft service, for other outcomes
 _NAME_LENGTH = 64  # characters of a draft's name that engines outside are told
 
 
@@ -230,7 +232,10 @@ def run_draft_service(
         device_choice = settled(config, "draft")
         pin(config, "draft")
         translation, tokenizer, _ = _spoken(config, progress)
-        runner = make_runner(config.model("draft"), device, progress)
+        model = config.model("draft")
+        if config.slots > 1:  # a single one has all branches that there are
+            model = replace(model, slots=config.slots * (1 + _BRANCHES_EACH))
+        runner = make_runner(model, device, progress)
         if translation is not None:
             log.warning(
                 "the draft %s translates for %s: %s", config.draft, config.target, translation
