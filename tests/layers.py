@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
     {"pearl.lab.guesses"},  # named by the registry of methods, loaded when a request uses one
     {"pearl", "pearl.lab"},
-    {"pearl.engine"},
+    {"pearl.engine", "pearl.vllm"},
     {"pearl.worker"},
     {"pearl.trace"},
     {"pearl.metrics"},
@@ -52,6 +52,7 @@ KNOW_MODELS = {
     "pearl.worker.__main__": "leaves out what our own forward does not need, before torch is imported",
     "pearl.engine.preflight": "reads what a GGUF file is, before a worker starts",
     "pearl.engine.custom_generate": "gets models from its caller",
+    "pearl.cli.draft": "as pearl.worker.__main__",
     "pearl.cli.models": "lists, fetches and removes checkpoints",
     "pearl.drafting.proposer": "asks whether its runner is a head",
 }

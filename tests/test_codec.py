@@ -36,6 +36,7 @@ PINNED = (
         m.Resync,
     ),
     *(m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace, m.HiddenStates),
+    m.Outcomes,
 )
 SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "head", "jacobi"]
 
@@ -111,6 +112,7 @@ EXAMPLES = (
     m.Pong(1, 2),
     m.Trace(1, True),
     m.HiddenStates(1, 4, bytes(12)),
+    m.Outcomes((m.Finish(2),), (BEGIN,), (m.Verdict(1, 0, 1, (4,), 6, 7),)),
     m.Error(-1, "TargetLost", ""),
 )
 

@@ -186,8 +186,10 @@ def flags(command: click.Command) -> set[str]:
 
 def test_every_flag_named_is_a_flag() -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
+    vllm = {"--additional-config", "--speculative-config"}
+    pip = {"--no-deps"}
     scripts = {"--help", "--help-all", "--dry-run", "--model", "--run", "--faults", "--rehearse"}
-    known = flags(cli) | torchrun | scripts
+    known = flags(cli) | torchrun | vllm | pip | scripts
     wrong = [one for one in named(r"(?<![\w-])--[a-z][a-z-]+") if one[1] not in known]
     assert not wrong, wrong
 

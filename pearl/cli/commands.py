@@ -30,6 +30,7 @@ _MAKE = "Make a draft"
 # In the order of `pearl --help`.
 COMMANDS = {
     "chat": Listing(_USE, "chat:chat", "Talk with the model."),
+    "draft": Listing(_USE, "draft:draft", "Draft for engines of other kinds, such as vLLM."),
     "generate": Listing(_USE, "generate:generate", "Generate one text from a prompt."),
     "keys": Listing(
         _USE, "engines:keys", "Make the keys that secure a control channel between two hosts."

@@ -15,7 +15,7 @@ from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptio
 from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
 from pearl.protocol.acceptance_estimates import Seen
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -24,6 +24,7 @@ MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
 LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock measures less
 MOST_SECONDS = 1e9  # thirty years; quotients and multiples of times must stay finite
 MAX_STATISTICS = 1 << 20  # characters
+MAX_EVENTS = 4096  # of the requests that one step of another engine decides
 
 Tokens = Annotated[tuple[Position, ...], Meta(max_length=MAX_TOKENS)]
 Run = Annotated[tuple[Position, ...], Meta(max_length=MAX_RUN)]
@@ -95,13 +96,21 @@ class Message(Record, frozen=True, tag=0):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """First message in either direction. `context`: the most tokens the sender's model can hold."""
+    """First message in either direction.
+
+    Attributes:
+        context: the most tokens the sender's model can hold.
+        name: the sender's, for logs: "vllm, data-parallel rank 0".
+        slots: of a draft service: requests that it drafts for side by side.
+    """
 
     version: Version
     role: Role
     vocab_size: Vocabulary
     context: Position
     vocab_digest: Annotated[bytes, Meta(max_length=64)] = b""
+    name: Name = ""
+    slots: Count = 0
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -259,6 +268,18 @@ class Finish(Message, frozen=True, tag=11):
     """The request is over; the draft stops drafting for it."""
 
     request: Count
+
+
+class Outcomes(Message, frozen=True, tag=19):
+    """What one step of another engine has decided, for all its requests together.
+
+    Sent to a draft service (`pearl draft serve`), which takes each event as if it came alone, in the order of the
+    fields: slots are free before others take them.
+    """
+
+    finishes: Annotated[tuple[Finish, ...], Meta(max_length=MAX_EVENTS)] = ()
+    begins: Annotated[tuple[Begin, ...], Meta(max_length=MAX_EVENTS)] = ()
+    verdicts: Annotated[tuple[Verdict, ...], Meta(max_length=MAX_EVENTS)] = ()
 
 
 class Cancel(Message, frozen=True, tag=12):

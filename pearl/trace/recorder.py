@@ -47,6 +47,7 @@ TRANSPORT = "transport"
 _MAX_QUEUED = 128  # records
 _MAX_AGE_NS = 250_000_000
 _MAX_LINE = 64 << 20  # bytes
+_OUTSIDE = "draft service"
 
 
 class WorkerHeader(Struct):
@@ -161,6 +162,15 @@ class Recorder:
 def part_path(trace: Path, role: str, pid: int) -> Path:
     """Return the path of a worker's part of the trace."""
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
+
+
+def outside_recorder(trace: Path, role: str, config: Mapping[str, Any]) -> Recorder:
+    """Record a draft service, or another engine for which one drafts: they have no run in common, but `trace`.
+
+    Raises `TraceError` as `Recorder`.
+    """
+    header = {"role": role, "config": config, "run": _OUTSIDE}
+    return Recorder(part_path(trace, role, os.getpid()), header | where_and_what())
 
 
 def role_of(part: Path) -> str:

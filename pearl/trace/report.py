@@ -16,6 +16,7 @@ from typing import Any
 
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED
+from pearl.trace.outside import Proposals, proposals
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, RunTrace, Slice
 from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
@@ -67,6 +68,7 @@ class Report:
         ratio: median duration of a verification forward / median duration of a draft forward.
         alternation: the least time that the same steps would take without overlap: the target's work plus the drafting
             of the judged tokens, without waits and messages.
+        proposals: of a target in another engine.
     """
 
     method: str
@@ -87,6 +89,7 @@ class Report:
     forwards: dict[str, Forwards]
     ratio: float | None
     alternation: float
+    proposals: Proposals | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,6 +124,7 @@ def report(trace: RunTrace) -> Report:
         forwards=forwards,
         ratio=ratio or None,
         alternation=shares["target"].busy * wall + _drafting(draft),
+        proposals=proposals(target),
         notes=_notes(trace, target, shares),
         **_outcomes(draft),
     )
@@ -310,6 +314,8 @@ def _figures(r: Report) -> dict[str, str]:
             figures["draft tokens"] += f"; {r.prepared} prepared for other outcomes"
         figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"
         figures["ratio"] = f"{r.ratio:.2f}" if r.ratio else "-"
+    if r.proposals:
+        figures["windows"] = str(r.proposals)
     for name, f in r.forwards.items():
         figures[f"forward: {name}"] = (
             f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"

@@ -13,9 +13,13 @@ from pearl.transport.base import Connection, Listener
 from pearl.transport.keys import Keys
 
 
-def listen(address: str, keys: Keys | None = None) -> Listener:
-    """Return a listener at `address`. Raises `ConfigError` if the address cannot be bound."""
-    listener: Listener = _transport(address).listen(address, keys)
+def listen(address: str, keys: Keys | None = None, *, is_target: bool = True) -> Listener:
+    """Return a listener at `address`. Raises `ConfigError` if the address cannot be bound.
+
+    Args:
+        is_target: whether the listener is a target; else it is a draft service.
+    """
+    listener: Listener = _transport(address).listen(address, keys, is_target=is_target)
     return listener
 
 

@@ -1,12 +1,14 @@
 """Where an engine may listen: on a socket file in a private directory, or on a network address with keys.
 
-Knows paths and the syntax of addresses; opens no sockets. In a private directory, only this user can connect.
+Knows paths and the syntax of addresses; it connects only to see whether anyone listens. In a private directory, only
+this user can connect.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import socket
 import stat
 import tempfile
 from contextlib import suppress
@@ -100,6 +102,20 @@ def _check_socket_file(path: Path) -> None:
         raise ConfigError(
             f"{path} exists: an engine is listening there; or one was killed, then remove the file"
         )
+
+
+def free_stale(address: str) -> None:
+    """Remove the socket file of a service that was killed, so that the next one can listen there."""
+    if not is_file(address) or not is_private(Path(file_of(address)).parent):
+        return
+    path = Path(file_of(address))
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # nothing is there, or binding will say what is wrong with it
 
 
 def is_private(directory: Path) -> bool:

@@ -32,6 +32,7 @@ from pearl.protocol.messages import (
     Heartbeat,
     HiddenStates,
     Message,
+    Outcomes,
     Preview,
     SparseRow,
     Verdict,
@@ -45,7 +46,17 @@ MAX_FRAMES = 1 + MAX_RUN
 TYPE_CODES: dict[type, int] = {
     kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()
 }
-_OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenStates, Finish)
+_OF_TARGET = (
+    Welcome,
+    Committed,
+    Preview,
+    Finished,
+    Begin,
+    Verdict,
+    HiddenStates,
+    Finish,
+    Outcomes,
+)
 
 
 def _wire_row(row: object) -> WireRow:

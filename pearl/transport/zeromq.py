@@ -96,6 +96,7 @@ class _Socket:
     """
 
     is_listener = False
+    is_target = False  # whether messages that only targets send are refused
 
     def __init__(self, kind: int, queue: int) -> None:
         self._is_closed = False
@@ -129,7 +130,7 @@ class _Socket:
         while not arrivals and not is_woken and time.monotonic() < deadline:
             is_woken = self._wait(deadline - time.monotonic())
             arrivals = self._take()
-        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in arrivals]
+        return [(peer, received(frames, to_target=self.is_target)) for peer, frames in arrivals]
 
     def wait(self, timeout: float) -> None:
         self._wait(timeout)
@@ -215,12 +216,15 @@ class ZmqListener(_Socket):
 
     is_listener = True
 
-    def __init__(self, address: str, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, keys: Keys | None = None, *, is_target: bool = True) -> None:
         """Bind `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
-        `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
-        socket file needs no keys.
+        Args:
+            keys: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
+                socket file needs no keys.
+            is_target: whether the listener is a target; else it is a draft service.
         """
+        self.is_target = is_target
         check_bind(address, keys is not None)
         if is_file(address):
             super().__init__(zmq.ROUTER, _FILE_LISTENER_QUEUE)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import torch
 
 from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig
+from pearl.device import Device
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
 from pearl.drafting.output_ngrams import Habits
 from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.stops import make_policy
+from pearl.errors import ConfigError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_head, is_toy
@@ -36,13 +39,20 @@ from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
 from pearl.text.translation import Translation
-from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
+from pearl.trace.recorder import (
+    Recorder,
+    asked_for,
+    outside_recorder,
+    part_path,
+    where_and_what,
+)
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_rows import RowPacker
+from pearl.worker.draft_service import DraftService
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import core_choices, occupy, pin, place, settled, shared_gpus
 from pearl.worker.settings import TargetSettings, WorkerSettings
@@ -53,6 +63,8 @@ from pearl.worker.target import TargetWorker
 log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
+_BRANCHES_EACH = 4  # sequences beside each text of a draft service, for other outcomes
+_NAME_LENGTH = 64  # characters of a draft's name that engines outside are told
 
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
@@ -161,10 +173,6 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         store = _datastore(config, tokenizer, runner.vocab_size)
         policies = partial(make_policy, classifier=classifier_of(config))
 
-        def computes() -> None:
-            if device_choice.cores is not None:
-                occupy(device_choice.cores, runner.use_threads)
-
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = RowPacker()
             if make_channel:
@@ -190,13 +198,94 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=computes,
+            computes=partial(_occupy, device_choice, runner),
         )
         with torch.inference_mode():
             worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
+
+
+def run_draft_service(
+    config: EngineConfig,
+    address: str,
+    ready: Callable[[str, str], None],
+    stopping: Callable[[], bool],
+    progress: Progress,
+) -> None:
+    """A draft service at `address`, from loading until `stopping()`. Raises `PearlError`s for what went wrong.
+
+    Args:
+        config: of an engine whose draft it is; of the target only the tokenizer is read.
+        ready: called with the address and the device once engines may connect.
+    """
+    if is_head(config.draft):
+        raise ConfigError(
+            f"draft {config.draft}: a head reads hidden states of its target, which other engines do not send; name a "
+            "draft model"
+        )
+    tracer = Tracer(_service_recorder(config))
+    endpoint = listen(address, channel_keys(config.keys), is_target=False)
+    try:
+        device = place(config, "draft")
+        device_choice = settled(config, "draft")
+        pin(config, "draft")
+        translation, tokenizer, _ = _spoken(config, progress)
+        model = config.model("draft")
+        if config.slots > 1:  # a single one has all branches that there are
+            model = replace(model, slots=config.slots * (1 + _BRANCHES_EACH))
+        runner = make_runner(model, device, progress)
+        if translation is not None:
+            log.warning(
+                "the draft %s translates for %s: %s", config.draft, config.target, translation
+            )
+            runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
+        proposer = ModelProposer(
+            runner,
+            runner.vocab_size,
+            texts=config.slots,
+            datastore=_datastore(config, tokenizer, runner.vocab_size),
+        )
+        size = tokenizer.vocab_size
+        digest = vocabulary_digest(tokenizer, size)
+        service = DraftService(
+            endpoint,
+            Hello(
+                PROTOCOL_VERSION,
+                Role.DRAFT,
+                size,
+                runner.context,
+                digest,
+                config.draft[-_NAME_LENGTH:],
+                config.slots,
+            ),
+            partial(vocabulary_digest, tokenizer),
+            DraftExecutor(proposer),
+            ready=partial(ready, endpoint.address, device_choice.name),
+            stopping=stopping,
+            tracer=tracer,
+            slots=config.slots,
+            piece=runner.capabilities.prompt_piece,
+            computes=partial(_occupy, device_choice, runner),
+        )
+        with torch.inference_mode():
+            service.run()
+    finally:
+        endpoint.close(flush=_FLUSH_SECONDS)
+        tracer.stop()
+
+
+def _service_recorder(config: EngineConfig) -> Recorder | None:
+    if config.trace is None:
+        return None
+    return outside_recorder(Path(config.trace), "draft", config.model_dump(mode="json"))
+
+
+def _occupy(device: Device, runner: ModelRunner) -> None:
+    """Compute in this thread on the device's cores, if it names any."""
+    if device.cores is not None:
+        occupy(device.cores, runner.use_threads)
 
 
 def _spoken(

@@ -44,7 +44,7 @@ from pearl.protocol.messages import (
 from pearl.protocol.scheduler import Batch
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
-from pearl.transport.base import Endpoint, Fault
+from pearl.transport.base import Endpoint, Fault, Peer
 from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class DraftWorker:
                 outgoing=lambda message: packed(message, self._waited),
             )
             self._mail = self._open.enter_context(mailbox)
-            self._mail.send(self._hello)
+            self._greet()
             while not self._stopping():
                 if self._commands:
                     self._carry_out(self._commands.popleft())
@@ -129,11 +129,17 @@ class DraftWorker:
 
     # ---- messages ----
 
-    def _receive(self, timeout: float) -> None:
-        for _, message in self._mail.receive(timeout):
-            self._on_message(message)
+    def _greet(self) -> None:
+        self._mail.send(self._hello)
 
-    def _on_message(self, message: Message | Fault) -> None:
+    def _send(self, message: Message) -> None:
+        self._mail.send(message)
+
+    def _receive(self, timeout: float) -> None:
+        for peer, message in self._mail.receive(timeout):
+            self._on_message(peer, message)
+
+    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         match message:
             case Begin() | Verdict() | Finish():
                 self._handle(message)
@@ -161,14 +167,20 @@ class DraftWorker:
             raise ModelError(
                 f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}"
             )
-        self._executor, self._packer = self._welcomed(welcome)
-        self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
-        seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
-        self._thread = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
-        self._open.callback(self._thread.close)
+        seconds = self._prepare(*self._welcomed(welcome), is_brief=welcome.t_draft > 0)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
+
+    def _prepare(self, executor: DraftExecutor, packer: RowPacker, *, is_brief: bool) -> float:
+        """Measure the model, briefly or not, and start the thread that computes; return the seconds of a token."""
+        self._executor = executor
+        self._packer = packer
+        self._open.callback(packer.close)
+        seconds, self._prefill_pace = executor.proposer.measure(is_brief)
+        self._thread = Ahead(executor, lambda: self._mail.is_empty, self._computes)
+        self._open.callback(self._thread.close)
+        return seconds
 
     def _record(self, trace: Trace) -> None:
         """Begin or end a recording."""
@@ -190,7 +202,7 @@ class DraftWorker:
         if now - self._beat > self._heartbeat_seconds:
             self._beat = now
             if self._executor is not None:
-                self._mail.post(Heartbeat(self._num_forwards, self._drafter.state.value, 0))
+                self._send(Heartbeat(self._num_forwards, self._drafter.state.value, 0))
             else:
                 self._mail.post(Ping(time.monotonic_ns()))
             self._launcher_beat(0.0)
@@ -210,7 +222,7 @@ class DraftWorker:
             case Send(DraftTokens() as message):
                 self._send_tokens(message)
             case Send(message):
-                self._mail.send(message)
+                self._send(message)
             case Wait():
                 pass
             case Draft():
@@ -224,7 +236,7 @@ class DraftWorker:
         start = self._tracer.clock()
         message, announced = self._packer.prepare(message)
         self._tracer.note("busy", "pack", start)
-        self._mail.send(message)
+        self._send(message)
         self._packer.send(announced)
 
     def _draft(self) -> None:
@@ -235,7 +247,7 @@ class DraftWorker:
         if is_long:
             # Tell target and launcher how long it will take, so that silence is no sign of a hang.
             expected = tokens * self._prefill_pace
-            self._mail.send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
+            self._send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)
         began = time.monotonic()
         events = compute_together(drafts, self._compute, _failed)

@@ -1,0 +1,54 @@
+"""What a trace says of another engine's proposer: whether windows were ready, and how long its steps waited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pearl.trace.reading import Slice
+
+_AT_ONCE = 1e-3  # seconds
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The calls of the proposer in one run.
+
+    Attributes:
+        calls: number of steps after which it was asked.
+        at_once: calls that returned within 1 ms.
+        rows: requests in all of them, of which so many had a window `ready`.
+        rejected: requests whose step committed another token than was drafted; `foreseen`: the draft had prepared for
+            it.
+    """
+
+    calls: int
+    at_once: int
+    rows: int
+    ready: int
+    rejected: int
+    foreseen: int
+
+    def __str__(self) -> str:
+        return (
+            f"ready {_share(self.ready, self.rows)}, after rejections {_share(self.foreseen, self.rejected)}; "
+            f"proposed within 1 ms {_share(self.at_once, self.calls)}"
+        )
+
+
+def proposals(slices: Iterable[Slice]) -> Proposals | None:
+    """Return the figures of slices of the target; None for a target of PEARL's own."""
+    calls = [piece for piece in slices if piece.name == "propose" and piece.args["rows"]]
+    if not calls:
+        return None
+    totals = dict.fromkeys(("rows", "ready", "rejected", "foreseen"), 0)
+    at_once = 0
+    for call in calls:
+        at_once += call.args["seconds"] <= _AT_ONCE
+        for name in totals:
+            totals[name] += call.args[name]
+    return Proposals(len(calls), at_once, **totals)
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count / total:.1%} of {total}" if total else "-"

@@ -1,0 +1,185 @@
+"""The connection to a draft service, which may not be there yet, hang, die and come back.
+
+Nothing here waits longer than it is told to, and vLLM goes on by itself meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from pearl.errors import ConfigError, ProtocolError, TransportError
+from pearl.protocol.events import DraftGone, DraftJoined
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    DraftTokens,
+    Error,
+    Heartbeat,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Resync,
+)
+from pearl.silence import SLACK, Silence
+from pearl.transport import connect
+from pearl.transport.base import Connection, Fault, Peer
+from pearl.transport.keys import Keys
+from pearl.transport.mailbox import Mailbox
+
+log = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.5
+_LAST_RETRY_SECONDS = 30.0
+_FLUSH_SECONDS = 0.2  # for what is still queued when the connection is closed
+_CLOCK_PINGS = 8  # they give the offset between the two clocks, for a trace
+
+_TAKEN = Heartbeat(0, "drafting", 0)  # in place of tokens that were taken as they came
+# Of the service's Hello: why its draft does not fit; empty if it does.
+Check = Callable[[Hello], str]
+
+
+class ServiceLink:
+    """Connects, again and again, and hands out what arrives.
+
+    Args:
+        hello: introduces this side.
+        check: of the service's Hello.
+        timeout: seconds of silence after which the service counts as lost, and another connection is tried.
+    """
+
+    def __init__(
+        self, address: str, keys: Keys | None, hello: Hello, check: Check, timeout: float
+    ) -> None:
+        self._address = address
+        self._keys = keys
+        self._hello = hello
+        self._check = check
+        self._timeout = timeout
+        self._endpoint: Connection | None = None
+        self._mail: Mailbox | None = None
+        self._silence = Silence()
+        self._is_met = False
+        self.context = 0  # tokens that the draft holds
+        self.slots = 0  # requests that it drafts for side by side
+        #: Takes drafted tokens as they come, in the thread of the mailbox; None: `receive` returns them.
+        self.take_tokens: Callable[[DraftTokens], None] | None = None
+        #: Whether a draft is connected that drafts.
+        self.is_ready = False
+        #: Why the last service was refused, or refused us; empty if none.
+        self.refusal = ""
+        self._retry_at = 0.0
+        self._back_off = _FIRST_RETRY_SECONDS
+
+    # ---- receiving ----
+
+    def receive(self, timeout: float = 0.0) -> list[object]:
+        """Return what has arrived: messages of the draft, `DraftJoined` once it is ready, `DraftGone` once it is lost.
+
+        Waits at most `timeout` seconds for the first message.
+        """
+        if self._mail is None:
+            self._connect()
+        if self._mail is None:
+            return []
+        events: list[object] = []
+        try:
+            for _, message in self._mail.receive(timeout):
+                self._silence.heard()
+                events += self._take(message)
+            self._look()
+        except (TransportError, ProtocolError) as error:
+            events += self._lose(str(error))
+        return events
+
+    def _arrived(self, _: Peer, message: Message) -> Message:
+        if self.take_tokens is not None and self.is_ready and isinstance(message, DraftTokens):
+            self.take_tokens(message)
+            return _TAKEN
+        return message
+
+    def _take(self, message: Message | Fault) -> Iterator[object]:
+        match message:
+            case ProtocolError() | TransportError():
+                raise message
+            case Hello():
+                self._meet(message)
+            case Heartbeat(work="calibrated") if self._is_met and not self.is_ready:
+                self.is_ready = True
+                self._back_off = _FIRST_RETRY_SECONDS
+                log.info("a draft service at %s drafts for this engine", self._address)
+                yield DraftJoined(self.context, message.seconds)
+            case Heartbeat(work="prefill"):
+                self._silence.heard(min(SLACK * message.seconds, 10 * self._timeout))
+            case Error(-1, kind, text):
+                self.refusal = text
+                raise TransportError(f"the draft service refused: {kind}: {text}")
+            case DraftTokens() | Resync() | Error() if self.is_ready:
+                yield message
+            case Pong():
+                yield message
+            case _:
+                pass  # an ordinary heartbeat is a sign of life
+
+    def _meet(self, hello: Hello) -> None:
+        problem = self._check(hello)
+        if hello.version != PROTOCOL_VERSION:
+            problem = f"it speaks version {hello.version} of the wire, this side {PROTOCOL_VERSION}"
+        if problem:
+            self.refusal = problem
+            raise TransportError(f"the draft {hello.name} does not fit: {problem}")
+        self.refusal = ""
+        self._is_met = True
+        self.context = hello.context
+        self.slots = hello.slots
+        for _ in range(_CLOCK_PINGS):
+            self.send(Ping(time.monotonic_ns()))
+
+    def _look(self) -> None:
+        """Raise `TransportError` if the service has been silent for too long. One that never answered may come yet."""
+        seconds = self._silence.seconds
+        if self._is_met and seconds > self._timeout:
+            raise TransportError(f"the draft service was silent for {seconds:.1f} s")
+
+    # ---- connecting ----
+
+    def _connect(self) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            self._endpoint = connect(self._address, self._keys)
+        except (ConfigError, TransportError) as error:
+            self._wait_to_retry(str(error))
+            return
+        self._mail = Mailbox(self._endpoint, incoming=self._arrived)
+        self._silence.heard()
+        self._mail.send(self._hello)
+
+    def _lose(self, why: str) -> list[object]:
+        was_ready = self.is_ready
+        self.close(flush=0.0)
+        self._wait_to_retry(why)
+        return [DraftGone(why)] if was_ready else []
+
+    def _wait_to_retry(self, why: str) -> None:
+        log.warning("%s; vLLM goes on alone, next attempt in %.1f s", why, self._back_off)
+        self._retry_at = time.monotonic() + self._back_off
+        self._back_off = min(2 * self._back_off, _LAST_RETRY_SECONDS)
+
+    # ---- sending ----
+
+    def send(self, message: Message) -> None:
+        """Send, if anyone is connected. A failure is noticed by the next `receive`."""
+        if self._mail is not None:
+            self._mail.send(message)
+
+    def close(self, flush: float = _FLUSH_SECONDS) -> None:
+        """End the connection; `receive` makes another. Queued messages have `flush` seconds to leave."""
+        self.is_ready = False
+        self._is_met = False
+        if self._mail is not None and self._endpoint is not None:
+            self._mail.close()
+            self._endpoint.close(flush)
+        self._mail = None
+        self._endpoint = None

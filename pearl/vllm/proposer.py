@@ -1,0 +1,244 @@
+"""PEARL in vLLM's step: a proposer whose draft is a service on a device of its own (`pearl draft serve`).
+
+vLLM calls `propose` after every step.  What the step committed picks, of what the draft has sent meanwhile, the window
+that the next step verifies: the tokens after an accepted window, or those that the draft had prepared for this
+rejection.  The outcome is sent on at once, and the draft works while vLLM verifies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pearl.errors import ConfigError
+from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from pearl.vllm.link import ServiceLink
+from pearl.vllm.recording import Readiness, Stepped, StepRecorder
+from pearl.vllm.rows import RowTable
+from pearl.vllm.served import ServedTexts
+from pearl.vllm.settings import Place, ProposerSettings
+from pearl.vllm.text import Chain, DraftedText
+from pearl.vllm.vocabulary import Vocabulary
+from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
+
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 2.0  # for the service to answer before vLLM's first request
+_FORESEEN_WEIGHT = 0.05  # of one rejection
+_PATIENCE = 1.5  # times the time that the awaited tokens should take
+_LEAST_WAIT_SECONDS = 1e-3
+
+
+class Row(NamedTuple):
+    """A row of vLLM's step.
+
+    Attributes:
+        tokens: all of its request.
+        committed: the number of them that the step committed; 0 while the prompt is being read.
+    """
+
+    tokens: Any
+    committed: int
+
+
+class Step(NamedTuple):
+    """A step of vLLM whose outcome is not known yet.
+
+    Attributes:
+        windows: request -> drafted tokens that it verifies.
+        start: when it began, in nanoseconds; 0: there was none.
+    """
+
+    windows: dict[int, int]
+    start: int
+
+
+class PearlProposer:
+    """vLLM's custom proposer class.
+
+        vllm serve TARGET \\
+          --speculative-config '{"method": "custom_class", "model": "pearl.vllm.PearlProposer",
+                                 "num_speculative_tokens": 8}' \\
+          --additional-config '{"pearl": {"address": "ipc:///run/user/1000/pearl/draft"}}'
+
+    Raises `ConfigError` for settings that are wrong.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = ProposerSettings.of(vllm_config)
+        place = Place.of(vllm_config)
+        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._limit = int(vllm_config.model_config.max_model_len)
+        self._foreseen = 0.5  # how often the draft has prepared for a rejection
+        self._rows = RowTable(secrets.randbits(31) << 32)
+        self._step = Step({}, 0)
+        #: None in a rank that need not ask.
+        self._served: ServedTexts | None = None
+        if place.asks:
+            self._recorder = _recorder(settings, place, vllm_config.model_config)
+            self._served = self._serve(settings, place, vllm_config.model_config)
+            atexit.register(self.close)
+
+    def _serve(self, settings: ProposerSettings, place: Place, model_config: Any) -> ServedTexts:
+        vocabulary = Vocabulary.of(model_config)
+        digest = vocabulary.digest(vocabulary.size) if vocabulary.size else b""
+        hello = Hello(
+            PROTOCOL_VERSION, Role.TARGET, vocabulary.size, self._limit, digest, place.name
+        )
+        link = ServiceLink(
+            settings.address, settings.read_keys(), hello, vocabulary.misfit, settings.timeout
+        )
+        vocab_size = int(model_config.get_vocab_size())
+        speeds = StepSpeeds(most=self._most)
+        return ServedTexts(
+            link, speeds, self._limit, vocab_size, self._recorder, has_ngrams=settings.ngrams
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Meet the service, if it is there already. Raises `ConfigError` if its draft has another vocabulary."""
+        if self._served is None:
+            return
+        link = self._served.link
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and not link.is_ready:
+            self._served.receive(0.05)
+            if link.refusal:
+                raise ConfigError(f"the draft service does not fit: {link.refusal}")
+        if not link.is_ready:
+            log.warning("no draft service answers yet: vLLM goes on alone until it does")
+
+    def close(self) -> None:
+        """End the connection, and complete the trace."""
+        if self._served is not None:
+            self._recorder.close()
+            self._served.link.close()
+            self._served = None
+
+    # ---- vLLM's call ----
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        **_: Any,
+    ) -> list[list[int]]:
+        """Return up to `num_speculative_tokens` drafted tokens for each row; none where no draft is ready.
+
+        Args:
+            sampled_token_ids: tokens that the step has committed, by row; none while a prompt is being read.
+            num_tokens_no_spec: [rows] tokens of each row, these included.
+            token_ids_cpu: [rows, max_model_len] their ids; what stands after a row's length is of no meaning.
+        """
+        if self._served is None:
+            return [[] for _ in sampled_token_ids]
+        began = self._recorder.clock()
+        self._served.receive()
+        rows: list[Row] = []
+        for row, sampled in enumerate(sampled_token_ids):
+            length = int(num_tokens_no_spec[row])
+            rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
+        texts, readiness = self._follow(self._served, rows, began)
+        decoding = [text for text, row in zip(texts, rows, strict=True) if row.committed]
+        self._wait(self._served, decoding)
+        waited = self._recorder.clock()
+        windows = self._choose(self._served, texts, decoding)
+        self._recorder.proposed(began, waited, readiness)
+        verified = {text.number: len(window) for text, window in zip(texts, windows, strict=True)}
+        self._step = Step(verified, self._recorder.clock())
+        return windows
+
+    def _follow(
+        self, served: ServedTexts, rows: Sequence[Row], now: int
+    ) -> tuple[list[DraftedText], Readiness]:
+        """Begin, go on with and end texts as their rows say, and tell the service; return the text of each row."""
+        matches = self._rows.follow([row.tokens for row in rows])
+        numbers = [match.number for match in matches]
+        is_regular = True  # whether each row has grown by what the step committed, and by something
+        for row, match in zip(rows, matches, strict=True):
+            is_regular = is_regular and len(row.tokens) - match.start == row.committed > 0
+        self._observe(served, numbers, now, is_regular=is_regular)
+        for number in served.texts.keys() - set(numbers):
+            served.end(number)
+        texts: list[DraftedText] = []
+        readiness = Readiness()
+        for row, match in zip(rows, matches, strict=True):
+            tokens = row.tokens[match.start :].tolist()
+            if match.start:
+                text = served.commit(match.number, tokens, len(rows) - 1)
+            else:
+                text = served.begin(match.number, tokens)
+            texts.append(text)
+            if row.committed:
+                readiness += self._look(text)
+        commands = served.flush()
+        event = Stepped(tuple(row.committed for row in rows))
+        self._recorder.decided(event, commands, now)
+        return texts, readiness
+
+    def _observe(
+        self, served: ServedTexts, numbers: Sequence[int], now: int, *, is_regular: bool
+    ) -> None:
+        """Take in how long vLLM's step took, if it only decoded requests that were there before."""
+        windows = self._step.windows
+        if not windows:
+            return  # vLLM may have been idle
+        if not is_regular or set(numbers) != windows.keys():
+            self._recorder.prompts(self._step.start, now)
+            return
+        fed = len(windows) + sum(windows.values())
+        served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
+        self._recorder.step(windows, self._step.start, now)
+
+    def _look(self, text: DraftedText) -> Readiness:
+        """Return what the draft has ready, and learn how often it prepares for what happens."""
+        if text.was_rejected:
+            self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
+        return Readiness(1, int(not text.lacks(1)), int(text.was_rejected), int(text.was_foreseen))
+
+    def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
+        """Wait for first tokens where that makes more tokens a second, for as long as they should take."""
+        empty = []
+        for text in decoding:
+            if text.has_begun and text.lacks(1) and not text.proposal(self._most).tokens:
+                empty.append(text)
+        if not empty or not served.has_news:
+            return
+        speeds = served.speeds
+        wanted = worth_waiting(speeds, self._foreseen, self._most, len(decoding), len(empty))
+        if not wanted:
+            return
+        start = self._recorder.clock()
+        seconds = max(_LEAST_WAIT_SECONDS, _PATIENCE * (wanted + 1) * speeds.t_draft)
+        served.has_news = served.wait(empty, wanted, seconds)
+        self._recorder.waited(start)
+
+    def _choose(
+        self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
+    ) -> list[list[int]]:
+        """Return the tokens to verify, by row."""
+        chains: list[Chain] = []
+        for text in decoding:
+            room = self._limit - 1 - text.request.sequence.committed
+            chains.append(text.proposal(max(0, min(self._most, room))))
+        lengths = window_lengths([chain.chances for chain in chains], served.speeds)
+        windows: dict[int, list[int]] = {}
+        for text, chain, length in zip(decoding, chains, lengths, strict=True):
+            windows[text.number] = list(chain.tokens[:length])
+        return [windows.get(text.number, []) for text in texts]
+
+
+def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:
+    """Return the recorder of the trace that is asked for: of the first data-parallel engine alone."""
+    control = "ipc" if settings.address.startswith("ipc://") else settings.address
+    about = {
+        "target": str(model_config.model),
+        "draft": "service",
+        "control": control,
+        "tensors": "frames",
+    }
+    return StepRecorder(settings.trace if place.data_rank == 0 else None, about)

@@ -1,0 +1,227 @@
+"""The texts of this engine as its draft service knows them: which have slots, what has come, what is to be sent.
+
+Drafted tokens are taken in as they come, in the connection's thread while vLLM computes; all else in vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+
+from pearl.errors import RemoteProtocolError
+from pearl.protocol.events import DraftGone, DraftJoined, Send
+from pearl.protocol.messages import (
+    Begin,
+    DraftTokens,
+    Error,
+    Finish,
+    Message,
+    Outcomes,
+    Pong,
+    Resync,
+    Verdict,
+)
+from pearl.protocol.outside import REFUSED
+from pearl.vllm.link import ServiceLink
+from pearl.vllm.recording import StepRecorder
+from pearl.vllm.text import DraftedText
+from pearl.vllm.windows import StepSpeeds
+
+log = logging.getLogger(__name__)
+
+_STEPS_UNTIL_RETRY = 32  # after the service had no slot for a request
+
+
+class ServedTexts:
+    """All requests that are being decoded, by their numbers.
+
+    Args:
+        limit: the most tokens that vLLM holds of a request.
+        vocab_size: ids that the target has: others may not reach it.
+    """
+
+    def __init__(
+        self,
+        link: ServiceLink,
+        speeds: StepSpeeds,
+        limit: int,
+        vocab_size: int,
+        recorder: StepRecorder,
+        *,
+        has_ngrams: bool,
+    ) -> None:
+        self.link = link
+        self.speeds = speeds
+        self.texts: dict[int, DraftedText] = {}
+        #: Whether drafted tokens have come since the last wait in vain.
+        self.has_news = True
+        self._limit = limit
+        self._vocab_size = vocab_size
+        self._recorder = recorder
+        self._has_ngrams = has_ngrams
+        self._window = 0  # c as last used
+        #: Requests that wait for a slot at the service, in turn.
+        self._unserved: dict[int, None] = {}
+        self._pause = 0  # steps until the next of them asks
+        self._outbox: list[object] = []
+        self._lock = threading.Lock()  # held by whoever changes a text, or the outbox
+        link.take_tokens = self._take_early
+
+    # ---- vLLM's steps ----
+
+    def begin(self, number: int, tokens: Sequence[int]) -> DraftedText:
+        """Take in a new request."""
+        context = self.link.context if self.link.is_ready else 0
+        text = DraftedText(
+            number,
+            tokens,
+            self._limit,
+            self.speeds,
+            context,
+            self._window,
+            has_ngrams=self._has_ngrams,
+        )
+        self.texts[number] = text
+        self._unserved[number] = None
+        self._recorder.begin(number, len(tokens))
+        return text
+
+    def commit(self, number: int, tokens: Sequence[int], beside: int) -> DraftedText:
+        """Take in what a step has committed to a request. `beside`: the number of other requests in the step."""
+        text = self.texts[number]
+        with self._lock:
+            text.request.beside = beside
+            text.commit(tokens, self._outbox.append)
+        self._window = text.draft.window
+        return text
+
+    def end(self, number: int) -> None:
+        """A request's row is gone."""
+        with self._lock:
+            text = self.texts.pop(number)
+            self._unserved.pop(number, None)
+            if text.is_served:
+                self._pause = 0
+            text.end(self._outbox.append)
+        self._recorder.end(number)
+
+    def flush(self) -> list[object]:
+        """Give the service the texts that it has slots for; send it all that is due, in one message, and return it."""
+        with self._lock:
+            self._begin_next()
+            return self._send()
+
+    def _begin_next(self) -> None:
+        if self._pause or not self._unserved:
+            self._pause = max(0, self._pause - 1)
+            return
+        num_served = sum(text.is_served for text in self.texts.values())
+        for number in list(self._unserved)[: max(0, self.link.slots - num_served)]:
+            del self._unserved[number]
+            self.texts[number].begin(self._outbox.append)
+
+    def _send(self) -> list[object]:
+        start = self._recorder.clock()
+        commands = self._outbox
+        self._outbox = []
+        messages: list[Message] = []
+        for command in commands:
+            if isinstance(command, Send):
+                messages.append(command.message)
+        if messages:
+            self.link.send(_together(messages))
+            self._recorder.sent(messages, start)
+        return commands
+
+    # ---- the service ----
+
+    def receive(self, timeout: float = 0.0) -> None:
+        """Take in what has arrived from the service; wait at most `timeout` seconds for it."""
+        for event in self.link.receive(timeout):
+            with self._lock:
+                self._handle(event)
+
+    def _take_early(self, message: DraftTokens) -> None:
+        with self._lock:
+            self._take(message)
+
+    def _handle(self, event: object) -> None:
+        match event:
+            case DraftJoined(context, seconds):
+                self._join(context, seconds)
+            case DraftGone(reason):
+                log.warning("draft lost: %s; vLLM goes on alone", reason)
+                for text in self.texts.values():
+                    text.draft.context = 0
+                    text.drop()
+            case Pong():
+                self._recorder.pong(event)
+            case DraftTokens() | Resync() | Error():
+                self._take(event)
+
+    def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
+        """Wait until the service has `wanted` tokens for each text; return whether it has, within so many seconds."""
+        deadline = self._recorder.clock() + round(1e9 * seconds)
+        lacking = list(texts)
+        while lacking and (left := deadline - self._recorder.clock()) > 0:
+            self.receive(left / 1e9)
+            lacking = [text for text in lacking if text.lacks(wanted)]
+        with self._lock:
+            self._send()
+        return not lacking
+
+    def _join(self, context: int, seconds: float) -> None:
+        """A draft has come, or comes back: all texts wait for its slots."""
+        self.speeds.observe_draft(seconds)
+        self._unserved = dict.fromkeys(self.texts)
+        self._pause = 0
+        for text in self.texts.values():
+            text.draft.context = context
+
+    def _take(self, message: DraftTokens | Resync | Error) -> None:
+        text = self.texts.get(message.request)
+        if text is None:
+            return  # it has ended
+        match message:
+            case DraftTokens():
+                self.has_news = True
+                self._take_tokens(text, message)
+            case Resync(_, epoch):
+                text.resynchronise(epoch, self._outbox.append)
+            case Error(_, kind) if kind == REFUSED:
+                text.drop()
+                self._unserved[message.request] = None
+                self._pause = _STEPS_UNTIL_RETRY
+            case Error(_, kind, why):
+                log.warning("the draft cannot go on with a request: %s: %s", kind, why)
+                text.fail(self._outbox.append)
+
+    def _take_tokens(self, text: DraftedText, message: DraftTokens) -> None:
+        """Take drafted tokens; a draft that sends what it had no right to send loses the request."""
+        try:
+            largest = max(message.tokens, default=0)
+            if largest >= self._vocab_size:
+                raise RemoteProtocolError(
+                    f"draft sent token {largest}, the target has ids up to {self._vocab_size - 1}"
+                )
+            text.receive(message, self._outbox.append)
+        except RemoteProtocolError as error:
+            log.warning("the draft is not used for a request any more: %s", error)
+            text.fail(self._outbox.append)
+
+
+def _together(messages: Iterable[Message]) -> Outcomes:
+    """Return the messages as one. Those of one request are in this order anyway."""
+    finishes: list[Finish] = []
+    begins: list[Begin] = []
+    verdicts: list[Verdict] = []
+    for message in messages:
+        match message:
+            case Finish():
+                finishes.append(message)
+            case Begin():
+                begins.append(message)
+            case Verdict():
+                verdicts.append(message)
+    return Outcomes(tuple(finishes), tuple(begins), tuple(verdicts))

@@ -1,0 +1,174 @@
+"""One request of vLLM as its draft has it: what was committed, what is drafted after it, what is prepared otherwise.
+
+vLLM decides the text; this only follows it.  The same objects serve PEARL's own target, so a draft that is late, that
+restarts or that sends nonsense is met by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
+from pearl.protocol.draft_state import DraftState, Received
+from pearl.protocol.machine import Do
+from pearl.protocol.messages import DraftTokens, Provenance, Submit
+from pearl.protocol.outside import OPTIONS
+from pearl.protocol.request import Request
+from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.speeds import Speeds
+
+_LEAST_DRAFTED = 1.5  # tokens expected of the draft's for which n-grams are not sought
+_INDEXED = 2048  # tokens at the end of a prompt in which n-grams are sought: indexing them takes vLLM's time
+
+
+class Chain(NamedTuple):
+    """Tokens that may follow a text, each with the probability that it and all before it are accepted."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+
+
+class DraftedText:
+    """A request for which a service drafts.
+
+    Args:
+        number: names it to the service.
+        tokens: the prompt, and what was generated already.
+        limit: the most tokens that vLLM holds of it.
+        context: tokens that the draft holds; 0: there is no draft.
+        window: c as last used.
+        has_ngrams: whether n-grams of the text are proposed where the draft has nothing better.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        limit: int,
+        speeds: Speeds,
+        context: int,
+        window: int,
+        *,
+        has_ngrams: bool = False,
+    ) -> None:
+        submit = Submit(number, tuple(tokens), limit, OPTIONS)
+        self.number = number
+        self.request = Request(submit, TokenSequence())
+        self.draft = DraftState(self.request, speeds, context, window)
+        #: Whether the last step committed another token than was drafted; and whether the draft had prepared for it.
+        self.was_rejected = False
+        self.was_foreseen = False
+        self._speeds = speeds
+        self._index: NgramIndex | None = None
+        if has_ngrams:
+            self._index = NgramIndex(tokens[-_INDEXED:])
+        self.request.begin()
+
+    def begin(self, do: Do) -> None:
+        """Give the draft the whole text."""
+        self.draft.begin(do)
+
+    def drop(self) -> None:
+        """No draft is at work on this request now; what was drafted is of no use to one that begins again."""
+        self.draft.known = 0
+        self.request.discard_pending()
+
+    def fail(self, do: Do) -> None:
+        """The draft cannot go on with this request."""
+        self.draft.finish(do)
+        self.draft.is_lost = True
+        self.drop()
+
+    def _restart(self, do: Do) -> None:
+        self.request.counts.resyncs += 1
+        self.request.discard_pending()
+        if self.draft.resyncs_too_often:
+            self.draft.finish(do)
+            self.draft.is_lost = True
+            return
+        self.draft.begin(do)
+
+    # ---- vLLM's steps ----
+
+    def commit(self, tokens: Sequence[int], do: Do) -> None:
+        """Take in what a step has committed, and tell the draft."""
+        request = self.request
+        num_accepted = 0
+        num_undrafted = 0
+        is_wrong = False
+        for token in tokens:
+            drafted = request.sequence.first_pending
+            if drafted is not None:
+                request.learn(self._speeds.foresight, token)
+            if drafted == token:
+                num_accepted += 1
+                request.commit(None, Provenance.ACCEPTED, is_stop=False)
+            elif drafted is None:
+                num_undrafted += 1
+                request.commit(token, Provenance.DIRECT, is_stop=False)
+            else:
+                is_wrong = True
+                request.commit(token, Provenance.CORRECTED, is_stop=False)
+        if self._index is not None:
+            self._index.extend(tokens)
+            self._index.learn(len(self._index))
+        self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
+        request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
+        self.was_rejected = is_wrong
+        self.was_foreseen = is_wrong and bool(request.sequence.pending)
+        self.draft.announce(do)
+        request.deliver(do)
+
+    def end(self, do: Do) -> None:
+        self.draft.finish(do)
+
+    # ---- the draft's messages ----
+
+    def receive(self, message: DraftTokens, do: Do) -> None:
+        """Take drafted tokens. Raises `RemoteProtocolError` as `DraftState.receive`."""
+        if self.draft.known and self.draft.receive(message) is Received.GAP:
+            self._restart(do)
+
+    def resynchronise(self, epoch: int, do: Do) -> None:
+        """The draft has lost the text."""
+        if epoch == self.request.epoch:
+            self._restart(do)
+
+    # ---- what vLLM may verify ----
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the draft will send a token for the position after what it has sent."""
+        return bool(self.draft.known) and self.draft.is_drafting
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the draft has read the text and drafts: a long prompt takes it a while."""
+        return self.is_served and self.draft.has_sent
+
+    def lacks(self, count: int) -> bool:
+        """Whether fewer than `count` drafted tokens are there."""
+        return len(self.request.sequence.tokens) < self.request.sequence.committed + count
+
+    def proposal(self, most: int) -> Chain:
+        """Return the chain of up to `most` tokens with more expected to be accepted: the draft's, or n-grams."""
+        drafted = self._drafted(most)
+        expected = sum(drafted.chances)
+        if self._index is None or expected >= _LEAST_DRAFTED:
+            return drafted
+        end = len(self._index)
+        tree = guess_tree(self._index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        return Chain(tree.tokens, tree.chances) if sum(tree.chances) > expected else drafted
+
+    def _drafted(self, most: int) -> Chain:
+        tokens = self.request.sequence.pending[:most]
+        chances: list[float] = []
+        reached = 1.0
+        for about in self.request.proposals.seen(len(tokens)):
+            if about is None:
+                reached *= self._speeds.acceptance
+            else:
+                reached *= self._speeds.foresight.agrees(about)
+            chances.append(reached)
+        return Chain(tokens, chances)

@@ -1,0 +1,110 @@
+"""How many drafted tokens vLLM verifies in a step, and how many to wait for where too few are there.
+
+Pure arithmetic on measured times.  vLLM's step is a barrier: it verifies what the proposer returns, so a token that
+arrives a moment later waits for a whole step, and a step delayed for it delays every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log
+
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.window import worthwhile
+
+# Of tokens a second, by which waiting must be better: a proposer that waits holds up all of vLLM.
+_LEAST_GAIN = 1.15
+# Of the tokens of a window, that all up to one are accepted: past that the draft's time is better spent on branches.
+_LEAST_REACHED = 0.2
+
+
+@dataclass
+class StepSpeeds(Speeds):
+    """As `Speeds`, of a target that verifies at most `most` drafted tokens of a request in a step."""
+
+    most: int = 1
+
+    def best_window(self, beside: int = 0) -> int:
+        """Return c: the last committed token and the drafted ones; all that vLLM takes until speeds are known."""
+        if not self.ratio:
+            return self.most + 1
+        acceptance = min(max(self.acceptance, 0.05), 0.98)
+        reached = ceil(log(_LEAST_REACHED) / log(acceptance))
+        return min(super().best_window(beside), self.most + 1, reached + 1)
+
+
+def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[int]:
+    """Return how many drafted tokens of each request to verify in the next step, for most tokens a second in all.
+
+    Args:
+        chances: for each request, of each of its drafted tokens, that it and all before it are accepted.
+    """
+    ranked: list[tuple[float, int]] = []
+    for row, row_chances in enumerate(chances):
+        for chance in row_chances:
+            ranked.append((-chance, row))
+    ranked.sort()
+    rows = len(chances)
+    sorted_chances = [-chance for chance, _ in ranked]
+    count = worthwhile(sorted_chances, rows, float(rows), speeds.target.hoped)
+    lengths = [0] * rows
+    for _, row in ranked[:count]:
+        lengths[row] += 1
+    return lengths
+
+
+def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking: int) -> int:
+    """Return for how many tokens to wait where the draft has nothing ready for a request; 0: do not wait.
+
+    Steps alternate between two states.  In the first, nothing is ready: waiting for n tokens costs n draft forwards,
+    and all requests wait.  In the second a window is ready, because all tokens of the step before were accepted, or
+    because the draft had prepared for what was committed instead.  The n with most tokens a second in the long run is
+    returned, unless it gains less than 15% over not waiting.
+
+    Args:
+        foreseen: how often the draft has prepared for a rejection.
+        most: maximum tokens of a window.
+        rows: requests in the step, of which `lacking` have nothing ready.
+    """
+    t_draft = speeds.t_draft
+    if not t_draft or not speeds.t_target(rows) or not lacking:
+        return 0
+    acceptance = min(max(speeds.acceptance, 0.05), 0.98)
+    ready_tokens = max(1, min(most, int(speeds.ratio) - 1))
+    delay = t_draft * rows / lacking
+
+    def step(tokens: int) -> float:
+        return speeds.t_target(rows * (tokens + 1))
+
+    rates: list[float] = []
+    ready = _State.of(ready_tokens, acceptance, foreseen, step(ready_tokens))
+    for count in range(min(most, int(speeds.ratio)) + 1):
+        bare = _State.of(count, acceptance, foreseen, step(count) + count * delay)
+        rates.append(_rate(bare, ready))
+    best = max(rates)
+    return rates.index(best) if best > _LEAST_GAIN * rates[0] else 0
+
+
+@dataclass(frozen=True)
+class _State:
+    """A kind of step: its expected tokens, the probability that a window is ready after it, and its seconds."""
+
+    tokens: float
+    becomes_ready: float
+    seconds: float
+
+    @staticmethod
+    def of(drafted: int, acceptance: float, foreseen: float, seconds: float) -> _State:
+        """A step that verifies `drafted` tokens; the draft's next token must agree with the target's own, too."""
+        all_agree = acceptance ** (drafted + 1)
+        tokens = (1 - all_agree) / (1 - acceptance)
+        return _State(tokens, all_agree + (1 - all_agree) * foreseen, seconds)
+
+
+def _rate(bare: _State, ready: _State) -> float:
+    """Return tokens per second in the long run."""
+    stays_ready = ready.becomes_ready
+    share = bare.becomes_ready / (1 - stays_ready + bare.becomes_ready)  # of steps with a window
+    tokens = (1 - share) * bare.tokens + share * ready.tokens
+    return tokens / ((1 - share) * bare.seconds + share * ready.seconds)
