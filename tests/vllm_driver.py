@@ -2,8 +2,8 @@
 
 The plan is a JSON file: `model`, `engine` (arguments of `LLM`), `pearl` (settings of the proposer; absent: no drafts),
 `most` (drafted tokens a step), `rounds`: lists of prompts (token ids) that are decoded together, `sampling`, and
-`actions`: step -> what to do before it, each a command line, ["start", ...] for one that is left running, or ["meet"] to
-wait until the service drafts.
+`actions`: step -> what to do before it, each a command line, ["start", ...] for one that is left running, or ["meet"]
+to wait until the service drafts.
 """
 
 from __future__ import annotations
