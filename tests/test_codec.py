@@ -37,7 +37,17 @@ PINNED = (
     ),
     *(m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace, m.HiddenStates),
 )
-SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "head", "jacobi"]
+SOURCES = [
+    "model",
+    "n-gram",
+    "datastore",
+    "branch",
+    "lookup",
+    "runner-up",
+    "head",
+    "jacobi",
+    "prediction",
+]
 
 
 HELLO = m.Hello(1, m.Role.DRAFT, 32000, 2048)
@@ -87,6 +97,7 @@ FULL = resolved(
     sampling=drawn_by(1.0, shaping=shaped(2, logit_bias=((3, 1.0),), grammar_ends=(2,))),
     stop=("end",),
     logprobs=1,
+    predicted=(4, 5),
 )
 EXAMPLES = (
     HELLO,

@@ -70,8 +70,10 @@ def generate(
         engine.stream(text, options, raw=raw) as stream,
     ):
         splitter = None
-        if not raw and options.json_schema is None and options.regex is None:
+        if not raw:
             splitter = splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+        if options.has_grammar and splitter is not None and not splitter.is_open:
+            splitter = None  # the grammar binds from the first token on
         if as_json:
             for _ in stream:
                 pass

@@ -48,6 +48,10 @@ class Shaper:
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
+        #: The length at which the grammar begins; None: the text is in its reasoning.
+        self._grammar_from: int | None = options.prompt_length
+        if options.waits_for_answer:
+            self._grammar_from = None
         self._seen = Counter[int]()  # of the text's tokens
         self._written = Counter[int]()  # of those that were generated
         self.stuck: GrammarError | None = None
@@ -60,7 +64,7 @@ class Shaper:
             if len(self._text) >= self._options.prompt_length:
                 _count_down(self._written, token)
         if self._guide is not None:
-            self._guide.cut(max(0, len(self._text) - self._options.prompt_length))
+            self._cut_guide()
         assert length <= max(len(self._text), len(self._prompt))
         self.extend(self._prompt[len(self._text) : length])
 
@@ -69,9 +73,23 @@ class Shaper:
             if len(self._text) >= self._options.prompt_length:
                 self._written[token] += 1
                 if self._guide is not None:
-                    self._guide.extend(token)
+                    self._extend_guide(token)
             self._seen[token] += 1
             self._text.append(token)
+
+    def _cut_guide(self) -> None:
+        length = len(self._text)
+        if self._grammar_from is None:
+            return
+        self._guide.cut(max(0, length - self._grammar_from))
+        if self._options.waits_for_answer and length < self._grammar_from:
+            self._grammar_from = None
+
+    def _extend_guide(self, token: int) -> None:
+        if self._grammar_from is not None:
+            self._guide.extend(token)
+        elif token in self._options.reasoning.end_tokens:
+            self._grammar_from = len(self._text) + 1
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Append `tokens` to the text, and shape the rows [n, vocab] after the last n of them."""
@@ -148,6 +166,8 @@ class Shaper:
 
     def _constrained(self, row: torch.Tensor) -> torch.Tensor:
         """Set tokens that the grammar does not allow to minus infinity. Raises as `shape`."""
+        if self._guide is not None and self._grammar_from is None:
+            return self._unended(row)
         allowed = None if self._guide is None else self._guide.allowed()
         if allowed is None:
             return row
@@ -159,6 +179,12 @@ class Shaper:
         row.masked_fill_(mask, -torch.inf)
         equal = torch.zeros_like(row).masked_fill_(mask, -torch.inf)
         return torch.where(row.max() == -torch.inf, equal, row)
+
+    def _unended(self, row: torch.Tensor) -> torch.Tensor:
+        """Set the tokens that end a text to minus infinity: its answer is still to come."""
+        ends = [token for token in self._options.grammar_ends if token < len(row)]
+        row[_ids(ends, row).long()] = -torch.inf
+        return row
 
 
 def _ids(tokens: Iterable[int], row: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,12 @@ from math import inf
 from typing import Any, TypedDict
 
 from pearl.config import RequestOptions
+from pearl.config.options import MOST_PREDICTED, Reasoning
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import tags_of
+from pearl.text.reasoning_marks import reasoning_of
 from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults
 from pearl.text.tools import in_words, knows_tools
@@ -151,8 +153,15 @@ def submission(
     options: RequestOptions,
     defaults: GenerationDefaults,
     preview: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Submit:
-    """Request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
+    """Request `number` for a target with a context of `context` tokens. The seed of `options` must be set.
+
+    Args:
+        tokenizer: the target's; None: a prediction is not read, and the text is taken for all answer.
+    """
+    if tokenizer is not None:
+        tokens = prompt_for(tokenizer, tokens, options)
     room = max(0, context - len(tokens))
     max_tokens = options.max_tokens or min(defaults.max_tokens or context, room)
     limit = len(tokens) + max_tokens
@@ -167,14 +176,48 @@ def submission(
     ends = list(options.stop_token_ids)
     if not options.ignore_eos:
         ends = list(defaults.eos) + ends
+    read: dict[str, Any] = {}
+    if tokenizer is not None:
+        read["reasoning"] = _reasoning(tokenizer, tokens, options)
+        read["predicted"] = _predicted(tokenizer, options.prediction or "", max_tokens)
     return Submit(
         number,
         tuple(tokens),
         limit,
-        resolved(options, defaults, len(tokens)),
+        resolved(options, defaults, len(tokens)).changed(**read),
         eos=tuple(dict.fromkeys(ends)),
         preview=preview,
     )
+
+
+def prompt_for(
+    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions
+) -> Sequence[int]:
+    """The prompt, with the reasoning that it opens closed where a grammar could not tell its end by a token."""
+    reasoning = _reasoning(tokenizer, tokens, options)
+    if not options.has_grammar or reasoning is None or not reasoning.is_open:
+        return tokens
+    if reasoning.end_tokens:
+        return tokens
+    return [*tokens, *tokenizer.encode(f"\n{reasoning.ends[0]}\n\n", special=False)]
+
+
+def _reasoning(
+    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions
+) -> Reasoning | None:
+    """The marks of the reasoning before the answer, for options that are about the answer."""
+    if options.stop or options.has_grammar:
+        return reasoning_of(tokenizer, tokens)
+    return None
+
+
+def _predicted(tokenizer: Tokenizer, prediction: str, most: int) -> tuple[int, ...]:
+    """The tokens of a prediction, at most `most`: the text ends then."""
+    if not prediction:
+        return ()
+    most = min(most, MOST_PREDICTED)
+    text = prediction[: _MOST_CHARACTERS * most]
+    return tuple(tokenizer.encode(text, special=False)[:most])
 
 
 def resolved(
@@ -190,6 +233,7 @@ def resolved(
         logit_bias=tuple((token, bias) for token, bias in biases if bias),
         json_schema=None,
         regex=None,
+        prediction=None,
         prompt_length=prompt_length,
         grammar=grammar,
         grammar_ends=defaults.eos if grammar else (),

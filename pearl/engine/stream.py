@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from pearl import errors
+from pearl.drafting.prediction import PredictionCount
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
 from pearl.protocol.messages import (
@@ -49,7 +50,14 @@ class Piece:
 
 @dataclass(repr=False)
 class Result:
-    """A finished text. `finish_reason`: eos, stop, length or cancelled; `logprobs`: of each token, if requested."""
+    """A finished text.
+
+    Attributes:
+        finish_reason: eos, stop, length or cancelled.
+        logprobs: of each token, if requested.
+        accepted_prediction_tokens: the number of tokens of the request's prediction that the text has.
+        rejected_prediction_tokens: the number of its other tokens.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -59,6 +67,8 @@ class Result:
     prompt_tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     logprobs: list[Logprobs] = field(default_factory=list)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def __repr__(self) -> str:
         text = self.text
@@ -97,7 +107,12 @@ class Stream:
         self.result = Result(seed=submit.options.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
-        self._text = TextStream(tokenizer, submit.prompt, submit.options.stop, show)
+        self._prediction: PredictionCount | None = None
+        if submit.options.predicted:
+            self._prediction = PredictionCount(submit.options.predicted, submit.prompt)
+            self._count_prediction(())
+        options = submit.options
+        self._text = TextStream(tokenizer, submit.prompt, options.stop, show, options.reasoning)
 
     def take(self, message: object) -> bool:
         """Puts a message into the inbox; returns False if committed tokens do not follow the earlier ones."""
@@ -144,7 +159,14 @@ class Stream:
         self.result.tokens += new.tokens
         self.result.provenance += new.provenance
         self.result.logprobs += new.logprobs
+        self._count_prediction(new.tokens)
         return Piece(text, new.tokens, new.provenance, texts, logprobs=new.logprobs)
+
+    def _count_prediction(self, new: Sequence[int]) -> None:
+        if self._prediction is not None:
+            self._prediction.extend(new)
+            self.result.accepted_prediction_tokens = self._prediction.accepted
+            self.result.rejected_prediction_tokens = self._prediction.rejected
 
     def _last(self, reason: str, statistics: Statistics) -> Piece:
         text = self._text.finish()

@@ -58,6 +58,7 @@ class _Request:
     Attributes:
         text: finds stop strings; None if there are none.
         prompt: the tokens that it began with.
+        predicted: the tokens that its client expects after them.
         shaper: changes its logits; None if nothing changes them.
         index: what guesses are made from; None before the first `Guess`.
         logits: [rows, vocab], of the last tokens fed in its last forward.
@@ -76,6 +77,7 @@ class _Request:
     prompt: tuple[int, ...]
     shaper: Shaper | None
     method: Method
+    predicted: tuple[int, ...] = ()
     index: NgramIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
@@ -169,7 +171,7 @@ class TargetExecutor:
 
     Args:
         runner: the target model.
-        text_stream: (prompt, stops) -> a TextStream that finds the stop strings.
+        text_stream: (prompt, stops, reasoning=) -> a TextStream that finds the stop strings.
         datastore, habits: sources of guesses beside the text; habits learn what is committed.
         spread: called with the cores to compute on; None: there is no choice.
         launches: whether judging is launched before a forward has ended, so that a device goes from one to the other
@@ -187,7 +189,7 @@ class TargetExecutor:
     def __init__(
         self,
         runner: ModelRunner,
-        text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
+        text_stream: Callable[..., TextStream] | None = None,
         datastore: Datastore | None = None,
         spread: Callable[[Cores], None] | None = None,
         launches: bool | None = None,
@@ -247,7 +249,7 @@ class TargetExecutor:
         options, text = command.options, None
         if options.stop:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, options.stop)
+            text = self._text_stream(command.prompt, options.stop, reasoning=options.reasoning)
         self._requests[command.request] = _Request(
             command.slot,
             make_half("target", options),
@@ -257,6 +259,7 @@ class TargetExecutor:
             command.prompt,
             make_shaper(options, command.prompt, self._guides),
             METHODS[options.method],
+            options.predicted,
             logprobs=options.logprobs,
         )
 
@@ -311,7 +314,7 @@ class TargetExecutor:
         takes_head = self._head is not None and request.method.takes_head
         head = partial(self._head_guesses, request) if takes_head else None
         make_index = index_factory(request.method.guesses)
-        return make_index(request.prompt, self._datastore, self._habits, head)
+        return make_index(request.prompt, self._datastore, self._habits, head, request.predicted)
 
     def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
         assert self._head is not None

@@ -15,7 +15,7 @@ from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptio
 from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
 from pearl.protocol.acceptance_estimates import Seen
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -69,6 +69,7 @@ class Source(StrEnum):
     RUNNER_UP = "runner-up"  # the model, which nearly drew it
     HEAD = "head"  # of the target
     JACOBI = "jacobi"  # the target, from a wrong beginning
+    PREDICTION = "prediction"  # the client
 
 
 class SparseRow(Record, frozen=True):

@@ -26,7 +26,7 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
-from pearl.engine.request import Options
+from pearl.engine.request import Options, prompt_for
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
 from pearl.server.access import Access
@@ -297,7 +297,8 @@ class _Reply:
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self.request.prompt_field):
-            tokens = await self.service.encode(prompt)
+            encoded = await self.service.encode(prompt)
+            tokens = prompt_for(self.service.engine.tokenizer, encoded, self.request.params)
         check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 

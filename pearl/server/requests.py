@@ -67,9 +67,9 @@ class TextRequest:
         """Make the reply's text number `index`, which splits into reasoning, content and calls."""
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
-        thoughts = None
-        if self.params.json_schema is None and self.params.regex is None:  # else without tags
-            thoughts = splitter_of(tokenizer, prompt)
+        thoughts = splitter_of(tokenizer, prompt)
+        if self.params.has_grammar and thoughts is not None and not thoughts.is_open:
+            thoughts = None  # the grammar binds from the first token on
         if self.format is None:
             return ReplyText(index, thoughts)
         names = [tool.function.name for tool in self.body.tools]

@@ -317,7 +317,10 @@ class _ResponseWriter(ReplyWriter):
         response = self._response(self._status)
         counts: dict[str, Any] = {"output_tokens_details": {"reasoning_tokens": 0}}
         for name, value in usage.items():
-            counts[_RENAMED_USAGE.get(name, name)] = value
+            renamed = _RENAMED_USAGE.get(name, name)
+            if renamed == "output_tokens_details":  # whose other fields a client may require
+                value = counts[renamed] | value
+            counts[renamed] = value
         response["usage"] = counts
         return response
 

@@ -36,7 +36,7 @@ class Method:
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
         takes_head: whether the target's head guesses too, if there is one.
         guesses: the `module:name` of a factory of the index that guesses come from, which is called with (tokens of
-            the text, datastore, habits, head); empty: this project's own, `fused_guesses.text_index`.
+            the text, datastore, habits, head, prediction); empty: this project's own, `fused_guesses.text_index`.
         needs: the setting of the engine without which the method is refused; empty: none.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.method_choice`).
     """
