@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from pearl.config.options import Reasoning
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
@@ -98,6 +99,7 @@ FULL = resolved(
     stop=("end",),
     logprobs=1,
     predicted=(4, 5),
+    reasoning=Reasoning("<think>", 7, ("</think>",), (8,), True),
 )
 EXAMPLES = (
     HELLO,

@@ -491,11 +491,6 @@ class RequestOptions(Record, frozen=True):
         """Whether a user asks for text that keeps to a grammar."""
         return self.json_schema is not None or self.regex is not None
 
-    @property
-    def waits_for_answer(self) -> bool:
-        """Whether the grammar binds behind the reasoning that the prompt has opened, not at once."""
-        return self.reasoning is not None and self.reasoning.is_open
-
 
 # ---- conversion and refusal ----
 

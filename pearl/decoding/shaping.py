@@ -48,9 +48,13 @@ class Shaper:
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
-        #: The length at which the grammar begins; None: the text is in its reasoning.
+        #: The length at which the grammar begins; None: the text is in the reasoning that its prompt has opened.
         self._grammar_from: int | None = options.prompt_length
-        if options.waits_for_answer:
+        #: The tokens one of which ends that reasoning; empty: the prompt has opened none.
+        self._reasoning_ends: tuple[int, ...] = ()
+        if options.reasoning is not None and options.reasoning.is_open:
+            self._reasoning_ends = options.reasoning.end_tokens
+        if self._reasoning_ends:
             self._grammar_from = None
         self._seen = Counter[int]()  # of the text's tokens
         self._written = Counter[int]()  # of those that were generated
@@ -82,13 +86,13 @@ class Shaper:
         if self._grammar_from is None:
             return
         self._guide.cut(max(0, length - self._grammar_from))
-        if self._options.waits_for_answer and length < self._grammar_from:
+        if self._reasoning_ends and length < self._grammar_from:
             self._grammar_from = None
 
     def _extend_guide(self, token: int) -> None:
         if self._grammar_from is not None:
             self._guide.extend(token)
-        elif token in self._options.reasoning.end_tokens:
+        elif token in self._reasoning_ends:
             self._grammar_from = len(self._text) + 1
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
