@@ -29,6 +29,13 @@ class Row(NamedTuple):
     tokens_per_step: float
 
 
+def row_of(result: Result, alone: Result) -> Row:
+    assert result.tokens == alone.tokens, "a prediction changes no text"
+    tokens_per_step = result.statistics.tokens_per_step
+    assert tokens_per_step is not None, "a text has steps"
+    return Row(alone.statistics.seconds / result.statistics.seconds, tokens_per_step)
+
+
 def answer(engine: Engine, prompt: str, params: SamplingParams) -> Result:
     with engine.stream(prompt, params, raw=False) as stream:
         for _ in stream:
@@ -46,13 +53,7 @@ def rows_of(engine: Engine, prompt: str, params: SamplingParams) -> dict[str, Ro
         "the function predicted": params.changed(prediction=function[1]),
         "the text predicted": params.changed(prediction=alone.text),
     }
-    rows = {"alone": Row(1.0, alone.statistics.tokens_per_step)}
-    for name, way in ways.items():
-        result = answer(engine, prompt, way)
-        assert result.tokens == alone.tokens, "a prediction changes no text"
-        speedup = alone.statistics.seconds / result.statistics.seconds
-        rows[name] = Row(speedup, result.statistics.tokens_per_step)
-    return rows
+    return {name: row_of(answer(engine, prompt, way), alone) for name, way in ways.items()}
 
 
 def median(values: Iterable[float]) -> str:

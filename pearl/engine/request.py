@@ -190,16 +190,15 @@ def submission(
     )
 
 
-def prompt_for(
-    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions
-) -> Sequence[int]:
+def prompt_for(tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions) -> list[int]:
     """The prompt, with the reasoning that it opens closed where a grammar could not tell its end by a token."""
     reasoning = _reasoning(tokenizer, tokens, options)
+    prompt = list(tokens)
     if not options.has_grammar or reasoning is None or not reasoning.is_open:
-        return tokens
-    if reasoning.end_tokens:
-        return tokens
-    return [*tokens, *tokenizer.encode(f"\n{reasoning.ends[0]}\n\n", special=False)]
+        return prompt
+    if not reasoning.end_tokens:
+        prompt += tokenizer.encode(f"\n{reasoning.ends[0]}\n\n", special=False)
+    return prompt
 
 
 def _reasoning(
