@@ -136,6 +136,18 @@ def test_a_stop_with_a_mark_looks_at_all() -> None:
     assert shown("a</think>b\n", ["\n"], marks) == ("a</think>b", True)
 
 
+def test_white_space_before_a_special_token_is_shown_before_it() -> None:
+    """It is held back, for it may come before the opening tag."""
+    tokenizer = tokenizers.byte_level()
+    (end,) = tokenizer.encode("</s>", special=False)
+    tokens = [*tokenizer.encode("\n", special=False), end]
+    ended = TextStream(tokenizer, [], ["</s>"], reasoning=THINK)
+    assert "".join(map(ended.push, tokens)) + ended.finish() == "\n"
+    assert ended.stopped
+    named = TextStream(tokenizer, [], ["x"], ["</s>"], reasoning=THINK)
+    assert "".join(map(named.push, tokens)) + named.finish() == "\n</s>"
+
+
 # ---- both, through the runtime ----
 
 

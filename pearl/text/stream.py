@@ -323,10 +323,11 @@ class TextStream:
         if (self._stops or self._show) and self._detokenizer.is_special(token):
             name = self._tokenizer.token(token) or ""
             if name in self._stops:
-                return self._matcher.end(self._detokenizer.flush(), name)
+                lead = self._reasoning.flush()
+                return self._matcher.end(lead + self._detokenizer.flush(), name)
             if name in self._show:
                 shown = self._push(token, self._detokenizer.flush())
-                return shown + self._matcher.flush() + name
+                return shown + self._reasoning.flush() + self._matcher.flush() + name
             return self._push(token, "")
         shown = self._push(token, self._detokenizer.push(token))
         held = self._detokenizer.held
