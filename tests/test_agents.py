@@ -18,8 +18,9 @@ from pearl.server.requests import read_request
 from pearl.server.responses import Responses
 from pearl.server.schemas import ChatCompletionRequest
 from pearl.text.chat_template import chat_prompt, render
-from pearl.text.reasoning import Splitter, Tags, split
-from pearl.text.tools import FORMATS, CallSplitter
+from pearl.text.reasoning import tag_pair
+from pearl.text.reply import TagParser, split
+from pearl.text.tools import FORMATS
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 from tests.served import body as short_body
 from tests.test_server_tools import TOOLS, joined
@@ -376,7 +377,7 @@ def test_codex_messages_reach_a_template_with_one_system_message(
 
 # ---- tokens of the reasoning ----
 
-THINK = Tags("<think>", "</think>")
+THINK = tag_pair("<think>", "</think>")
 PARTS = st.sampled_from(
     [
         "<think>",
@@ -394,7 +395,7 @@ PARTS = st.sampled_from(
 
 def counted(texts: list[str], sizes: list[int]) -> ReplyText:
     """A reply of tokens with these texts, so many of them at a time."""
-    reply = ReplyText(0, Splitter(THINK), CallSplitter(FORMATS["hermes"], ["add"]))
+    reply = ReplyText(0, TagParser(None, THINK, FORMATS["hermes"], {"add": {}}))
     reply.deltas = []  # type: ignore[attr-defined]
     waiting = list(texts)
     for size in [*sizes, len(texts)]:
@@ -443,8 +444,8 @@ def test_every_method_counts_the_same(served: Served, monkeypatch: pytest.Monkey
     fields: dict[str, Any] = {"ignore_eos": True}
     (choice,) = served.post("chat/completions", max_tokens=60, **fields).json()["choices"]
     text = choice["message"]["content"]
-    tags = Tags(text[:2], text[10:12])
-    monkeypatch.setattr(requests, "splitter_of", lambda *_: Splitter(tags))
+    tags = tag_pair(text[:2], text[10:12])
+    monkeypatch.setattr(requests, "tags_for", lambda _: tags)
     counts = set()
     for method in SPECULATIONS:
         asked = fields | {"speculation": method}

@@ -65,7 +65,7 @@ class ReplyText:
         message: the message so far.
         result: the engine's result; complete once the text has ended.
         wait_seconds: how long the text waited until it was submitted.
-        reasoning_tokens: the number of tokens up to the end of each part of the reasoning.
+        reasoning_tokens: number of tokens up to the end of the reasoning; its closing tag may be among the answer's.
 
     Args:
         parser: takes the text apart; None if all of it is content.
@@ -79,6 +79,8 @@ class ReplyText:
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.reasoning_tokens = 0
         self._parser = parser
+        self._is_thinking = False
+        self._held_tokens = 0  # whose text may still become reasoning or answer
 
     def feed(self, piece: Piece) -> dict[str, Any]:
         """Take the next piece of the text, and return the fields of a delta that are certain with it.
@@ -91,17 +93,30 @@ class ReplyText:
             return self._taken(self._parser.feed([piece.text]))
         joined = Delta()
         for text, token in zip(piece.texts, piece.tokens, strict=True):
-            was_thinking = self._parser.is_thinking
-            joined += self._parser.feed([text], [token])
-            if was_thinking or self._parser.is_thinking:
-                self.reasoning_tokens += 1
+            self._held_tokens += 1
+            new = self._parser.feed([text], [token])
+            self._count(new)
+            joined += new
         return self._taken(joined)
 
     def finish(self) -> dict[str, Any]:
         """Return the fields of the last delta: what was held back."""
         if self._parser is None:
             return {}
-        return self._taken(self._parser.finish())
+        new = self._parser.finish()
+        self._count(new)
+        if self._is_thinking:
+            self.reasoning_tokens += self._held_tokens
+        return self._taken(new)
+
+    def _count(self, new: Delta) -> None:
+        """Count the tokens held so far as reasoning or as answer, if what is new tells."""
+        is_answer = bool(new.content or new.calls)
+        if new.reasoning:
+            self.reasoning_tokens += self._held_tokens
+        if new.reasoning or is_answer:
+            self._held_tokens = 0
+            self._is_thinking = not is_answer
 
     def _taken(self, new: Delta) -> dict[str, Any]:
         """Add what is new to the message; return its fields."""
