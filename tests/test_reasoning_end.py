@@ -19,7 +19,7 @@ from pearl.models.feeds import paths
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import METHODS
 from pearl.text import reasoning
-from pearl.text.reasoning import tag_pair
+from pearl.text.reasoning import TAGS, tag_pair
 from pearl.text.reasoning_end import ReasoningState
 from pearl.text.reasoning_marks import mark_token, reasoning_of
 from pearl.text.stream import TextStream
@@ -27,6 +27,8 @@ from tests import tokenizers
 from tests.options import drawn_by
 from tests.served import Served
 from tests.test_grammar import END, LANGUAGE, PROMPT, VOCAB, decoded, masked, shaping, toy_guides
+from tests.test_reasoning import OTHER_TAGS
+from tests.test_server_replies import Case, with_tokens
 from tests.virtual import TIMINGS
 
 METHODS_NAMED = ("ar", "ngram", "pearl")
@@ -98,6 +100,24 @@ def test_marks_are_tokens_where_the_vocabulary_has_them(monkeypatch: pytest.Monk
 
 
 # ---- stop strings ----
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("kind", ["special", "ordinary", "none"])
+def test_stops_look_at_the_answer_behind_every_kind_of_tags(name: str, kind: str) -> None:
+    """Whether the names are special tokens, ordinary ones or none; the front, which shows them, and the worker agree."""
+    text, answer, _ = OTHER_TAGS[name].partition("Yes.")
+    names = () if kind == "none" else TAGS[name].tokens
+    tokenizer = with_tokens(Case(text, tokens=names, special=kind == "special", tags=name))
+    tokens = tokenizer.encode(text + answer, special=False)
+    marks = reasoning_of(tokenizer, [])
+    for show in ((), TAGS[name].tokens):
+        stream = TextStream(tokenizer, [], ["."], show, marks)
+        ends = []
+        for token in tokens:
+            stream.push(token)
+            ends.append(stream.stopped)
+        assert ends.index(True) == len(tokens) - 1
 
 
 def shown(pieces: str, stops: list[str], marks: Reasoning | None) -> tuple[str, bool]:
