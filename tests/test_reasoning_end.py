@@ -105,7 +105,7 @@ def test_marks_are_tokens_where_the_vocabulary_has_them(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", TAGS)
 @pytest.mark.parametrize("kind", ["special", "ordinary", "none"])
 def test_stops_look_at_the_answer_behind_every_kind_of_tags(name: str, kind: str) -> None:
-    """Whether the names are special tokens, ordinary ones or none; the front, which shows them, and the worker agree."""
+    """Whether the names are special tokens, ordinary ones or none; the front shows them, and agrees with the worker."""
     text, answer, _ = OTHER_TAGS[name].partition("Yes.")
     names = () if kind == "none" else TAGS[name].tokens
     tokenizer = with_tokens(Case(text, tokens=names, special=kind == "special", tags=name))
