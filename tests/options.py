@@ -18,7 +18,7 @@ DRAWING = (
         "repetition_penalty",
         "presence_penalty",
     ),
-    *("frequency_penalty", "logit_bias", "prompt_length", "grammar", "grammar_ends"),
+    *("frequency_penalty", "logit_bias", "prompt_length", "grammar", "grammar_ends", "reasoning"),
 )
 
 

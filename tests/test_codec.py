@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from pearl.config.options import Reasoning
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
@@ -38,7 +39,17 @@ PINNED = (
     *(m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace, m.HiddenStates),
     m.Outcomes,
 )
-SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "head", "jacobi"]
+SOURCES = [
+    "model",
+    "n-gram",
+    "datastore",
+    "branch",
+    "lookup",
+    "runner-up",
+    "head",
+    "jacobi",
+    "prediction",
+]
 
 
 HELLO = m.Hello(1, m.Role.DRAFT, 32000, 2048)
@@ -88,6 +99,8 @@ FULL = resolved(
     sampling=drawn_by(1.0, shaping=shaped(2, logit_bias=((3, 1.0),), grammar_ends=(2,))),
     stop=("end",),
     logprobs=1,
+    predicted=(4, 5),
+    reasoning=Reasoning("<think>", 7, ("</think>",), (8,), True),
 )
 EXAMPLES = (
     HELLO,

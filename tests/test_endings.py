@@ -70,7 +70,7 @@ def run(
     draft_context: int = 1000,
 ) -> Result:
     """Real executors on toy runners, moves in random order."""
-    target = Foresees(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
+    target = Foresees(runner(text), partial(TextStream, TOKENIZER))
     pair = Pair(
         [submit],
         target,

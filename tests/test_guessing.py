@@ -208,7 +208,7 @@ TEXT = (1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3)
 
 def published(method: str, tokens: Sequence[int], store: Datastore | None = None) -> NgramIndex:
     """The index of a method, by the name that the registry has for it."""
-    return index_factory(METHODS[method].guesses)(tokens, store, None, None)
+    return index_factory(METHODS[method].guesses)(tokens, store, None, None, ())
 
 
 def paths(index: NgramIndex, most: int) -> list[list[int]]:

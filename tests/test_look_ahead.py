@@ -63,7 +63,7 @@ def test_what_is_cut_off_leaves_no_trace(text: list[int], more: list[int], least
     index.extend(more)
     plain.extend([*text[:length], *more])
     assert index.tokens == plain.tokens
-    assert index._ends == plain._ends
+    assert index.table == plain.table
 
 
 def test_rates_are_learned_from_the_text() -> None:

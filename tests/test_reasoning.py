@@ -173,6 +173,18 @@ def test_calls_before_the_end_of_the_reasoning_are_calls() -> None:
     assert whole[2] == [{"name": "add", "arguments": '{"x": 1}'}]  # type: ignore[index]
 
 
+def test_a_call_that_must_be_made_may_stand_behind_the_reasoning() -> None:
+    """As where the template opens the reasoning and the format's calls have no beginning of their own."""
+    call = '{"name": "add", "arguments": {"x": 1}}'
+    parser = parser_of(None, THINK, FORMATS["llama3"], SCHEMAS, is_open=True, is_forced=True)
+    whole = Delta()
+    for character in f'{{"x": 1}} it is.\n</think>\n\n{call}':
+        whole += parser.feed([character])
+    whole += parser.finish()
+    assert (whole.reasoning, whole.content) == ('{"x": 1} it is.', "")
+    assert [call["function"] for call in whole.calls] == [{"name": "add", "arguments": '{"x": 1}'}]
+
+
 HARMONY_TEXTS = {
     "a call in analysis": (
         "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis to=functions.add "

@@ -19,13 +19,14 @@ from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import RequestOptions, Settings
 from pearl.engine import Engine, Result, Stream, torchrun
+from pearl.engine.request import prompt_for
 from pearl.errors import ConfigError
 from pearl.metrics import FIGURES, Statistics, brief
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import tags_for
+from pearl.text.reasoning import tags_after
 from pearl.text.reply import Delta, ReplyParser, reasoning_parser
 from pearl.text.tokenizer import GenerationDefaults
 
@@ -67,14 +68,15 @@ def generate(
     if connect is None:
         settings.engine.check_options(options)
     with open_engine(settings.engine, console, connect) as engine:
+        tokens = prompt_for(engine.tokenizer, engine.encode(text, raw=raw), options)
         tags = None
-        if not raw and options.json_schema is None and options.regex is None:
-            tags = tags_for(engine.tokenizer)
+        if not raw:
+            tags = tags_after(engine.tokenizer, tokens, options.has_grammar)
         shown = () if tags is None else tags.tokens
-        with engine.stream(text, options, raw=raw, show=shown) as stream:
+        with engine.stream(tokens, options, show=shown) as stream:
             parser = None
             if tags is not None:
-                parser = reasoning_parser(engine.tokenizer, stream.result.prompt_tokens)
+                parser = reasoning_parser(engine.tokenizer, tokens)
             reply = Delta()
             if as_json:
                 for delta in _deltas(stream, parser):

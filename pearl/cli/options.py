@@ -158,7 +158,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "draft_stop": STOPS,
     "window": WINDOWS,
 }
-_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION"} | dict.fromkeys(
+_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION", "prediction": "TEXT"} | dict.fromkeys(
     AS_PUBLISHED, "N|auto|off"
 )
 _METAVAR_OF_KIND = {int: "N", float: "X", str: "NAME"}

@@ -39,6 +39,9 @@ MOST_STOPS = 64  # strings: each token is compared with all of them
 LONGEST_STOP = 1000  # characters
 MOST_EOS = 2048  # token ids that end a text: each token is compared with all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8 in a grammar, which contains a JSON schema or an expression
+MOST_REASONING_ENDS = 8  # marks
+MAX_PREDICTION = 1 << 21  # characters
+MOST_PREDICTED = 1 << 17  # tokens
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
@@ -99,11 +102,28 @@ def _stop_policies() -> str:
     )
 
 
+class Reasoning(Record, frozen=True):
+    """The marks around the reasoning before an answer, such as <think> and </think>.
+
+    Attributes:
+        start_token: the token that is `start`; None: it is found in the text.
+        ends: marks each of which ends the reasoning.
+        end_tokens: the tokens that are these; empty: they are found in the text.
+        is_open: whether the prompt has opened the reasoning.
+    """
+
+    start: Text = ""
+    start_token: Position | None = None
+    ends: Annotated[tuple[Text, ...], Meta(max_length=MOST_REASONING_ENDS)] = ()
+    end_tokens: Annotated[tuple[Position, ...], Meta(max_length=MOST_REASONING_ENDS)] = ()
+    is_open: bool = False
+
+
 class RequestOptions(Record, frozen=True):
     """How one text is decoded, how its tokens are drawn, and where it ends.
 
     A field that is None has a default that depends on the method or the checkpoint; `resolved` fills it in before
-    the options reach a worker.  The engine fills the last three fields.
+    the options reach a worker.  The engine fills the last fields, from `prompt_length` on.
 
         SamplingParams(temperature=0.7, seed=1, max_tokens=200)
         SamplingParams(method="sd", gamma=4, rule="opt", parameters={"epsilon": 0.1})
@@ -155,6 +175,13 @@ class RequestOptions(Record, frozen=True):
     stop_parameters: Annotated[
         Named, Meta(description="Parameters of the stop policy: (name, value).")
     ] = ()
+    prediction: Annotated[
+        Annotated[str, Meta(max_length=MAX_PREDICTION)] | None,
+        Meta(
+            description="What the answer probably is, such as the file to be edited: a further source of guesses for "
+            "methods that take look-ahead. It changes no text."
+        ),
+    ] = None
     temperature: Annotated[
         Default[Annotated[float, Meta(ge=0.0, le=LARGEST)]],
         Meta(description="0 is greedy; default: the checkpoint's."),
@@ -249,6 +276,10 @@ class RequestOptions(Record, frozen=True):
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
     #: Token ids, each of which ends a text that has a grammar.
     grammar_ends: Ends = ()
+    #: The tokens of `prediction`, as many as the text may have.
+    predicted: Annotated[tuple[Position, ...], Meta(max_length=MOST_PREDICTED)] = ()
+    #: Before the answer, which alone stop strings and grammars are for; None: the text is all answer.
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         values = []
@@ -280,6 +311,8 @@ class RequestOptions(Record, frozen=True):
             yield f"stop: {_TAKES_MANY['stop']}"
         if not all(map(is_unicode, self.stop)):
             yield "stop: a stop string holds half a surrogate pair, which is no character"
+        if self.prediction is not None and not is_unicode(self.prediction):
+            yield "prediction: holds half a surrogate pair, which is no character"
         if self.seed is not None and self.seed >= 1 << 64:
             yield f"seed: has at most 64 bits (got {self.seed})"
         if len(dict(self.logit_bias)) < len(self.logit_bias):
@@ -469,11 +502,24 @@ class RequestOptions(Record, frozen=True):
             return True
         return bool(self.logit_bias or self.grammar)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a user asks for text that keeps to a grammar."""
+        return self.json_schema is not None or self.regex is not None
+
 
 # ---- conversion and refusal ----
 
 OPTIONS = {field.name: field for field in structs.fields(RequestOptions)}
-_WITHOUT_FLAG = ("parameters", "stop_parameters", "prompt_length", "grammar", "grammar_ends")
+_WITHOUT_FLAG = (
+    "parameters",
+    "stop_parameters",
+    "prompt_length",
+    "grammar",
+    "grammar_ends",
+    "predicted",
+    "reasoning",
+)
 _Checked = msgspec.defstruct(
     "_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True
 )

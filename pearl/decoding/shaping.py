@@ -49,6 +49,14 @@ class Shaper:
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
+        #: The length at which the grammar begins; None while the text is in the reasoning that its prompt has opened.
+        self._grammar_from: int | None = options.prompt_length
+        #: The tokens, each of which ends that reasoning; empty if the prompt has opened none.
+        self._reasoning_ends: tuple[int, ...] = ()
+        if options.reasoning is not None and options.reasoning.is_open:
+            self._reasoning_ends = options.reasoning.end_tokens
+        if self._reasoning_ends:
+            self._grammar_from = None
         self._seen = Counter[int]()  # counts of the text's tokens
         self._written = Counter[int]()  # counts of the generated tokens
         self.stuck: GrammarError | None = None
@@ -61,7 +69,7 @@ class Shaper:
             if len(self._text) >= self._options.prompt_length:
                 _count_down(self._written, token)
         if self._guide is not None:
-            self._guide.cut(max(0, len(self._text) - self._options.prompt_length))
+            self._cut_guide()
         assert length <= max(len(self._text), len(self._prompt))
         self.extend(self._prompt[len(self._text) : length])
 
@@ -70,9 +78,23 @@ class Shaper:
             if len(self._text) >= self._options.prompt_length:
                 self._written[token] += 1
                 if self._guide is not None:
-                    self._guide.extend(token)
+                    self._extend_guide(token)
             self._seen[token] += 1
             self._text.append(token)
+
+    def _cut_guide(self) -> None:
+        length = len(self._text)
+        if self._grammar_from is None:
+            return
+        self._guide.cut(max(0, length - self._grammar_from))
+        if self._reasoning_ends and length < self._grammar_from:
+            self._grammar_from = None
+
+    def _extend_guide(self, token: int) -> None:
+        if self._grammar_from is not None:
+            self._guide.extend(token)
+        elif token in self._reasoning_ends:
+            self._grammar_from = len(self._text) + 1
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Append `tokens` to the text; return the shaped rows [n, vocab] that follow the last n of these tokens."""
@@ -154,6 +176,8 @@ class Shaper:
 
     def _constrained(self, row: torch.Tensor) -> torch.Tensor:
         """Set tokens that the grammar does not allow to minus infinity. Raises as `shape`."""
+        if self._guide is not None and self._grammar_from is None:
+            return self._unended(row)
         allowed = None if self._guide is None else self._guide.allowed()
         if allowed is None:
             return row
@@ -165,6 +189,12 @@ class Shaper:
         row.masked_fill_(mask, -torch.inf)
         equal = torch.zeros_like(row).masked_fill_(mask, -torch.inf)
         return torch.where(row.max() == -torch.inf, equal, row)
+
+    def _unended(self, row: torch.Tensor) -> torch.Tensor:
+        """Set the tokens that end a text to minus infinity: its answer is still to come."""
+        ends = [token for token in self._options.grammar_ends if token < len(row)]
+        row[_ids(ends, row).long()] = -torch.inf
+        return row
 
 
 def _ids(tokens: Iterable[int], row: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Guesses from the text itself, a datastore, habits and a head, fused.
+"""Guesses from the text itself, a datastore, habits, a head and a prediction, fused.
 
 If several sources guess the same token for a position, it is one candidate, so that the tree that `guess_tree` grows
 has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 2024).
@@ -25,10 +25,13 @@ from pearl.drafting.ngram import (
     scaled,
 )
 from pearl.drafting.output_ngrams import HabitGuesses, Habits
+from pearl.drafting.prediction import PredictedGuesses
 from pearl.protocol.messages import Source
 
 MakeHead = Callable[[Sequence[int]], HeadGuesses]  # the argument, a text's tokens, is only read
-MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
+MakeIndex = Callable[
+    [Sequence[int], Datastore | None, Habits | None, MakeHead | None, Sequence[int]], NgramIndex
+]
 
 # Weight of an occurrence, by match length.
 _POWERS = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
@@ -40,11 +43,12 @@ def text_index(
     store: Datastore | None,
     habits: Habits | None = None,
     head: MakeHead | None = None,
+    prediction: Sequence[int] = (),
 ) -> NgramIndex:
-    """Make the index of one text: the text's own n-grams and, if given, a datastore, habits and a head."""
-    if store is None and habits is None and head is None:
+    """Make the index of one text: its own n-grams and, if given, a datastore, habits, a head and a prediction."""
+    if store is None and habits is None and head is None and not prediction:
         return NgramIndex(tokens)
-    return Guesser(tokens, store, habits, head)
+    return Guesser(tokens, store, habits, head, prediction)
 
 
 @cache
@@ -102,6 +106,7 @@ class Guesser(NgramIndex):
     Args:
         habits: the target's habits, which learn from the tokens that are committed after `tokens`.
         head: makes the guesses of the target's head.
+        prediction: tokens that are expected after `tokens`, the prompt.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class Guesser(NgramIndex):
         store: Datastore | None = None,
         habits: Habits | None = None,
         head: MakeHead | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         self._sources: list[GuessSource] = []
         super().__init__(tokens)
@@ -121,6 +127,8 @@ class Guesser(NgramIndex):
             self._sources.append(HabitGuesses(habits, self.tokens))
         if head is not None:
             self._sources.append(head(self.tokens))
+        if prediction:
+            self._sources.append(PredictedGuesses(prediction, self.tokens))
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return StoreGuesses(store, self.tokens, learn_from)

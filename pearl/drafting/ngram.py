@@ -109,6 +109,64 @@ class GuessSource(Protocol):
         ...
 
 
+class NgramTable:
+    """The end positions of each n-gram of some tokens, for n up to `LONGEST`. Adding or removing a token is O(1).
+
+    Attributes:
+        tokens: as far as they are in the table.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
+        self.extend(tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, NgramTable)
+            and self.tokens == other.tokens
+            and self._ends == other._ends
+        )
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+        text = self.tokens
+        for token in tokens:
+            text.append(token)
+            end = len(text)
+            for n in range(1, min(LONGEST, end) + 1):
+                self._ends[n - 1].setdefault(tuple(text[end - n :]), []).append(end)
+
+    def cut(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        text = self.tokens
+        for end in range(len(text), length, -1):
+            for n in range(1, min(LONGEST, end) + 1):
+                gram = tuple(text[end - n : end])
+                ends = self._ends[n - 1][gram]
+                ends.pop()
+                if not ends:
+                    del self._ends[n - 1][gram]
+        del text[length:]
+
+    def ends(self, text: Sequence[int], position: int, n: int) -> Sequence[int]:
+        """Return, in their order, the positions here after the `n` tokens that `text` has before `position`."""
+        return self._ends[n - 1].get(tuple(text[position - n : position]), ())
+
+    def matched(self, end: int, text: Sequence[int], position: int, at_least: int) -> int:
+        """Return how many tokens before `end` equal those of `text` before `position`, at most `MOST_MATCHED`.
+
+        Args:
+            at_least: so many are known to be equal.
+        """
+        tokens = self.tokens
+        most = min(MOST_MATCHED, end, position)
+        matched = at_least
+        while matched < most and tokens[end - 1 - matched] == text[position - 1 - matched]:
+            matched += 1
+        return matched
+
+
 class SuffixLookup:
     """Finds places where the last tokens of a text occur; the tokens that follow at these places are the candidates.
 
@@ -162,6 +220,24 @@ class SuffixLookup:
             occurrences.append((place + self.stride, matched + (matched < MOST_MATCHED)))
         return self._ranked(occurrences)
 
+    def _rated(
+        self, ranked: Iterable[tuple[int, Sequence[Occurrence]]], source: Source = Source.NGRAM
+    ) -> list[Candidate]:
+        """Return candidates for tokens, each with its occurrences, by the rates of their ranks and match lengths."""
+        origin = None
+        if source is not Source.NGRAM:
+            origin = self
+        remaining = 1.0
+        candidates = []
+        for rank, (token, places) in enumerate(ranked):
+            longest = max([matched for _, matched in places])
+            rate = (rank, longest - 1)
+            chance = remaining * self._rates[rank][longest - 1]
+            remaining -= chance
+            candidate = Candidate(token, chance, tuple(places), source, rate=rate, origin=origin)
+            candidates.append(candidate)
+        return candidates
+
     def _matching(self, position: int) -> list[Occurrence]:
         """Return the occurrences of the tokens before `position`."""
         raise NotImplementedError
@@ -189,7 +265,7 @@ class GuessWindow:
 
 
 class NgramIndex(SuffixLookup):
-    """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
+    """The n-grams of one text.
 
     Example: after the text 7 8 9 7 8, position 5 has candidate 9, because 7 8 was followed by 9::
 
@@ -201,6 +277,7 @@ class NgramIndex(SuffixLookup):
         ranks: most candidates for a position.
         reads_discarded: whether to call `discarded`, for which the target has to draw after discarded tokens.
         has_head: whether the target's head guesses now, which takes time.
+        table: where each n-gram of the text is.
 
     Args:
         tokens: the text so far; rates are learned from its last `_LEARN` tokens.
@@ -211,9 +288,9 @@ class NgramIndex(SuffixLookup):
     reads_discarded = False
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        super().__init__([], "ngram", max(0, len(tokens) - _LEARN))
+        self.table = NgramTable()
+        super().__init__(self.table.tokens, "ngram", max(0, len(tokens) - _LEARN))
         self.has_head = True
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self.extend(tokens)
         self.learn(len(tokens))
 
@@ -222,24 +299,11 @@ class NgramIndex(SuffixLookup):
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens` to the text."""
-        text = self.tokens
-        for token in tokens:
-            text.append(token)
-            end = len(text)
-            for n in range(1, min(LONGEST, end) + 1):
-                self._ends[n - 1].setdefault(tuple(text[end - n :]), []).append(end)
+        self.table.extend(tokens)
 
     def cut(self, length: int) -> None:
         """Truncate the text to its first `length` tokens."""
-        text = self.tokens
-        for end in range(len(text), length, -1):
-            for n in range(1, min(LONGEST, end) + 1):
-                gram = tuple(text[end - n : end])
-                ends = self._ends[n - 1][gram]
-                ends.pop()
-                if not ends:
-                    del self._ends[n - 1][gram]
-        del text[length:]
+        self.table.cut(length)
         super().cut(length)
 
     # ---- the target's computations for an index; this class asks for none ----
@@ -266,8 +330,7 @@ class NgramIndex(SuffixLookup):
         text = self.tokens
         matches: dict[int, int] = {}
         for n in range(min(LONGEST, position), 0, -1):
-            ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
-            for end in reversed(ends):
+            for end in reversed(self.table.ends(text, position, n)):
                 if end >= position or end in matches:
                     continue
                 matches[end] = n if n < LONGEST else self._matched(end, position, n)
@@ -277,12 +340,7 @@ class NgramIndex(SuffixLookup):
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
         """Return how many tokens before `end` equal the tokens before `position`; it is known that `at_least` do."""
-        text = self.tokens
-        most = min(MOST_MATCHED, end)
-        matched = at_least
-        while matched < most and text[end - 1 - matched] == text[position - 1 - matched]:
-            matched += 1
-        return matched
+        return self.table.matched(end, self.tokens, position, at_least)
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         text = self.tokens
@@ -298,16 +356,7 @@ class NgramIndex(SuffixLookup):
             for token, places in by_token.items():
                 weights[token] = sum([_WEIGHTS[matched] for _, matched in places])
             best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
-        remaining = 1.0
-        candidates = []
-        for rank, token in enumerate(best):
-            places = by_token[token]
-            longest = max([matched for _, matched in places])
-            rate = (rank, longest - 1)
-            chance = remaining * self._rates[rank][longest - 1]
-            remaining -= chance
-            candidates.append(Candidate(token, chance, tuple(places), rate=rate))
-        return candidates
+        return self._rated([(token, by_token[token]) for token in best])
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class ModelProposer:
     def _prepare_guesses(self, text: DraftText, prompt: Sequence[int]) -> None:
         options = text.options
         if options.draft_lookup:
-            text.index = text_index(prompt, self._datastore)
+            text.index = text_index(prompt, self._datastore, prediction=options.predicted)
         text.ranks = options.sends_runners_up
         if options.branches and self.runner.capabilities.together and not options.withholds:
             spare_slots = self._spare(text.slot)

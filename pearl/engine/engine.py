@@ -175,6 +175,7 @@ class Engine:
             _options(self.config, params, method, rule).with_seed(),
             self.defaults,
             preview,
+            self.tokenizer,
         )
         return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
 

@@ -10,10 +10,12 @@ from math import inf
 from typing import Any, TypedDict
 
 from pearl.config import RequestOptions
+from pearl.config.options import MOST_PREDICTED, Reasoning
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import tags_for
+from pearl.text.reasoning_marks import reasoning_of
 from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults
 from pearl.text.tools import in_words, knows_tools
@@ -153,8 +155,15 @@ def submission(
     options: RequestOptions,
     defaults: GenerationDefaults,
     preview: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Submit:
-    """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
+    """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set.
+
+    Args:
+        tokenizer: the target's tokenizer. Without it a prediction is not read, and the whole text counts as the answer.
+    """
+    if tokenizer is not None:
+        tokens = prompt_for(tokenizer, tokens, options)
     room = max(0, context - len(tokens))
     max_tokens = options.max_tokens or min(defaults.max_tokens or context, room)
     limit = len(tokens) + max_tokens
@@ -169,14 +178,47 @@ def submission(
     ends = list(options.stop_token_ids)
     if not options.ignore_eos:
         ends = list(defaults.eos) + ends
+    read: dict[str, Any] = {}
+    if tokenizer is not None:
+        read["reasoning"] = _reasoning(tokenizer, tokens, options)
+        read["predicted"] = _predicted(tokenizer, options.prediction or "", max_tokens)
     return Submit(
         number,
         tuple(tokens),
         limit,
-        resolved(options, defaults, len(tokens)),
+        resolved(options, defaults, len(tokens)).changed(**read),
         eos=tuple(dict.fromkeys(ends)),
         preview=preview,
     )
+
+
+def prompt_for(tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions) -> list[int]:
+    """Return the prompt; if a grammar could not tell by a token where the reasoning ends that it opens, close it."""
+    reasoning = _reasoning(tokenizer, tokens, options)
+    prompt = list(tokens)
+    if not options.has_grammar or reasoning is None or not reasoning.is_open:
+        return prompt
+    if not reasoning.end_tokens:
+        prompt += tokenizer.encode(f"\n{reasoning.ends[0]}\n\n", special=False)
+    return prompt
+
+
+def _reasoning(
+    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions
+) -> Reasoning | None:
+    """Return the marks of the reasoning before the answer; None if no option is about the answer alone."""
+    if options.stop or options.has_grammar:
+        return reasoning_of(tokenizer, tokens)
+    return None
+
+
+def _predicted(tokenizer: Tokenizer, prediction: str, most: int) -> tuple[int, ...]:
+    """Return the tokens of a prediction, at most `most`, because the text has no more."""
+    if not prediction:
+        return ()
+    most = min(most, MOST_PREDICTED)
+    text = prediction[: _MOST_CHARACTERS * most]
+    return tuple(tokenizer.encode(text, special=False)[:most])
 
 
 def resolved(
@@ -192,6 +234,7 @@ def resolved(
         logit_bias=tuple((token, bias) for token, bias in biases if bias),
         json_schema=None,
         regex=None,
+        prediction=None,
         prompt_length=prompt_length,
         grammar=grammar,
         grammar_ends=defaults.eos if grammar else (),

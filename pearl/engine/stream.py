@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from pearl import errors
+from pearl.drafting.prediction import PredictionCount
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
 from pearl.protocol.messages import (
@@ -52,8 +53,11 @@ class Piece:
 class Result:
     """A text and its statistics.
 
-    `finish_reason` is eos, stop, length or cancelled; empty while the text is generated. `logprobs` has an entry for
-    each token, if requested.
+    Attributes:
+        finish_reason: eos, stop, length or cancelled; empty while the text is generated.
+        logprobs: an entry for each token, if requested.
+        accepted_prediction_tokens: number of tokens of the request's prediction that the text has.
+        rejected_prediction_tokens: number of the prediction's other tokens.
     """
 
     text: str = ""
@@ -64,6 +68,8 @@ class Result:
     prompt_tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     logprobs: list[Logprobs] = field(default_factory=list)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def __repr__(self) -> str:
         text = self.text
@@ -105,7 +111,12 @@ class Stream:
         self.result = Result(seed=submit.options.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
-        self._text = TextStream(tokenizer, submit.prompt, submit.options.stop, show)
+        self._prediction: PredictionCount | None = None
+        if submit.options.predicted:
+            self._prediction = PredictionCount(submit.options.predicted, submit.prompt)
+            self._count_prediction(())
+        options = submit.options
+        self._text = TextStream(tokenizer, submit.prompt, options.stop, show, options.reasoning)
 
     def take(self, message: object) -> bool:
         """Put a message into the inbox. Return False, and ignore it, if its tokens do not follow the earlier ones."""
@@ -159,7 +170,14 @@ class Stream:
         self.result.tokens += new.tokens
         self.result.provenance += new.provenance
         self.result.logprobs += new.logprobs
+        self._count_prediction(new.tokens)
         return Piece(text, new.tokens, new.provenance, texts, logprobs=new.logprobs)
+
+    def _count_prediction(self, new: Sequence[int]) -> None:
+        if self._prediction is not None:
+            self._prediction.extend(new)
+            self.result.accepted_prediction_tokens = self._prediction.accepted
+            self.result.rejected_prediction_tokens = self._prediction.rejected
 
     def _last(self, reason: str, statistics: Statistics) -> Piece:
         text = self._text.finish()

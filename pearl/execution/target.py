@@ -58,6 +58,7 @@ class _Request:
     Attributes:
         text: finds stop strings; None if the request has none.
         prompt: the tokens that the request began with.
+        predicted: the tokens that the client expects after the prompt.
         shaper: changes the request's logits; None if nothing changes them.
         index: source of guesses; None before the first `Guess`.
         fed: the tokens of the request's last forward.
@@ -77,6 +78,7 @@ class _Request:
     prompt: tuple[int, ...]
     shaper: Shaper | None
     method: Method
+    predicted: tuple[int, ...] = ()
     index: NgramIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
@@ -154,7 +156,7 @@ class TargetExecutor:
 
     Args:
         runner: the target model.
-        text_stream: function (prompt, stops) -> a TextStream that finds the stop strings.
+        text_stream: function (prompt, stops, reasoning=) -> a TextStream that finds the stop strings.
         datastore: source of guesses besides the text.
         habits: source of guesses too; it learns what is committed.
         spread: called with the cores to compute on; None if there is no choice.
@@ -169,7 +171,7 @@ class TargetExecutor:
     def __init__(
         self,
         runner: ModelRunner,
-        text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
+        text_stream: Callable[..., TextStream] | None = None,
         datastore: Datastore | None = None,
         spread: Callable[[Cores], None] | None = None,
         launches: bool | None = None,
@@ -230,7 +232,7 @@ class TargetExecutor:
         text = None
         if options.stop:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, options.stop)
+            text = self._text_stream(command.prompt, options.stop, reasoning=options.reasoning)
         self._requests[command.request] = _Request(
             command.slot,
             make_half("target", options),
@@ -240,6 +242,7 @@ class TargetExecutor:
             command.prompt,
             make_shaper(options, command.prompt, self._guides),
             METHODS[options.method],
+            options.predicted,
             logprobs=options.logprobs,
         )
 
@@ -318,7 +321,7 @@ class TargetExecutor:
         if self.head is not None and request.method.takes_head:
             head = partial(self._head_guesses, request, self.head)
         make_index = index_factory(request.method.guesses)
-        return make_index(request.prompt, self._datastore, self._habits, head)
+        return make_index(request.prompt, self._datastore, self._habits, head, request.predicted)
 
     def _head_guesses(self, request: _Request, head: Head, tokens: Sequence[int]) -> HeadGuesses:
         def draw(logits: torch.Tensor, position: int) -> int:

@@ -70,6 +70,7 @@ class Source(StrEnum):
     RUNNER_UP = "runner-up"  # the draft model: likely by its row, but it drew another token
     HEAD = "head"  # the target's head
     JACOBI = "jacobi"  # the target, in a forward whose earlier tokens were wrong
+    PREDICTION = "prediction"  # the text that the client expects
 
 
 class SparseRow(Record, frozen=True):

@@ -26,7 +26,7 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
-from pearl.engine.request import Options
+from pearl.engine.request import Options, prompt_for
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
 from pearl.server.access import Access
@@ -300,7 +300,8 @@ class _Reply:
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self.request.prompt_field):
-            tokens = await self.service.encode(prompt)
+            encoded = await self.service.encode(prompt)
+            tokens = prompt_for(self.service.engine.tokenizer, encoded, self.request.params)
         check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 
@@ -309,13 +310,13 @@ class _Reply:
     ) -> list[ReplyText]:
         """Generate all texts, as many at a time as the engine has slots; send each piece to `events`, if given."""
         slots = asyncio.Semaphore(self.service.engine.config.slots)
-        options = Options()
-        options["show"] = self.request.shown(self.service.engine.tokenizer)
         texts: list[ReplyText] = []
         tasks: list[asyncio.Task[None]] = []
 
         async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
             params = self.request.numbered(sample, self.service.engine.context - len(tokens))
+            options = Options()
+            options["show"] = self.request.shown(self.service.engine.tokenizer, tokens)
             async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
                 async for piece in stream:
                     delta = text.feed(piece)

@@ -326,6 +326,8 @@ def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
     cached_tokens = sum(result.statistics.num_cached_tokens for result in results[::n])
     completion_tokens = sum(len(result.tokens) for result in results)
     reasoning_tokens = sum(text.reasoning_tokens for text in texts)
+    accepted_tokens = sum(result.accepted_prediction_tokens for result in results)
+    rejected_tokens = sum(result.rejected_prediction_tokens for result in results)
     queue_seconds = []
     for text in texts:
         queue_seconds.append(text.wait_seconds + text.result.statistics.queue_seconds)
@@ -334,7 +336,11 @@ def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": rejected_tokens,
+        },
         "pearl": _statistics(results) | {"queue_seconds": queue_seconds},
     }
 

@@ -22,7 +22,7 @@ from pearl.server.schemas import (
     validate,
 )
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import Tags, is_open_after, tags_for
+from pearl.text.reasoning import is_open_after, tags_after
 from pearl.text.reply import parser_of
 from pearl.text.stream import Tokenizer
 from pearl.text.tools import FORMATS, Format, forced_schema
@@ -72,7 +72,7 @@ class TextRequest:
         """Make the reply's text number `index`, which splits into reasoning, content and calls."""
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
-        tags = self._tags(tokenizer)
+        tags = tags_after(tokenizer, prompt, self.params.has_grammar)
         if tags is None and self.format is None:
             return ReplyText(index)
         is_open = False
@@ -94,23 +94,17 @@ class TextRequest:
         )
         return ReplyText(index, parser)
 
-    def shown(self, tokenizer: Tokenizer) -> set[str]:
+    def shown(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> set[str]:
         """Return the special tokens whose names the reply's parser reads."""
         names: set[str] = set()
         if not isinstance(self.body, ChatCompletionRequest):
             return names
-        tags = self._tags(tokenizer)
+        tags = tags_after(tokenizer, prompt, self.params.has_grammar)
         if tags is not None:
             names |= set(tags.tokens)
         if self.format is not None:
             names |= set(self.format.shown)
         return names
-
-    def _tags(self, tokenizer: Tokenizer) -> Tags | None:
-        """Return the tags of the reply's reasoning; None if it has none, as a text that keeps to a grammar."""
-        if self.params.json_schema is not None or self.params.regex is not None:
-            return None
-        return tags_for(tokenizer)
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
         """Return the params of text number `sample`, from 0; all share one seed.

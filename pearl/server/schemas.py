@@ -308,6 +308,20 @@ class ResponseFormat(Body):
         return None
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
+        description="What the answer probably is, such as the file to be edited: speed, and no other text."
+    )
+
+    @property
+    def text(self) -> str:
+        """The predicted text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_provenance: bool = False
@@ -354,6 +368,7 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
         default={}, max_length=MAX_BIASES
     )
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(
         default=[]
     )
@@ -400,7 +415,10 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
     @property
     def options(self) -> dict[str, Any]:
         """The fields of `RequestOptions` that the request sets."""
-        return {name: getattr(self, name) for name in OPTIONS.keys() & self.model_fields_set}
+        options = {name: getattr(self, name) for name in OPTIONS.keys() & self.model_fields_set}
+        if self.prediction is not None:
+            options["prediction"] = self.prediction.text
+        return options
 
     @property
     def forced_functions(self) -> list[Function]:

@@ -40,7 +40,7 @@ class Method:
             ratio, would depend on timing.
         takes_head: whether the target's head guesses too, if there is one.
         guesses: the `module:name` of the factory that makes the index of guesses; the factory is called with (tokens of
-            the text, datastore, habits, head). Empty for this project's own, `fused_guesses.text_index`.
+            the text, datastore, habits, head, prediction). Empty for this project's own, `fused_guesses.text_index`.
         needs: the setting of the engine without which the method is refused; empty if there is none.
         adapts: whether measured speed chooses the way of decoding (`pearl.protocol.method_choice`).
     """

@@ -159,6 +159,17 @@ def tags_for(tokenizer: Tokenizer) -> Tags | None:
     return tags_of(tokenizer.chat_template)
 
 
+def tags_after(tokenizer: Tokenizer, prompt: Sequence[int], has_grammar: bool) -> Tags | None:
+    """Return the tags in the text after a prompt; None if the text has no reasoning.
+
+    A text with a grammar has none unless the prompt has opened it: else the grammar binds from the first token on.
+    """
+    tags = tags_for(tokenizer)
+    if tags is not None and has_grammar and not is_open_after(tokenizer, tags, prompt):
+        return None
+    return tags
+
+
 def is_open_after(
     tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int], prefix: str = ""
 ) -> bool:

@@ -161,7 +161,7 @@ class TagParser(ReplyParser):
         tags: None if the model does not think.
         format: None if the reply may have no calls.
         is_open: whether the prompt has opened the reasoning.
-        is_forced: whether the prompt has begun a call.
+        is_forced: whether the answer is a call, which the prompt may have begun.
     """
 
     def __init__(
@@ -195,8 +195,15 @@ class TagParser(ReplyParser):
             self._tag_position = "anywhere"
         self.is_thinking = is_open
         self._patterns = {True: self._pattern(True), False: self._pattern(False)}
-        if is_forced and format is not None:
-            self._reading = format.read_forced(self._cursor, self._schemas)
+        self._is_forced = is_forced
+        if not is_open:
+            self._read_forced()
+
+    def _read_forced(self) -> None:
+        """Begin to read the call that the reply must be; it stands behind the reasoning."""
+        if self._is_forced and self._format is not None:
+            self._is_forced = False
+            self._reading = self._format.read_forced(self._cursor, self._schemas)
 
     def _pattern(self, is_thinking: bool) -> regex.Pattern[str]:
         """Compile what is looked for in an area."""
@@ -308,6 +315,8 @@ class TagParser(ReplyParser):
         self._has_text = False
         self._has_thought = self._has_thought or is_thinking
         self.is_thinking = is_thinking
+        if not is_thinking:
+            self._read_forced()
 
     def _read_on(self) -> bool:
         """Let the format's reader go on; return whether it has ended."""

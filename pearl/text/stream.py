@@ -11,8 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from pearl.config.options import Reasoning
 from pearl.errors import RequestError
 from pearl.printable import is_unicode
+from pearl.text.reasoning_end import ReasoningState
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 
@@ -305,12 +307,16 @@ class TextStream:
         prompt: Sequence[int],
         stops: Sequence[str] = (),
         show: Collection[str] = (),
+        reasoning: Reasoning | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = frozenset(stops)
         self._show = frozenset(show)
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._matcher = StopMatcher(stops)
+        if reasoning is not None and _have_mark(stops, reasoning.ends):
+            reasoning = None
+        self._reasoning = ReasoningState(reasoning)
 
     @property
     def stopped(self) -> bool:
@@ -323,15 +329,22 @@ class TextStream:
         if (self._stops or self._show) and self._detokenizer.is_special(token):
             name = self._tokenizer.token(token) or ""
             if name in self._stops:
-                return self._matcher.end(self._detokenizer.flush(), name)
+                lead = self._reasoning.flush()
+                return self._matcher.end(lead + self._detokenizer.flush(), name)
             if name in self._show:
-                return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush() + name
-            return ""
-        shown = self._matcher.push(self._detokenizer.push(token))
+                shown = self._push(token, self._detokenizer.flush())
+                return shown + self._reasoning.flush() + self._matcher.flush() + name
+            return self._push(token, "")
+        shown = self._push(token, self._detokenizer.push(token))
         held = self._detokenizer.held
-        if self._matcher.completes(held):
+        if self._reasoning.is_over and self._matcher.completes(held):
             shown += self._matcher.push(held)
         return shown
+
+    def _push(self, token: int, text: str) -> str:
+        """Take a token's text; return what may be shown: of the answer only what holds no stop."""
+        reasoning, answer = self._reasoning.feed(token, text)
+        return reasoning + self._matcher.push(answer)
 
     def finish(self) -> str:
         """Return the text still held back, when the request ends without a stop (EOS, limit, cancelled).
@@ -340,4 +353,12 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        text = self._reasoning.flush() + self._detokenizer.flush()
+        if not self._reasoning.is_over and self._reasoning.is_begun:
+            return text
+        return self._matcher.push(text) + self._matcher.flush()
+
+
+def _have_mark(stops: Sequence[str], marks: Sequence[str]) -> bool:
+    """Return whether a stop has a mark in it: then the client looks at the reasoning, too."""
+    return any(mark in stop for stop in stops for mark in marks)

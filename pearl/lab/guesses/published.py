@@ -53,8 +53,7 @@ class Copied(NgramIndex):
         limit = min(position, self._limit)
         for n in range(min(self._longest, position), 0, -1):
             indexed = min(n, LONGEST)
-            gram = tuple(text[position - indexed : position])
-            for end in self._ends[indexed - 1].get(gram, ()):
+            for end in self.table.ends(text, position, indexed):
                 if end < limit and self._matched(end, position, indexed) >= n:
                     return self._copy(end)
         return []
@@ -153,7 +152,7 @@ llma = partial(Copied, longest=5, is_prompt_alone=True)
 
 
 def pia(
-    tokens: Sequence[int], store: Datastore | None, habits: Habits | None, head: Any
+    tokens: Sequence[int], store: Datastore | None, habits: Habits | None, *sources: Any
 ) -> NgramIndex:
     return Counted(tokens, None, habits)
 

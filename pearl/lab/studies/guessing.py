@@ -90,7 +90,7 @@ def replay(
     """
     total = Replayed()
     for text in texts:
-        index = make(text.tokens[: text.start], store, None, None)
+        index = make(text.tokens[: text.start], store, None, None, ())
         committed = text.start + 1
         end = len(text.tokens)
         while committed < end:

@@ -1,0 +1,113 @@
+"""Guesses from a prediction: the text that a client expects, such as the file that the model is asked to edit.
+
+An edit leaves most of a file as it is, so the text follows the prediction, leaves it and returns to it.  Source: the
+predicted outputs of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from pearl.drafting.ngram import (
+    LONGEST,
+    MOST_MATCHED,
+    RANKS,
+    Candidate,
+    NgramTable,
+    Occurrence,
+    SuffixLookup,
+)
+from pearl.protocol.messages import Source
+
+_MOST = 8  # occurrences at a position
+
+
+class PredictedGuesses(SuffixLookup):
+    """Candidates from places of the prediction whose tokens before them are those of the text.
+
+    Longer matches come first; of equal ones the next after the place up to which the text has followed the prediction.
+    Before that place only matches of `LONGEST` tokens count: few texts go back.
+    Before the prediction stands the prompt's end, so that a text is first expected to begin as the prediction does.
+
+        >>> guesses = PredictedGuesses((5, 6, 7), [1, 2])
+        >>> guesses.candidates(2)[0].token
+        5
+
+    Attributes:
+        written: the places of the prediction that the text has followed.
+
+    Args:
+        text: the prompt, to which the text's tokens will be appended; only read.
+    """
+
+    def __init__(self, prediction: Sequence[int], text: list[int]) -> None:
+        super().__init__(text, "prediction", len(text))
+        before = text[-MOST_MATCHED:]
+        self.written: set[int] = set()
+        self._table = NgramTable(before)
+        self._table.extend(prediction)
+        self._start = len(before)
+        self._place = self._start
+
+    def learn(self, committed: int) -> None:
+        for position in range(self._learned, committed):
+            candidates = self.candidates(position)
+            if candidates and candidates[0].token == self.tokens[position]:
+                place, _ = candidates[0].occurrences[0]
+                self.written.add(place)
+                self._place = place + 1
+        super().learn(committed)
+
+    def _matching(self, position: int) -> list[Occurrence]:
+        text = self.tokens
+        matches: dict[int, int] = {}
+        for n in range(min(LONGEST, position), 0, -1):
+            for end in self._nearest(self._table.ends(text, position, n), n == LONGEST):
+                if end not in matches and len(matches) < _MOST:
+                    matches[end] = self._table.matched(end, text, position, n)
+        return sorted(matches.items(), key=lambda match: match[1], reverse=True)
+
+    def _nearest(self, ends: Sequence[int], may_return: bool) -> Iterator[int]:
+        """Yield the places from the current one on, then, where the text may return to them, those before it."""
+        current = bisect_left(ends, self._place)
+        yield from islice(ends, current, current + _MOST)
+        if not may_return:
+            return
+        for end in reversed(ends[max(0, current - _MOST) : current]):
+            if end >= self._start:
+                yield end
+
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
+        tokens = self._table.tokens
+        by_token: dict[int, list[Occurrence]] = {}
+        for occurrence in occurrences:
+            place, _ = occurrence
+            if place < len(tokens):
+                by_token.setdefault(tokens[place], []).append(occurrence)
+        return self._rated(islice(by_token.items(), RANKS), Source.PREDICTION)
+
+
+class PredictionCount:
+    """Counts the tokens of a prediction that a text has, whatever guessed them: a function of the texts alone."""
+
+    def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
+        self._num_predicted = len(prediction)
+        self._text = list(prompt)
+        self._guesses = PredictedGuesses(prediction, self._text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens to the text."""
+        self._text += tokens
+        self._guesses.learn(len(self._text))
+
+    @property
+    def accepted(self) -> int:
+        """The number of the prediction's tokens that the text has."""
+        return len(self._guesses.written)
+
+    @property
+    def rejected(self) -> int:
+        """The number of its other tokens."""
+        return self._num_predicted - self.accepted

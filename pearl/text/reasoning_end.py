@@ -1,0 +1,74 @@
+"""Where the reasoning at the beginning of a text ends: stop strings and grammars are for the answer behind it.
+
+A mark such as "</think>" is found by its token where the vocabulary has one, so that a model which quotes it, in other
+tokens, ends nothing; else in the text.  Pure, and a function of the tokens alone: the front and each worker find the
+same place, whatever was proposed.
+"""
+
+from __future__ import annotations
+
+from pearl.config.options import Reasoning
+
+
+class ReasoningState:
+    """Follows a text, token by token, up to the end of its reasoning.
+
+    Attributes:
+        is_begun: whether the text has begun with reasoning.
+        is_over: whether the text is in its answer.
+    """
+
+    def __init__(self, marks: Reasoning | None) -> None:
+        self.is_over = marks is None
+        self._marks = marks or Reasoning()
+        self.is_begun = self._marks.is_open
+        self._lead = ""  # held back: it may become the opening mark
+        self._tail = ""  # the end of the reasoning, in which a mark may have begun
+        self._longest = max(map(len, self._marks.ends), default=0)
+
+    def feed(self, token: int, text: str) -> tuple[str, str]:
+        """Take the next token and the text that becomes final with it; return its reasoning and its answer."""
+        if self.is_over:
+            return "", text
+        if not self.is_begun:
+            text = self._lead + text
+            self._lead = ""
+            self._begin(token, text.lstrip())
+        if self.is_over:
+            return "", text
+        if not self.is_begun:
+            self._lead = text
+            return "", ""
+        if self._marks.end_tokens:
+            self.is_over = token in self._marks.end_tokens
+            return text, ""
+        return self._until_end(text)
+
+    def flush(self) -> str:
+        """Return the text held back, at the end."""
+        lead = self._lead
+        self._lead = ""
+        return lead
+
+    def _begin(self, token: int, text: str) -> None:
+        """Find out whether the text, of which `text` is all so far, begins with the opening mark."""
+        start = self._marks.start
+        if self._marks.start_token is not None:
+            self.is_begun = token == self._marks.start_token
+            self.is_over = not self.is_begun and bool(text)
+            return
+        self.is_begun = text.startswith(start)
+        self.is_over = not self.is_begun and not start.startswith(text)
+
+    def _until_end(self, text: str) -> tuple[str, str]:
+        """Return the part of `text` up to a mark that ends the reasoning, and the rest."""
+        searched = self._tail + text
+        end = len(searched)
+        for mark in self._marks.ends:
+            start = searched.find(mark)
+            if start >= 0 and start + len(mark) <= end:
+                end = start + len(mark)
+                self.is_over = True
+        length = end - len(self._tail)
+        self._tail = searched[-self._longest :]
+        return text[:length], text[length:]

@@ -1,0 +1,45 @@
+"""The marks of a model's reasoning as tokens: what `reasoning_end` follows a text by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.config.options import Reasoning
+from pearl.text.reasoning import Tags, is_open_after, tags_for
+from pearl.text.stream import Tokenizer
+
+
+def mark_token(tokenizer: Tokenizer, mark: str) -> int | None:
+    """Return the token that is this mark; None where the vocabulary writes it in several."""
+    for token in tokenizer.encode(mark, special=False):
+        if tokenizer.token(token) == mark:
+            return token
+    return None
+
+
+def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
+    """Return the marks of the reasoning in the text after a prompt; None if the model does not think."""
+    tags = tags_for(tokenizer)
+    if tags is None:
+        return None
+    start = _start(tags)
+    start_token = mark_token(tokenizer, start)
+    if start_token is None:
+        start = _as_read(tokenizer, start)
+    end_tokens: tuple[int, ...] = ()
+    end_token = mark_token(tokenizer, tags.closing)
+    if end_token is not None:
+        end_tokens = (end_token,)
+    is_open = is_open_after(tokenizer, tags, prompt)
+    return Reasoning(start, start_token, (tags.closing,), end_tokens, is_open)
+
+
+def _start(tags: Tags) -> str:
+    """Return the shortest name with which reasoning begins and no answer does."""
+    name = tags.tokens[0]
+    return tags.opening if tags.answer.startswith(name) else name
+
+
+def _as_read(tokenizer: Tokenizer, mark: str) -> str:
+    """Return a mark of several tokens as a text reads that has it: special tokens in it have no text."""
+    return tokenizer.decode(tokenizer.encode(mark, special=False)) or mark
