@@ -69,7 +69,11 @@ class TextRequest:
     format: Format | None
 
     def text(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyText:
-        """Make the reply's text number `index`, which splits into reasoning, content and calls."""
+        """Make the `ReplyText` of the reply's text `index`.
+
+        For a chat that may reason or call tools it has a parser, which splits the text into reasoning, content and
+        calls.
+        """
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
         tags = tags_after(tokenizer, prompt, self.params.has_grammar)
@@ -159,7 +163,9 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool from the body, as templates write its fields in the client's order."""
+    """Return a tool for the chat template, made from the body itself: templates write the fields in the order they
+    get, which should be the client's.
+    """
     fields = {}
     for name, value in function.items():
         if name in Function.field_names and name != "strict" and value is not None:
@@ -179,7 +185,7 @@ def _params(request: TextBody, setup: Setup) -> RequestOptions:
 
 
 def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
-    """Return the server's options, by the method that the request names."""
+    """Return the server's options, switched to the method that the request names, if it names one."""
     if request.speculation is None:
         return setup.options
     method = "ar" if request.speculation == OFF else request.speculation

@@ -1,7 +1,7 @@
 """The bodies of requests as pydantic models, which also give /openapi.json, and the checks that their fields share.
 
-A field is honoured, refused by name if it would change the text and is not supported, or ignored: the log warns once of
-each unknown field, so that clients of other servers need no change.
+A field is honoured, ignored, or refused by name: refused if it is not supported and would change the text. Unknown
+fields are ignored, so that clients of other servers need no change; the log warns once of each.
 """
 
 from __future__ import annotations
@@ -257,7 +257,9 @@ class Tool(Body):
 
 
 def is_function(tool: Any) -> bool:
-    """Return whether the model is told of this tool, or it is refused; tools of other types are left out."""
+    """Return whether to keep this tool: its type is "function", or no string, which validation refuses. A tool of
+    another type is left out, with a warning.
+    """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind == "function":
         return True

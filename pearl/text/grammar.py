@@ -1,7 +1,7 @@
 """Grammars: llguidance (extra `structured`) keeps texts to a JSON schema or a regular expression.
 
-The tokens that may follow depend on the text alone, so they are the same for target and draft.  Therefore every rule
-keeps its guarantee, and one seed gives one text whatever was proposed.
+The tokens that may follow depend on the text alone, so they are the same for target and draft.  So every acceptance
+rule keeps its guarantee: under `coupled`, for example, one seed still gives one text whatever was proposed.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Guide:
     def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
         """Return the result of `step`. If the parser fails, try once more with a new parser that has read the text.
 
-        A parser that has failed cannot recover, even if the text on which it failed has been rolled back. To copy a
-        parser earlier would not help, because copies share the counts for their limits.
+        A parser that has failed cannot recover, even if the text on which it failed has been rolled back. A copy made
+        before the failure would not help: a parser and its copies share the counters to which the limits apply.
         """
         result = step(self._matcher)
         if self._matcher.is_error() and self._restarts < _MOST_RESTARTS:
@@ -147,7 +147,11 @@ class Guide:
 
 
 def _takes(token: int, matcher: LLMatcher) -> bool:
-    """Return whether the text may continue with `token`. Makes a further step, where a lexer reports its failure."""
+    """Return whether the text may continue with `token`.
+
+    If the parser refuses the token without an error, its mask is computed as well: only then does a lexer report that
+    it has failed.
+    """
     takes = bool(matcher.try_consume_tokens([token]))
     if not takes and not matcher.is_error():
         matcher.compute_logit_bias()
@@ -232,7 +236,8 @@ class _Vocabulary:
         return max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that write exactly `text`. If no token continues it, the last one is `_unwritten`.
+        """Return tokens that write exactly `text`. Where no token fits what is left of the text, the result ends with
+        `_unwritten`.
 
         llguidance calls this for text that a grammar forces, and then allows only its first token: tokens that write
         something else, such as an unknown token or the space that many tokenizers put first, would be wrong.

@@ -1,6 +1,7 @@
 """Which row of vLLM's table is which request: rows have no names, and move when others end.
 
-A request is known by its tokens.  A row continues a request if it begins with all tokens that were seen of it; two
+A request is known by its tokens.  A row continues a request if its tokens begin with all tokens that were seen of
+that request; two
 requests with the same tokens may be taken for one another, for a draft knows nothing else of them.
 """
 
@@ -34,7 +35,9 @@ class _Known:
         self._buffer[: self.length] = tokens
 
     def is_continued(self, tokens: Tokens) -> bool:
-        """Whether `tokens` begin with all that was seen; the last one, which differs soonest, is compared first."""
+        """Whether `tokens` begin with all that was seen; the last token seen is compared first, because it is the
+        likeliest to differ.
+        """
         length = self.length
         growth = len(tokens) - length
         if not 0 <= growth <= _LONGEST_GAP or tokens[length - 1] != self._buffer[length - 1]:
@@ -96,7 +99,7 @@ class RowTable:
 
 
 def _longest(candidates: Iterable[_Known], tokens: Tokens) -> _Known | None:
-    """Return the request with most tokens that a row continues; None for a new row."""
+    """Return the longest of the requests that the row continues; None if it continues none."""
     longest: _Known | None = None
     for known in candidates:
         is_longer = longest is None or known.length > longest.length

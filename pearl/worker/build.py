@@ -217,7 +217,8 @@ def run_draft_service(
     """A draft service at `address`, from loading until `stopping()`. Raises `PearlError`s for what went wrong.
 
     Args:
-        config: of an engine whose draft it is; of the target only the tokenizer is read.
+        config: the settings of an engine that would have this service as its draft; of that engine's target only the
+            tokenizer is read.
         ready: called with the address and the device once engines may connect.
     """
     if is_head(config.draft):
@@ -336,7 +337,9 @@ def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
 
 
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:
-    """Return the guides of texts held to a grammar; they read the tokenizer again, as few requests need it."""
+    """Return the guides of texts held to a grammar; they need a tokenizer that encodes, which is loaded for the first
+    grammar only, because few requests have one.
+    """
 
     return Guides(
         lambda: load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code)[0], vocab_size

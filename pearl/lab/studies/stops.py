@@ -43,7 +43,8 @@ Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle(StopPolicy):
-    """Stops after a wrong token, before a wrong token, and where the target's own token ends the text.
+    """Stops after a wrong token, before a wrong token, and before the answer's last token, which the target adds
+    itself.
 
     So the target needs as few forwards as with endless windows, and no draft token follows a wrong one. No policy is
     faster if a draft forward takes less time than a target forward. `right[i]` says whether the draft's token for

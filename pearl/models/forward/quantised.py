@@ -1,4 +1,7 @@
-"""Quantised matrices, read from a file or rounded here. Must not know files and kernels."""
+"""Quantised matrices, which `checkpoints` reads from files or `rounded` makes.
+
+This module imports no code of files or kernels.
+"""
 
 from __future__ import annotations
 
