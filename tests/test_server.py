@@ -370,7 +370,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
             "document.querySelector('.assistant').textContent.length", lambda now: now > first
         )
         shares = browser.sees(
-            "texts.find((text) => text.includes('verify') && text.includes('draft: draft'))", bool
+            r"texts.find((text) => /target: .*verify/.test(text) && /draft: .*draft \d/.test(text))"
         )
         assert "target: " in shares
         drawn = "$('live').toDataURL()"
