@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pearl.config import RequestOptions
 from pearl.engine import Piece
 from pearl.errors import RequestError
-from pearl.server import http, requests, schemas
+from pearl.server import http, schemas
 from pearl.server.http import ReplyText
 from pearl.server.requests import read_request
 from pearl.server.responses import Responses
@@ -445,7 +445,7 @@ def test_every_method_counts_the_same(served: Served, monkeypatch: pytest.Monkey
     (choice,) = served.post("chat/completions", max_tokens=60, **fields).json()["choices"]
     text = choice["message"]["content"]
     tags = tag_pair(text[:2], text[10:12])
-    monkeypatch.setattr(requests, "tags_for", lambda _: tags)
+    monkeypatch.setattr("pearl.text.reasoning.tags_for", lambda _: tags)
     counts = set()
     for method in SPECULATIONS:
         asked = fields | {"speculation": method}
