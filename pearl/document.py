@@ -12,7 +12,7 @@ import yaml
 
 from pearl.errors import PearlError
 
-_MOST_YAML = 1 << 16  # characters: PyYAML reads so many in 0.1 s; a configuration has 2,000
+_MOST_YAML = 1 << 16  # characters, which PyYAML reads in 0.1 s; a configuration has 2,000
 # Errors of code that reads values of an unexpected type or shape.
 _SHAPE_ERRORS = (
     ArithmeticError,

@@ -274,7 +274,7 @@ class RequestOptions(Record, frozen=True):
     prompt_length: Position = 0
     #: The grammar that `pearl.text.grammar` makes of `json_schema` or `regex`; empty if there is neither.
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
-    #: Token ids, each of which ends a text that has a grammar.
+    #: Any of these token ids ends a text that has a grammar.
     grammar_ends: Ends = ()
     #: The tokens of `prediction`, as many as the text may have.
     predicted: Annotated[tuple[Position, ...], Meta(max_length=MOST_PREDICTED)] = ()

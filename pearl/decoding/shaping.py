@@ -51,7 +51,7 @@ class Shaper:
         self._text: list[int] = []
         #: The length at which the grammar begins; None while the text is in the reasoning that its prompt has opened.
         self._grammar_from: int | None = options.prompt_length
-        #: The tokens, each of which ends that reasoning; empty if the prompt has opened none.
+        #: Any of these tokens ends the reasoning that the prompt has opened; empty if it has opened none.
         self._reasoning_ends: tuple[int, ...] = ()
         if options.reasoning is not None and options.reasoning.is_open:
             self._reasoning_ends = options.reasoning.end_tokens

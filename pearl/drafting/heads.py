@@ -218,7 +218,7 @@ class HeadGuesses:
         self._rates = [list(middles) for _ in range(RANKS)]
 
     def cut(self, length: int) -> None:
-        """Do nothing: guesses are made anew for each position."""
+        """Do nothing: the head guesses again at each position."""
 
     def learn(self, committed: int) -> None:
         """Update the rates by the last guesses, and guess the tokens after the committed tokens."""

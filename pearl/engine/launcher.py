@@ -211,7 +211,7 @@ class LocalLauncher:
             if self._has_ended:
                 return
             self._has_ended = True
-            # The target first: it must be told to end before its draft disappears.
+            # End the target first: a target that is still running would report a lost draft.
             for worker in self._launched:
                 worker.close()
             for worker in self._launched:

@@ -17,7 +17,7 @@ class Proposals:
     Attributes:
         calls: number of steps after which it was asked.
         at_once: calls that returned within 1 ms.
-        rows: requests in all of them, of which so many had a window `ready`.
+        rows: number of requests in all of them; `ready` of these had a window.
         rejected: requests whose step committed another token than was drafted; `foreseen`: the draft had prepared for
             it.
     """

@@ -68,7 +68,7 @@ class StepRecorder:
         return time.monotonic_ns()
 
     def step(self, windows: Mapping[int, int], start: int, end: int) -> None:
-        """A step of vLLM in which each request verified a window of so many drafted tokens."""
+        """Record a step of vLLM, given the number of drafted tokens that it verified for each request."""
         if self._recorder is None:
             return
         num_drafted = sum(windows.values())

@@ -1,8 +1,7 @@
 """Which row of vLLM's table is which request: rows have no names, and move when others end.
 
 A request is known by its tokens.  A row continues a request if its tokens begin with all tokens that were seen of
-that request; two
-requests with the same tokens may be taken for one another, for a draft knows nothing else of them.
+that request. Two requests with the same tokens may be taken for one another: a draft knows nothing else of a request.
 """
 
 from __future__ import annotations

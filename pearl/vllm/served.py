@@ -161,7 +161,7 @@ class ServedTexts:
                 self._take(event)
 
     def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
-        """Wait until the service has `wanted` tokens for each text; return whether it has, within so many seconds."""
+        """Wait until the service has `wanted` tokens for each text; return whether it has them in time."""
         deadline = self._recorder.clock() + round(1e9 * seconds)
         lacking = list(texts)
         while lacking and (left := deadline - self._recorder.clock()) > 0:

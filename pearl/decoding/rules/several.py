@@ -1,6 +1,6 @@
 """Exact rules that judge several candidates for the first token of what is drafted: batch and spectr.
 
-A root is a position where drafting begins anew: after a prompt or a correction.  There the draft's distribution gives
+A root is a position where drafting starts again: after a prompt or a correction.  There the draft's distribution gives
 any number of candidates, drawn with replacement.  The draft goes on from the first candidate.  The other candidates
 cost the draft nothing: the target has the distribution, and draws them itself, with keys that both sides know.  If the
 target accepts another candidate than the first, it commits that token like a correction; the draft may have a branch

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from pearl.lab.distill.pair import head, hidden_states
 from pearl.models.transformers.cache_layers import FixedLayer, cache_name
 
-LOOP_TOKENS = 16  # an answer that repeats a run of so many tokens ends: loops teach nothing
+LOOP_TOKENS = 16  # an answer ends if these last tokens occurred in it before: loops teach nothing
 _MIN_ALIVE = 0.75  # finished rows leave the batch when a smaller share of its rows is unfinished
 
 

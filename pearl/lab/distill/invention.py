@@ -14,7 +14,7 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.pair import Teacher
 
 _TEMPERATURE = 1.0  # for sampling invented prompts
-_TOP = 64  # prompts are sampled from so many likeliest tokens
+_TOP = 64  # top-k with which prompts are sampled
 _PLAIN = 0.3  # share of invented prompts without an opening
 _TURNS_PER_PROMPT = 1.15  # above 1, as some turns are empty, duplicates or benchmark prompts
 

@@ -28,7 +28,7 @@ from pearl.lab.distill.pair import embeddings, head, hidden_states, replacing
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.text.tokenizer import copy_tokenizer
 
-# answers are sorted by length within random groups of so many batches: this saves padding
+# Random groups of 64 batches are sorted by the length of their answers, which saves padding.
 _BATCHES_PER_SORT = 64
 _ADAM_BETAS = (0.9, 0.95)
 _WARMUP = 0.03  # share of a run in which the learning rate rises

@@ -46,8 +46,7 @@ from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
 
-# Event times are rounded to so many decimals: five forwards of 10 ms must end exactly with one of
-# 50 ms.
+# Decimals of event times in seconds: five forwards of 10 ms must end exactly with one of 50 ms.
 _DIGITS = 12
 
 

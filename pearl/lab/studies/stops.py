@@ -151,7 +151,7 @@ def side_by_side(
 def _with_policies(
     method: str, decoding: RequestOptions, classifier: Classifier | None
 ) -> list[list[Tried]]:
-    """Return the rows of a method with each policy. A row lists variants, of which the fastest is shown.
+    """Return the rows of a method with each policy. Of a row's variants only the fastest is shown.
 
     Only the row of policy threshold has several variants: one for each threshold to try.
     """
