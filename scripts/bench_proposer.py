@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+
+from draft_service import draft_service
 
 from pearl import Engine, SamplingParams
 from pearl.models.toy import coin_pair
 from pearl.vllm import PearlProposer
 from tests.vllm_steps import Steps, vllm_config
 
-ROOT = Path(__file__).parent.parent
 PROMPT = [1, 2, 3]
 _NAP_SECONDS = 1e-3
 
@@ -74,7 +71,7 @@ def proposer_rate(spec: str, options: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o700)
         address = f"ipc://{directory}/draft"
-        with service(spec, address, options):
+        with draft_service(spec, address, "--draft-pace", str(options.t_draft)):
             config = vllm_config(address, options.most, 8192, options.vocab)
             proposer = PearlProposer(config)
             while proposer._served is not None and not proposer._served.link.is_ready:
@@ -127,32 +124,6 @@ class PacedSteps(Steps):
         began = time.monotonic()
         self.run()
         return count * self._options.together / (time.monotonic() - began)
-
-
-@contextmanager
-def service(spec: str, address: str, options: argparse.Namespace) -> Iterator[None]:
-    command = [
-        sys.executable,
-        "-m",
-        "pearl",
-        "draft",
-        "serve",
-        "--draft",
-        spec,
-        "--listen",
-        address,
-    ]
-    command += ["--draft-pace", str(options.t_draft), "--draft-device", "cpu:1"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "drafting on" in line:
-                break
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 if __name__ == "__main__":

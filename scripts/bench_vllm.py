@@ -18,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +117,10 @@ def table(figures: dict[str, list[dict[str, Any]]], num_texts: int) -> str:
 
 def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     """One run of a way, in a process of its own."""
+    from draft_service import (
+        draft_service,
+    )  # not in vLLM's environment, where `-P` hides this folder
+
     plan: dict[str, Any] = {
         "model": str(options.target),
         "dtype": options.dtype,
@@ -176,7 +178,8 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
         plan_file.write_text(json.dumps(plan))
         for part in trace.parent.glob(f"{trace.name}.*.part"):
             part.unlink()
-        with service(options.draft, address, trace, options.together):
+        flags = ["--slots", str(options.together), "--trace", str(trace), "--log-level", "info"]
+        with draft_service(options.draft, address, *flags):
             result = run(command, environment)
         subprocess.run(
             [sys.executable, "-m", "pearl", "trace", "merge", str(trace)], cwd=ROOT, check=True
@@ -187,42 +190,6 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
 def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-
-
-@contextmanager
-def service(draft: str, address: str, trace: Path, slots: int) -> Iterator[None]:
-    """A draft service on core 1, ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "pearl",
-        "draft",
-        "serve",
-        "--draft",
-        draft,
-        "--listen",
-        address,
-    ]
-    command += [
-        "--draft-device",
-        "cpu:1",
-        "--slots",
-        str(slots),
-        "--trace",
-        str(trace),
-        "--log-level",
-        "info",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "drafting on" in line:
-                break
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def prompts(options: argparse.Namespace) -> list[str]:
