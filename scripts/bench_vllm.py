@@ -117,9 +117,8 @@ def table(figures: dict[str, list[dict[str, Any]]], num_texts: int) -> str:
 
 def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     """One run of a way, in a process of its own."""
-    from draft_service import (
-        draft_service,
-    )  # not in vLLM's environment, where `-P` hides this folder
+    # Imported here: `-P` hides this folder from the process that runs this file in vLLM's environment.
+    from draft_service import draft_service
 
     plan: dict[str, Any] = {
         "model": str(options.target),
