@@ -83,8 +83,12 @@ _END_OF_OBJECTS = r"[\s\]})`,;]*"
 
 
 def _objects(start: str, end: str, prefix: str = "") -> Format:
-    """Return a format of objects in JSON between two names."""
-    names = (start, end) if end else (start,)
+    """Return a format of objects in JSON between two names; without `end`, of a list of them."""
+    names = [start]
+    closing = r"\s*\]"
+    if end:
+        names.append(end)
+        closing = rf"{_END_OF_OBJECTS}{_e(end)}"
     return Format(
         (start,),
         _e(start),
@@ -92,10 +96,10 @@ def _objects(start: str, end: str, prefix: str = "") -> Format:
             rf"{_e(start)}{_MARKUP}(?=\{{)",
             read_object,
             _OBJECTS_BETWEEN,
-            rf"{_END_OF_OBJECTS}{_e(end)}" if end else r"\s*\]",
+            closing,
         ),
         prefix=prefix,
-        shown=names,
+        shown=tuple(names),
     )
 
 
@@ -343,20 +347,24 @@ def reads_template(format: Format, tokenizer: Tokenizer) -> bool:
         return True
     if format.is_harmony:
         return "to=functions.lookup" in text
-    schemas = {"lookup": _PROBE["function"]["parameters"]}
+    calls = []
     for start in regex.finditer(format.start, text):
-        cursor = Cursor(Marks(()))
-        cursor.text = text[start.start() :]
-        cursor.is_last = True
-        name = ""
-        arguments = ""
-        for part in format.read(cursor, schemas):
-            if part is not None:
-                name += part.name
-                arguments += part.arguments
-        if name == "lookup" and value_in(arguments) == _CALLED["arguments"]:
-            return True
-    return False
+        calls.append(_read_probe(format, text[start.start() :]))
+    return _CALLED in calls
+
+
+def _read_probe(format: Format, text: str) -> dict[str, Any]:
+    """Return the call with which a text begins."""
+    cursor = Cursor(Marks(()))
+    cursor.text = text
+    cursor.is_last = True
+    name = ""
+    arguments = ""
+    for part in format.read(cursor, {"lookup": _PROBE["function"]["parameters"]}):
+        if part is not None:
+            name += part.name
+            arguments += part.arguments
+    return {"name": name, "arguments": value_in(arguments)}
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
