@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -100,6 +101,15 @@ TEXTS = {  # what models of each format write
     "minimax": 'Sure, a < b.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">a}"\\</parameter>\n'
     '</invoke>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
     "gemma": 'Sure, a < b.<|tool_call>call:add{x:<|"|>a}"\\<|"|>}<tool_call|><|tool_call>call:stop{}<tool_call|>',
+    "tool_calls": 'Sure, a < b.\n<tool_calls>\n{"name": "add", "arguments": {"x": "a}\\"\\\\"}}\n'
+    '{"name": "stop", "arguments": {}}\n</tool_calls>',
+    "nemotron": 'Sure, a < b.\n<TOOLCALL>[{"name": "add", "arguments": {"x": "a}\\"\\\\"}}, '
+    '{"name": "stop", "arguments": {}}]</TOOLCALL>',
+    "granite": 'Sure, a < b.<|tool_call|>[{"name": "add", "arguments": {"x": "a}\\"\\\\"}}, '
+    '{"name": "stop", "arguments": {}}]',
+    "dsml": 'Sure, a < b.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
+    '<｜DSML｜parameter name="x" string="true">a}"\\</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "kimi": "Sure, a < b.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     '{"x": "a}\\"\\\\"}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}'
     "<|tool_call_end|><|tool_calls_section_end|>",
@@ -122,6 +132,10 @@ NO_CALLS = {
     "seed": "a <seed:tool_call> is <a tag>",
     "minimax": '<minimax:tool_call> is <invoke name="a">',
     "gemma": "a <|tool_call>is one",
+    "tool_calls": "<tool_calls> is {one}",
+    "nemotron": "<TOOLCALL>[1, {}] is one",
+    "granite": "<|tool_call|> is one",
+    "dsml": "<｜DSML｜tool_calls> is one",
     "kimi": "<|tool_calls_section_begin|> is one",
     "cohere": "<|START_ACTION|>[1, {}] is one",
     "lfm2": "<|tool_call_start|>[1] is one",
@@ -202,18 +216,84 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_a_template_shows_its_format(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning at start says that it is none of ours."""
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
-    monkeypatch.setattr(
-        tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]"
-    )
-    assert format_of(tokenizer) is FORMATS["mistral"]
+    for name, call in TEMPLATES.items():
+        monkeypatch.setattr(tokenizer, "chat_template", writing_calls(call))
+        assert format_of(tokenizer) is FORMATS[name]
     assert not caplog.records
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }} Call <weird>f(1)</weird>")
-    assert format_of(tokenizer) is FORMATS["hermes"]
+
+
+TEMPLATES = {  # how a template writes a call; some leave it out
+    "lfm2": "List of tools: ",
+    "tool_calls": "<tool_calls>[{{ c.function | tojson }}]</tool_calls>",
+    "mistral": "[TOOL_CALLS]{{ [c.function] | tojson }}",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|start|>assistant<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json"
+    "<|message|>{{ c.function.arguments | tojson }}<|call|>",
+    "dsml": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ c.function.name }}">\n'
+    '<｜DSML｜parameter name="key" string="true">{{ c.function.arguments.key }}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+
+
+def writing_calls(call: str) -> str:
+    """A chat template that tells of tools, and writes each call `c` so."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    return f"{{{{ tools }}}}{{% for m in messages %}}{calls}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("call", "format"),
+    [
+        ("<weird>{{ c.function.name }}(1)</weird>", "hermes"),
+        (
+            '<tool_call>\n<invoke name="{{ c.function.name }}"><key>{{ c.function.arguments.key }}</key>',
+            "hermes",
+        ),
+        ("<|python_tag|><function=f>{{ c.function.arguments | tojson }}</function>", "llama3"),
+    ],
+)
+def test_a_template_of_another_format_is_told(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    format: str,
+) -> None:
+    """At start, even if it has a mark of ours: what it writes for a call is read back."""
+    monkeypatch.setattr(served.service.engine.tokenizer, "chat_template", writing_calls(call))
+    assert format_of(served.service.engine.tokenizer) is FORMATS[format]
+    assert repr(format) in caplog.text
     assert "--tool-parser names another format" in caplog.text
+
+
+def test_kimis_calls_have_the_ids_that_its_template_writes_for_their_names() -> None:
+    """In a whole conversation, whatever ids its client gave them; a result has that of its call."""
+    call = {"type": "function", "id": "a", "function": {"name": "add", "arguments": "{}"}}
+    other = {"type": "function", "id": "b", "function": {"name": "stop", "arguments": "{}"}}
+    history = [
+        message("Hi"),
+        message("", "assistant") | {"tool_calls": [call, other]},
+        message("2", "tool") | {"tool_call_id": "b"},
+        message("1", "tool") | {"tool_call_id": "a"},
+        message("", "assistant") | {"tool_calls": [call | {"id": "c"}]},
+        message("3", "tool") | {"tool_call_id": "c"},
+    ]
+    body = {"model": MODEL, "messages": history}
+    setup = replace(SETUP, tools=FORMATS["kimi"])
+    (chat,) = read_request(body, ChatCompletionRequest, setup).prompts
+    ids = []
+    for entry in chat.messages:
+        ids += [call["id"] for call in entry.get("tool_calls", ())]
+        if entry["role"] == "tool":
+            ids.append(entry["tool_call_id"])
+    first = ["functions.add:0", "functions.stop:1"]
+    assert ids == [*first, *reversed(first), "functions.add:2", "functions.add:2"]
+    (chat,) = read_request(body, ChatCompletionRequest, SETUP).prompts
+    assert chat.messages[1]["tool_calls"][0]["id"] == "a"
 
 
 def test_references_of_a_schema_lead_to_the_same_place() -> None:
