@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import io
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,17 @@ def started_in(directory: Path | str) -> list[psutil.Process]:
     return found
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to write more, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 class Quiet:
     """A watcher that only records."""
 
@@ -198,7 +210,7 @@ def warm_workers() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test knows which models another one fetched: each may have a hub and a cache of its own."""
-    monkeypatch.setattr("pearl.models.checkpoints.checkpoint._fetched", {})
+    monkeypatch.setattr("pearl.models.checkpoints.checkpoint.fetched", {})
 
 
 @pytest.fixture

@@ -162,10 +162,12 @@ def model_of(name: str) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
+def runner_of(
+    name: str, kernels: bool = True, context: int = 600, record: Record = not_recorded
+) -> ForwardRunner:
     """Without our kernels: in C."""
     if kernels:
-        return KernelRunner(model_of(name), context, slots=3, record=not_recorded)
+        return KernelRunner(model_of(name), context, slots=3, record=record)
     return CpuRunner(model_of(name), context, slots=3)
 
 

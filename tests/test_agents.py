@@ -21,9 +21,9 @@ from pearl.text.chat_template import chat_prompt, render
 from pearl.text.reasoning import tag_pair
 from pearl.text.reply import TagParser, split
 from pearl.text.tools import FORMATS
+from tests.called import TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 from tests.served import body as short_body
-from tests.test_server_tools import TOOLS, joined
 from tests.tokenizers import byte_fallback_files, read
 
 
@@ -36,7 +36,7 @@ def tooled() -> Iterator[Served]:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The log, in which no warning was seen before."""
-    monkeypatch.setattr(schemas, "_warned", set())
+    monkeypatch.setattr(schemas, "warned", set())
     return caplog
 
 

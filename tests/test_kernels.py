@@ -123,7 +123,7 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
     alone = torch.arange(ROWS) < 1
     assert torch.equal(both[0](x, alone)[0], both[0](x)[0])
     asked: list[torch.Tensor] = []
-    both[0]._products = lambda x, chosen: asked.append(chosen) or torch.zeros(*chosen.shape, 64)  # type: ignore
+    both[0].products = lambda x, chosen: asked.append(chosen) or torch.zeros(*chosen.shape, 64)  # type: ignore
     both[0](x, alone)
     assert len(asked[0].unique()) == config["num_experts_per_tok"]
 

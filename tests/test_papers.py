@@ -339,7 +339,7 @@ class Nvml:
 
 @pytest.mark.parametrize(("uuid", "has_energy"), [("the-first", True), ("an-older-one", False)])
 def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "_SECONDS", 0.05)
+    monkeypatch.setattr(energy, "SECONDS", 0.05)
     target = ToyRunner(8, alpha_pair(8, 0.5)[0])
     assert energy.by_batch(target, Quiet()).notes, "a CPU has no such counter"
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
@@ -365,7 +365,7 @@ def test_a_paper_is_tables_and_figures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(energy, "_SECONDS", 0.05)
+    monkeypatch.setattr(energy, "SECONDS", 0.05)
     (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n{"prompt": "the"}\n')
     where = (
         "--target",

@@ -1,22 +1,19 @@
 """What models write, said by a script behind the real server: whole and streamed, by one token and by many."""
 
-import copy
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 
 from pearl.server.listen import bind
 from pearl.text.tokenizer import FileTokenizer
 from pearl.text.tools import FORMATS
+from tests.called import joined
+from tests.replies import Case, with_tokens
 from tests.served import Served, message
-from tests.test_server_tools import joined
-from tests.tokenizers import byte_level_files, read
 
 PARAMETERS = {
     "type": "object",
@@ -33,23 +30,8 @@ TOOLS: list[Any] = [
 ]
 RED = ("lookup", {"key": "red"})
 HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
-TEMPLATE = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}{# MARK #}"
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
-
-
-@dataclass
-class Case:
-    """A reply, and what clients get of it. `tokens`: names in it that are tokens, except between backticks."""
-
-    text: str
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    parser: str = "hermes"
-    tags: str = "none"
-    tokens: tuple[str, ...] = ()
-    special: bool = False
 
 
 def qwen(*parameters: str) -> str:
@@ -193,16 +175,6 @@ CASES = {
         special=True,
     ),
 }
-
-
-def with_tokens(case: Case) -> FileTokenizer:
-    made = copy.deepcopy(byte_level_files())
-    tokens = [AddedToken(name, special=case.special, normalized=False) for name in case.tokens]
-    made.add_tokens(tokens)
-    made.chat_template = TEMPLATE
-    tokenizer = read(made)
-    tokenizer.reasoning_tags = case.tags
-    return tokenizer
 
 
 def tokens_of(tokenizer: FileTokenizer, case: Case) -> list[int]:

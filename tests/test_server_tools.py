@@ -15,29 +15,9 @@ from pearl.server.requests import read_request
 from pearl.server.schemas import ChatCompletionRequest
 from pearl.text.reply import ReplyParser, TagParser, parser_of
 from pearl.text.tools import FORMATS, forced_schema, format_of, in_words
+from tests.called import ADD, POINT, TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
-POINT = {
-    "type": "object",
-    "properties": {"y": {"type": "boolean"}},
-    "required": ["y"],
-    "additionalProperties": False,
-}
-ADD = {
-    "name": "add",
-    "parameters": {
-        "type": "object",
-        "properties": {"x": {"enum": [1, 22]}, "at": {"$ref": "#/$defs/Point"}},
-        "required": ["x", "at"],
-        "additionalProperties": False,
-        "$defs": {"Point": POINT},
-    },
-}
-STOP = {
-    "name": "stop",
-    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
-}
-TOOLS: list[Any] = [{"type": "function", "function": ADD}, {"type": "function", "function": STOP}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 WRITTEN = 'Well\n<tool_call>\n\\{"name": "add", "arguments": \\{"x": (1|22)\\}\\}\n</tool_call>'  # as an expression
@@ -58,18 +38,6 @@ def asked(**fields: Any) -> dict[str, Any]:
         "seed": 3,
     }
     return given | fields
-
-
-def joined(chunks: list[Any]) -> list[dict[str, Any]]:
-    """The calls of a stream's deltas, as clients join them."""
-    calls: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
-            call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
-            call |= {name: part[name] for name in ("id", "type") if name in part}
-            for name, text in part["function"].items():
-                call["function"][name] += text
-    return [calls[index] for index in sorted(calls)]
 
 
 # ---- formats ----

@@ -104,8 +104,8 @@ class Run:
 
     def _act(self, command: list[str]) -> None:
         if command[0] == "meet":
-            while not self._drafter._served.link.is_ready:
-                self._drafter._served.receive(0.05)
+            while not self._drafter.served.link.is_ready:
+                self._drafter.served.receive(0.05)
         elif command[0] == "start":
             self._started.append(subprocess.Popen(command[1:]))
         else:

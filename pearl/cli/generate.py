@@ -62,7 +62,7 @@ def generate(
     """
     console = SafeConsole(stderr=True)
     # Read the prompt before models are loaded. torchrun's other ranks need none.
-    text = "" if torchrun.rank() else _prompt(prompt, raw)
+    text = "" if torchrun.rank() else read_prompt(prompt, raw)
     options = settings.options
     grammar_of(options.json_schema, options.regex)
     if connect is None:
@@ -98,7 +98,7 @@ def generate(
         console.print(warning, style="yellow")
 
 
-def _prompt(prompt: str | None, raw: bool) -> str:
+def read_prompt(prompt: str | None, raw: bool) -> str:
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)

@@ -49,7 +49,7 @@ MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_UNKNOWN = 8  # unknown fields of a request that the log names
 _MOST_WARNED = 100  # warnings about requests, for clients choose the names in them
-_warned: set[str] = set()
+warned: set[str] = set()
 
 # The fields that are refused or ignored, and the values that are accepted all the same.
 FOREIGN_FIELDS: dict[str, Any] = yaml.decode(
@@ -143,8 +143,8 @@ def validate(schema: type[_Schema], body: Any) -> _Schema:
 
 def warn_once(message: str) -> None:
     """Log a warning about what clients send, unless it was logged before."""
-    if message not in _warned and len(_warned) < _MOST_WARNED:
-        _warned.add(message)
+    if message not in warned and len(warned) < _MOST_WARNED:
+        warned.add(message)
         log.warning("%s", message)
 
 

@@ -202,7 +202,7 @@ class TargetWorker:
         if peer == self._draft.peer:
             self._draft.health.silence.heard()
         try:
-            self._on_message(peer, message)
+            self.on_message(peer, message)
         except (ProtocolError, TransportError, DraftLost) as error:
             if peer == self._draft.peer:
                 self._lose_draft(str(error))
@@ -216,7 +216,7 @@ class TargetWorker:
             request = message.request if isinstance(message, Submit) else -1
             self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
-    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
+    def on_message(self, peer: Peer, message: Message | Fault) -> None:
         is_draft = peer == self._draft.peer
         is_front = peer in self._fronts
         match message:
