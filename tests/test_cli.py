@@ -24,7 +24,7 @@ from pearl.cli import chat, cli, commands, console, generate, main
 from pearl.cli.commands import COMMANDS
 from pearl.cli.options import settings_options
 from pearl.config import SETTING_NAMES, Settings
-from pearl.config.options import options_of
+from pearl.config.option_names import options_of
 from pearl.engine import Engine
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pearl import SamplingParams
 from pearl.config import RequestOptions
-from pearl.config.options import LEAST_LOGPROB
+from pearl.config.option_values import LEAST_LOGPROB
 from pearl.engine import Engine
 from pearl.errors import ConfigError, RequestError
 from pearl.models.toy import alpha_pair

@@ -18,6 +18,7 @@ from pearl.cli.console import SafeConsole, text_input, write_text
 from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import RequestOptions, Settings
+from pearl.config.option_names import by_flag
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.engine.request import prompt_for
 from pearl.errors import ConfigError
@@ -161,7 +162,7 @@ def _document(
         "prompt_tokens": result.prompt_tokens,
         "logprobs": logprobs,
         "statistics": asdict(result.statistics),
-        "settings": {"engine": engine.config.model_dump(), "options": in_use.by_flag()},
+        "settings": {"engine": engine.config.model_dump(), "options": by_flag(in_use)},
         "version": __version__,
     }
 

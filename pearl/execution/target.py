@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from msgspec.structs import replace
 
-from pearl.config.options import LEAST_LOGPROB
+from pearl.config.option_values import LEAST_LOGPROB
 from pearl.decoding.rules import Proposed, TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw

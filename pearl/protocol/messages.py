@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptions
+from pearl.config.option_values import LEAST_LOGPROB, MAX_LOGPROBS, Ends
+from pearl.config.options import RequestOptions
 from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
 from pearl.protocol.acceptance_estimates import Seen
 

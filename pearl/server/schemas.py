@@ -28,17 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-from pearl.config.options import (
-    LONGEST_STOP,
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MOST_STOPS,
-    NUMBERS,
-    OPTIONS,
-    bounds_of,
-    description_of,
-    type_of,
-)
+from pearl.config.option_names import NUMBERS, bounds_of, description_of, type_of
+from pearl.config.option_values import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS
+from pearl.config.options import OPTIONS
 from pearl.server.errors import ApiError, invalid_field
 from pearl.spec.methods import METHODS
 
