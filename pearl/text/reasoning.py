@@ -28,9 +28,9 @@ class Tags:
 
     Attributes:
         start, end: expressions that match the tags.
-        tokens: names in these that a vocabulary may have as tokens, the opening one first.
-        marks: strings of which a model's chat template has one if the model writes these tags.
-        dropped: names of tokens that are no part of any text, such as those around the answer.
+        tokens: names that may be special tokens of a vocabulary: those in the tags, the opening tag's first.
+        marks: a model writes these tags if its chat template contains one of these strings.
+        dropped: names of tokens that are left out of all texts, such as the tokens around the answer.
         opening, closing: the texts that begin and end reasoning.
         answer: the text that begins an answer, if the format has such.
     """
@@ -49,14 +49,17 @@ class Tags:
         return regex.search(rf"(?:{self.start})\s*$", prompt) is not None
 
     def are_open_within(self, text: str) -> bool:
-        """Return whether this beginning of a reply ends within reasoning."""
+        """Return whether `text`, the beginning of a reply, ends within reasoning."""
         is_open = False
         for tag in regex.finditer(rf"(?P<start>{self.start})|{self.end}", text):
             is_open = tag.group("start") is not None
         return is_open
 
     def continued(self, prompt: str, reply: str) -> str:
-        """Return the prompt for the rest of a reply that is begun: without reasoning, unless it begins with some."""
+        """Return the prompt with the beginning of the reply, `reply`, appended, so that the model continues it.
+
+        If `reply` does not begin with reasoning, the prompt says that there is none.
+        """
         if self.are_open(prompt):
             if regex.search(rf"{self.start}|{self.end}", reply) is None:
                 return f"{prompt}\n{self.closing}\n\n{reply}"
@@ -69,7 +72,7 @@ class Tags:
 def tag_pair(
     start: str, end: str, marks: tuple[str, ...] = (), dropped: tuple[str, ...] = ()
 ) -> Tags:
-    """Return tags that are two names."""
+    """Return tags whose beginning and end are fixed strings."""
     return Tags(
         regex.escape(start),
         regex.escape(end),
@@ -99,7 +102,7 @@ HARMONY = Tags(
     answer="<|channel|>final<|message|>",
 )
 
-# Every kind of tags that is read, by its name in `--reasoning-tags`; of several in one template the first.
+# All kinds of tags, by their names in `--reasoning-tags`. If a template has marks of several, the first one counts.
 TAGS = {
     "harmony": HARMONY,  # gpt-oss
     "gemma": Tags(  # Gemma 4
@@ -122,7 +125,10 @@ TAGS = {
 
 
 def entry_for(template: str, registry: Mapping[str, Any]) -> Any:
-    """Return the first entry of `TAGS` or `tools.FORMATS` of which a chat template has a mark; None if it has none."""
+    """Return the first entry that has a mark in a chat template; None if none has.
+
+    `registry`: `TAGS` or `tools.FORMATS`.
+    """
     for entry in registry.values():
         if any(mark in template for mark in entry.marks):
             return entry
@@ -130,13 +136,16 @@ def entry_for(template: str, registry: Mapping[str, Any]) -> Any:
 
 
 def tags_of(template: str) -> Tags | None:
-    """Return the tags that a chat template knows; None if its model does not think."""
+    """Return the tags that a chat template contains; None if it contains none, as its model does not think."""
     tags: Tags | None = entry_for(template, TAGS)
     return tags
 
 
 def check_tags(choice: str) -> str:
-    """Return a choice of tags: auto, none, a name, or two tags with white space between. Raises `ConfigError`."""
+    """Return `choice` if it is valid: auto, none, a name in `TAGS`, or two tags with white space between them.
+
+    Raises `ConfigError` for any other choice.
+    """
     if choice in ("auto", "none", *TAGS) or len(choice.split()) == 2:
         return choice
     names = ", ".join(TAGS)
@@ -147,7 +156,7 @@ def check_tags(choice: str) -> str:
 
 
 def tags_for(tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags that a model writes: those that the user chose, else those of its chat template."""
+    """Return the tags that a model writes: those that the user chose, else those in the chat template; None if none."""
     choice = getattr(tokenizer, "reasoning_tags", "auto")
     if choice == "none":
         return None
@@ -162,7 +171,8 @@ def tags_for(tokenizer: Tokenizer) -> Tags | None:
 def tags_after(tokenizer: Tokenizer, prompt: Sequence[int], has_grammar: bool) -> Tags | None:
     """Return the tags in the text after a prompt; None if the text has no reasoning.
 
-    A text with a grammar has none unless the prompt has opened it: else the grammar binds from the first token on.
+    A text with a grammar has reasoning only if the prompt has opened it. Otherwise the grammar applies from the first
+    token on.
     """
     tags = tags_for(tokenizer)
     if tags is not None and has_grammar and not is_open_after(tokenizer, tags, prompt):
@@ -176,7 +186,7 @@ def is_open_after(
     """Return whether the text after a prompt begins with reasoning.
 
     Args:
-        prefix: the beginning of the reply, if it is part of the prompt.
+        prefix: the beginning of the reply, if the prompt ends with one.
     """
     if prefix:
         return tags.are_open_within(prefix)
