@@ -344,7 +344,7 @@ class TaggedCall:
         return True
 
     def _read_value(self, cursor: Cursor, schema: Any) -> Reading:
-        """Read one value; return whether it is complete. A string is yielded while it comes, other values at their end."""
+        """Read one value; return whether it is complete. A string is yielded while it comes, others at their end."""
         if types_of(schema) == {"string"}:
             return (yield from self._read_string(cursor))
         pattern = cursor.compiled(self.value_end)

@@ -466,7 +466,7 @@ class HarmonyParser(ReplyParser):
         return True
 
     def _is_call(self, recipient: Any) -> bool:
-        """Return whether a recipient is a function of the request, and not one of the model's own tools, such as python."""
+        """Return whether a recipient is a function of the request, not one of the model's own tools such as python."""
         if recipient is None or not self._has_calls:
             return False
         return bool(recipient.group(1)) or recipient.group(2) in self._schemas
