@@ -371,9 +371,9 @@ class TargetWorker:
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed(request, start, tokens) as message):
-                logprobs = self._executor.logprobs(request, start, len(tokens))
-                if logprobs:
-                    message = message.changed(logprobs=logprobs)
+                details = self._executor.details(request, start, len(tokens))
+                if details:
+                    message = message.changed(details=details)
                 self._fronts.deliver(message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
