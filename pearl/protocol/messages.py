@@ -149,7 +149,7 @@ class Submit(Message, frozen=True, tag=3):
 
 
 class TokenDetails(Record, frozen=True):
-    """What the target reports about a committed token, if the request's options ask for it. A new detail is a field here.
+    """What the target reports about a committed token if the options ask for it. A new detail is a field here.
 
     Log probabilities are natural logarithms of the target's probabilities at temperature 1, without filters, penalties
     and biases. They are at least `LEAST_LOGPROB`.
