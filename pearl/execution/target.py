@@ -65,7 +65,6 @@ class _Request:
         logits: [rows, vocab], the rows of the last tokens in `fed`.
         launched: results for these rows that judging needs, launched with the forward; None if not launched.
         draws: [rows, 2], the target's own draws from these rows, launched with the forward; None if not launched.
-        logprobs: see `RequestOptions`.
         raw: as `logits`, before the shaper changes them.
         details: details of decided tokens by position, until delivered.
     """
@@ -84,7 +83,6 @@ class _Request:
     launched: torch.Tensor | None = None
     draws: torch.Tensor | None = None
     fed: FedTokens = field(default_factory=lambda: FedTokens(0, ()))
-    logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     details: dict[int, TokenDetails] = field(default_factory=dict)
 
@@ -114,7 +112,7 @@ class _Request:
     @property
     def has_details(self) -> bool:
         """Whether the options ask for any `TokenDetails`."""
-        return self.logprobs is not None
+        return self.direct.options.logprobs is not None
 
     def add_details(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the details of decided tokens from `position` on, computed from `rows` of the last forward."""
@@ -122,7 +120,8 @@ class _Request:
             return
         logits = self.raw[list(rows)].float()
         logprobs = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
-        top = logprobs.topk(min(self.logprobs or 0, logits.shape[-1]))
+        count = self.direct.options.logprobs or 0
+        top = logprobs.topk(min(count, logits.shape[-1]))
         ids = top.indices.tolist()
         values = top.values.tolist()
         chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
@@ -248,7 +247,6 @@ class TargetExecutor:
             make_shaper(options, command.prompt, self._guides),
             METHODS[options.method],
             options.predicted,
-            logprobs=options.logprobs,
         )
 
     def _guess(self, request: _Request, guess: Guess) -> GuessTree:
