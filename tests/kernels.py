@@ -43,6 +43,8 @@ with suppress(AttributeError):  # these names are its own: without them the test
     interpreter._patch_lang = cache(interpreter._patch_lang)
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 ROWS = SIZES[0]
+# Tests that use `shared("one layer")` run on one of the workers, where it is made once.
+ONE_LAYER = pytest.mark.xdist_group("one layer")
 FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
 
 SMALL: dict[str, Any] = {
@@ -128,6 +130,7 @@ def no_prompts() -> Iterator[None]:
     """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pearl.models.gpu.prefill.Prompts", TorchPrompts)
+        patch.setattr("pearl.models.gpu.token_forward.CHECKED", 70)  # two parts, not three
         yield
 
 

@@ -1,5 +1,6 @@
 """A small language: its grammar, its texts written down without a parser, and toys that are held to it."""
 
+from functools import cache
 from itertools import product
 
 import torch
@@ -26,6 +27,7 @@ LANGUAGE = {
 }
 
 
+@cache
 def toy_guides(size: int = VOCAB) -> Guides:
     return Guides(lambda: ToyTokenizer(VOCAB), size)
 

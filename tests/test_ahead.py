@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import RequestOptions
@@ -145,6 +145,7 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
             ahead.execute(Draft(0, PROMPT, 2))
 
 
+@settings(max_examples=40)
 @given(
     st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20)
 )

@@ -102,6 +102,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
         },
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
+    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 8)
     arguments = ("--quick", "--json", out)
     ran("paper", "pearl", *arguments)
     made = json.loads(out.read_text())
@@ -121,6 +122,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulate, "measure", None)
+    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 1)
     done = ran(
         "paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-"
     )

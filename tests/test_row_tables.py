@@ -18,6 +18,7 @@ from pearl.models.gpu.row_table import MOST_PARTS, lay_tables, numbers, numbers_
 from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from tests.kernels import (  # skips without Triton
+    ONE_LAYER,
     ROWS,
     WINDOWS,
     fed_both,
@@ -119,6 +120,7 @@ def runner(request: pytest.FixtureRequest) -> ForwardRunner:
     return shared(request.param)
 
 
+@ONE_LAYER
 def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
     runner.rollback(0)
     feed_chain(runner, text(60), 1, prompt=True)
@@ -137,6 +139,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
         assert torch.equal(torch.cat(found), whole)
 
 
+@ONE_LAYER
 @pytest.mark.parametrize(("start", "count"), [(0, 16), (59, 9), (505, 16), (40, 40)])
 def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> None:
     """In the first part, across two, over 512 positions, and more nodes than a small table has."""
@@ -182,6 +185,7 @@ def test_a_tile_of_a_tree_may_begin_with_a_deep_node() -> None:
     fed_both(both, Feed(text(28, 1), 28, 0, (*range(-1, 23), -1, 0, 1, 2)))
 
 
+@ONE_LAYER
 def test_two_trees_in_one_table() -> None:
     """Behind a chain; one is deep, and has more nodes than a tile has rows. Then the table held other trees."""
     runner, starts = shared("one layer"), (50, 60, 100)
@@ -239,6 +243,7 @@ def test_all_feeds_are_one_forward() -> None:
         assert torch.equal(runner.forward([feed])[0], rows)
 
 
+@ONE_LAYER
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     """Chains and a tree in three slots: in two tables of 64 rows, then 16 rows at a time."""
     runner = shared("one layer")
@@ -268,6 +273,7 @@ def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     assert torch.equal(tree[:16], tree_alone)
 
 
+@ONE_LAYER
 def test_bits_do_not_depend_on_the_size_of_the_table_behind_five_parts() -> None:
     runner = shared("one layer")
     runner.rollback(0)
@@ -372,6 +378,7 @@ def test_kernels_that_do_not_compile_are_refused(monkeypatch: pytest.MonkeyPatch
         runner_of("one layer")
 
 
+@ONE_LAYER
 def test_a_row_does_not_see_a_nan_that_a_rollback_removed() -> None:
     """A tile looks at positions beyond its rows' own, and 0 times NaN is not 0."""
     runner = shared("one layer")
