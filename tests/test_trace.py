@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import pytest
 
@@ -239,11 +239,11 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = recorder(tmp_path / "p")
-    queued = WeakSet[Arguments]()
+    queued = WeakValueDictionary[int, Arguments]()
     with files_of_at_most((tmp_path / "p").stat().st_size):
         for i in range(1000):
             arguments = Arguments()
-            queued.add(arguments)
+            queued[i] = arguments
             r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, arguments))
         r.close()
     assert "the trace ends here" in caplog.text
