@@ -100,10 +100,14 @@ class ToyRunner(ModelRunner):
         self.tokens[into] = self.tokens[slot][:length]
 
 
+@lru_cache(maxsize=16)
 def alpha_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
+    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens.
+
+    Both are functions of the context alone, so calls with the same arguments share their rows.
+    """
 
     @lru_cache(maxsize=4096)
     def pair(context: tuple[int, ...]) -> _Rows:
