@@ -129,15 +129,15 @@ def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
     size = {
-        "rounds": 2,
-        "held_out": 32,
+        "rounds": 1,
+        "held_out": 16,
         "answers_per_round": 32,
         "passes": 8,
         "learning_rate": 1e-2,
     }
     run(settings(out, init_from=start, optimizer=optimizer, **size))
     found = agreements(out)
-    assert len(found) == 3
+    assert len(found) == 2
     assert found[-1] > found[0] + 0.1
     copied = tmp_path / "copied"
     run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
