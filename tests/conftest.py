@@ -175,6 +175,7 @@ _SHARED: dict[str, set[str]] = {
 
 
 _LONGEST_NAME = 60  # characters of a case's name
+_TEMPORARY = tempfile.gettempdir()
 
 
 def _words(value: object) -> str | None:
@@ -203,9 +204,7 @@ def _words(value: object) -> str | None:
 def pytest_make_parametrize_id(val: object) -> str | None:
     """A case of a dictionary, list or tuple is named by what is in it, so that a failure says which case it was."""
     words = _words(val) if isinstance(val, dict | list | tuple | dtype | Struct) else None
-    if (
-        words is None or tempfile.gettempdir() in words
-    ):  # a path that is another one in each process
+    if words is None or _TEMPORARY in words:  # a path that is another one in each process
         return None
     printable = "".join(character if character.isprintable() else " " for character in words)
     return printable[:_LONGEST_NAME]
