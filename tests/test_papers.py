@@ -102,7 +102,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
         },
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
-    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 8)
+    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 4)
     arguments = ("--quick", "--json", out)
     ran("paper", "pearl", *arguments)
     made = json.loads(out.read_text())
