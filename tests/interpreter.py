@@ -38,34 +38,34 @@ def block_shape(sizes: tuple[int, ...]) -> BlockShape:
 
 def init_block_type_fast(block: Any, element: Any, shape: Any) -> None:
     sizes = [size.value if isinstance(size, language.constexpr) else size for size in shape]
-    known = block_shape(tuple(sizes))
+    block_of_shape = block_shape(tuple(sizes))
     block.element_ty = element
-    block.shape = known.sizes
-    block.numel = known.count
-    block.name = f"<{known.sizes}, {element}>"
+    block.shape = block_of_shape.sizes
+    block.numel = block_of_shape.count
+    block.name = f"<{block.shape}, {element}>"
 
 
 def init_tensor_fast(tensor: Any, handle: Any, kind: Any) -> None:
     if not kind.is_block():
         init_tensor(tensor, handle, kind)
         return
-    known = block_shape(tuple(kind.shape))
+    block = block_shape(tuple(kind.shape))
     tensor.handle = handle
-    tensor.shape = known.constants
-    tensor.numel = language.constexpr(known.count)
+    tensor.shape = block.constants
+    tensor.numel = language.constexpr(block.count)
     tensor.type = kind
     tensor.dtype = kind.scalar
 
 
 def dtypes_by_name(find: Any) -> Any:
     """Return `find`, from Triton's types to NumPy's, with a memory."""
-    known: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
 
     def remembered(kind: Any) -> Any:
-        key = kind.element_ty.name if kind.is_block() else kind.name
-        if key not in known:
-            known[key] = find(kind)
-        return known[key]
+        name = kind.element_ty.name if kind.is_block() else kind.name
+        if name not in dtypes:
+            dtypes[name] = find(kind)
+        return dtypes[name]
 
     return remembered
 
