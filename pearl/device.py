@@ -10,7 +10,7 @@ from typing import Literal
 
 from pearl.printable import shortened
 
-_GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 _MOST_NUMBERS = 4096  # cores or GPUs in a name
 _LONGEST_SHOWN = 80  # characters of a refused name in a message
 
@@ -127,4 +127,4 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
 
 def has_gpu() -> bool:
     """Return whether this machine has a GPU's driver. torch may still see none of its GPUs."""
-    return any(any(Path("/dev").glob(name)) for name in _GPUS)
+    return any(any(Path("/dev").glob(name)) for name in GPU_FILES)

@@ -107,7 +107,7 @@ def weights_read(runner: ModelRunner) -> int:
     """Return the bytes of the matrices that a forward of ours reads; 0 of transformers'."""
     if not isinstance(runner, ForwardRunner):
         return 0
-    layers = runner._layers
+    layers = runner.layers
     total = bytes_of(layers.head)
     for layer in layers.layers:
         total += bytes_of(layer.qkv) + bytes_of(layer.out)

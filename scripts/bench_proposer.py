@@ -74,7 +74,7 @@ def proposer_rate(spec: str, options: argparse.Namespace) -> float:
         with draft_service(spec, address, "--draft-pace", str(options.t_draft)):
             config = vllm_config(address, options.most, 8192, options.vocab)
             proposer = PearlProposer(config)
-            while proposer._served is not None and not proposer._served.link.is_ready:
+            while proposer.served is not None and not proposer.served.link.is_ready:
                 proposer.load_model()
             steps = PacedSteps(proposer, target, options)
             steps.decode(40)

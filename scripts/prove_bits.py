@@ -310,8 +310,8 @@ def graphs(scale: Scale) -> Iterator[Measurement]:
             gap = (top[:, 0] - top[:, 1]) / theirs_rows.square().mean(-1).sqrt()
             gaps += gap[ours_rows.argmax(-1) != theirs_rows.argmax(-1)].tolist()
         with torch.inference_mode():
-            recorded._slots.keys[..., start:, :] = torch.nan
-        recorded._slots.wrote(0, recorded._slots.keys.shape[3])
+            recorded.slots.keys[..., start:, :] = torch.nan
+        recorded.slots.wrote(0, recorded.slots.keys.shape[3])
         recorded.rollback(start - 1)
         not_finite += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
     most = _TOLERANCE * rounding

@@ -189,9 +189,9 @@ def judge_model(model: Any) -> Verdict:
     layers = DynamicCache(config=model.config).layers
     if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
         properties.append("windows")
-    if runner._states and not runner._states.unknown:
+    if runner.snapshots and not runner.snapshots.unknown:
         properties.append("states")
-    if runner._states.unknown:
+    if runner.snapshots.unknown:
         properties.append("all tokens fed again after a rejected one")
     if runner._is_single:
         properties.append("fed token by token")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import io
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from msgspec import Struct
+from torch import dtype
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before our kernels are imported
@@ -111,6 +115,17 @@ def started_in(directory: Path | str) -> list[psutil.Process]:
     return found
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to write more, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 class Quiet:
     """A watcher that only records."""
 
@@ -148,6 +163,7 @@ _SHARED: dict[str, set[str]] = {
     "test_bench": {"system"},
     "test_chat": {"paced"},
     "test_distill": {"whole"},
+    "test_heads": {"trained"},
     "test_limits": {"engine"},
     "test_protocol": {"reached"},
     "test_server": {"engine", "served"},
@@ -156,6 +172,42 @@ _SHARED: dict[str, set[str]] = {
     "test_slots": {"several"},
     "test_wheel": {"installed"},
 }
+
+
+_LONGEST_NAME = 60  # characters of a case's name
+_TEMPORARY = tempfile.gettempdir()
+
+
+def _words(value: object) -> str | None:
+    """Return a parameter in words that are the same in every process; None for what has none, such as a tensor."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, dtype | type):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, RequestOptions):
+        return _words(value.given())
+    if isinstance(value, Struct):
+        return repr(value)
+    if isinstance(value, dict):
+        parts = {name: _words(part) for name, part in value.items()}
+        if None in parts.values():
+            return None
+        return " ".join(f"{name}={part}" for name, part in parts.items()) or "nothing"
+    if isinstance(value, list | tuple):
+        items = [_words(item) for item in value]
+        if None in items:
+            return None
+        return " ".join(map(str, items)) or "nothing"
+    return None
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A case of a dictionary, list or tuple is named by what is in it, so that a failure says which case it was."""
+    words = _words(val) if isinstance(val, dict | list | tuple | dtype | Struct) else None
+    if words is None or _TEMPORARY in words:  # a path that is another one in each process
+        return None
+    printable = "".join(character if character.isprintable() else " " for character in words)
+    return printable[:_LONGEST_NAME]
 
 
 _LONG = set(Path(__file__).with_name("long.txt").read_text().splitlines())
@@ -198,7 +250,7 @@ def warm_workers() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test knows which models another one fetched: each may have a hub and a cache of its own."""
-    monkeypatch.setattr("pearl.models.checkpoints.checkpoint._fetched", {})
+    monkeypatch.setattr("pearl.models.checkpoints.checkpoint.fetched", {})
 
 
 @pytest.fixture

@@ -97,20 +97,20 @@ class FaultyPair(Pair):
 
     @property
     def moves(self) -> list[str]:
-        return super().moves + [fault for fault in self.faults if self._possible(fault)]
+        return super().moves + [fault for fault in self.faults if self.possible(fault)]
 
     def move(self, move: str) -> None:
         self.log.clear()
         if move not in self.faults:
             super().move(move)
             return
-        happen = self._possible(move)
+        happen = self.possible(move)
         assert happen is not None
         self.faults = tuple(fault for fault in self.faults if fault != move)
         happen()
         self.check_invariants()
 
-    def _possible(self, fault: str) -> Callable[[], object] | None:
+    def possible(self, fault: str) -> Callable[[], object] | None:
         """What the fault does; None: it cannot happen now."""
         tokens = [m for m in self.to_target if isinstance(m, DraftTokens)]
         branches = [m for m in tokens if m.after]

@@ -5,7 +5,6 @@ A test module that imports this one is skipped where there is no Triton, or wher
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -27,22 +26,17 @@ from pearl.models.gpu.runner import KernelRunner
 from pearl.protocol.messages import Submit
 
 pytest.importorskip("triton")
-from triton.runtime import interpreter
-
 if torch.cuda.is_available():
     pytest.skip(
         "these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True
     )
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
-# At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
-# takes them out: once is enough, and was most of the time. It computes whether a sum overflows, and asks only in a mode
-# for debugging.
-with suppress(AttributeError):  # these names are its own: without them the tests take longer
-    interpreter._LangPatchScope.restore = lambda scope: None
-    interpreter._patch_lang = cache(interpreter._patch_lang)
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+import tests.interpreter  # noqa: E402, F401
+
 ROWS = SIZES[0]
+# Tests that use `shared("one layer")` run on one of the workers, where it is made once.
+ONE_LAYER = pytest.mark.xdist_group("one layer")
 FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
 
 SMALL: dict[str, Any] = {
@@ -128,6 +122,7 @@ def no_prompts() -> Iterator[None]:
     """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pearl.models.gpu.prefill.Prompts", TorchPrompts)
+        patch.setattr("pearl.models.gpu.token_forward.CHECKED", 70)  # two parts, not three
         yield
 
 
@@ -162,10 +157,12 @@ def model_of(name: str) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
+def runner_of(
+    name: str, kernels: bool = True, context: int = 600, record: Record = not_recorded
+) -> ForwardRunner:
     """Without our kernels: in C."""
     if kernels:
-        return KernelRunner(model_of(name), context, slots=3, record=not_recorded)
+        return KernelRunner(model_of(name), context, slots=3, record=record)
     return CpuRunner(model_of(name), context, slots=3)
 
 

@@ -181,7 +181,7 @@ class Loops:
             slots=slots,
         )
         settings = TargetSettings(config, vocab, CONTEXT, DIGEST)
-        self._start(
+        self.start(
             lambda: TargetWorker(
                 listener,
                 TargetExecutor(wrap(self.target_model), launches=launches),
@@ -193,7 +193,7 @@ class Loops:
             ).run()
         )
 
-    def _start(self, run: Callable[[], None]) -> threading.Thread:
+    def start(self, run: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 run()
@@ -238,11 +238,15 @@ class Loops:
             with closing(endpoint):  # as its process would
                 worker.run()
 
-        self._start(run)
+        self.start(run)
         return model
 
     def front(self) -> Front:
         return Front(self.endpoint())
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
 
     def wait_lost(self) -> None:
         assert self._lost.wait(BOUND), "no draft has been told that it was given up"

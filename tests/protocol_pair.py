@@ -171,7 +171,7 @@ class Pair:
         draft = self.drafter.machines[0] if self.drafter else None
         for sequence in [text] + ([draft.sequence] if draft else []):
             # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
-            waits = sequence is text and any(machine._fed.parents for machine in running)
+            waits = sequence is text and any(machine.fed.parents for machine in running)
             assert sequence.fed >= 0
             assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)

@@ -12,8 +12,9 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyte
 import pytest
@@ -73,6 +74,7 @@ class Person:
         self._screen.answer = self._answer
         self._stream = pyte.ByteStream(self._screen)
         self._began = self._written = self._unsent = b""
+        self._read_lines: list[str] | None = None
         self.frames, self.italics = 0, set[str]()
         self.resize(rows, columns)
         self.process = subprocess.Popen(
@@ -128,6 +130,7 @@ class Person:
 
     def resize(self, rows: int, columns: int) -> None:
         self._screen.resize(rows, columns)
+        self._read_lines = None
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> bool:
@@ -139,6 +142,7 @@ class Person:
             data = os.read(self._master, 65536)
         except OSError:  # the program is gone, and its side of the terminal with it
             return False
+        self._read_lines = None
         self._began = (self._began + data)[:_KEPT] if len(self._began) < _KEPT else self._began
         self._written = (self._written + data)[-_KEPT:]
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
@@ -156,11 +160,7 @@ class Person:
     @property
     def lines(self) -> list[str]:
         """What has scrolled away, and the screen."""
-        history = [
-            "".join(row[i].data for i in range(self._screen.columns))
-            for row in self._screen.history.top
-        ]
-        return [line.rstrip() for line in [*history, *self._screen.display]]
+        return self._texts(self._screen.history.top) + self._visible
 
     @property
     def text(self) -> str:
@@ -169,11 +169,23 @@ class Person:
     @property
     def screen(self) -> str:
         """What can be seen."""
-        return "\n".join(line.rstrip() for line in self._screen.display)
+        return "\n".join(self._visible)
+
+    @property
+    def _visible(self) -> list[str]:
+        """The lines of the screen, read once for all that the program has written so far."""
+        if self._read_lines is None:
+            buffer = self._screen.buffer
+            self._read_lines = self._texts(buffer[row] for row in range(self._screen.lines))
+        return self._read_lines
+
+    def _texts(self, rows: Iterable[Any]) -> list[str]:
+        columns = range(self._screen.columns)
+        return ["".join(row[column].data for column in columns).rstrip() for row in rows]
 
     def colours(self, text: str) -> list[str]:
         """The foreground colour of each character of `text` where it stands on the screen."""
-        for row, line in enumerate(self._screen.display):
+        for row, line in enumerate(self._visible):
             at = line.find(text)
             if at >= 0:
                 return [self._screen.buffer[row][i].fg for i in range(at, at + len(text))]

@@ -21,10 +21,10 @@ from pearl.text.chat_template import chat_prompt, render
 from pearl.text.reasoning import tag_pair
 from pearl.text.reply import TagParser, split
 from pearl.text.tools import FORMATS
+from tests.called import TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 from tests.served import body as short_body
 from tests.served import text_of as streamed_text
-from tests.test_server_tools import TOOLS, joined
 from tests.tokenizers import byte_fallback_files, read
 
 
@@ -37,7 +37,7 @@ def tooled() -> Iterator[Served]:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The log, in which no warning was seen before."""
-    monkeypatch.setattr(schemas, "_warned", set())
+    monkeypatch.setattr(schemas, "warned", set())
     return caplog
 
 
@@ -522,9 +522,8 @@ def test_a_request_chooses_its_speculation(served: Served) -> None:
             answer = served.post(path, **fields, speculation=speculation).json()
             assert text_of(answer) == plain
             if path != "responses":
-                assert (
-                    streamed_text(served.events(path, **fields, speculation=speculation)) == plain
-                )
+                events = served.events(path, **fields, speculation=speculation)
+                assert streamed_text(events) == plain
             sources[speculation] = answer["usage"]["pearl"]["tokens_by_source"]
         assert set(sources["off"]) == set(sources[False]) == {"direct"}
         assert "accepted" in sources["sd"]

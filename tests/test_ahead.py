@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import RequestOptions
@@ -120,17 +120,19 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
 def test_closing_does_not_wait_for_a_guess_that_hangs(
     runner: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
     release = threading.Event()
+    others = {*threading.enumerate()}
     with closing(Ahead(executor(runner), lambda: True)) as ahead:
+        (thread,) = {*threading.enumerate()} - others
         ahead.execute(OPEN)
         runner.hangs = release
         drafted(ahead, 0, PROMPT)
         runner.wait_for(3)
-    assert ahead._thread.is_alive()
+    assert thread.is_alive()
     release.set()
-    ahead._thread.join(BOUND)
-    assert not ahead._thread.is_alive()
+    thread.join(BOUND)
+    assert not thread.is_alive()
 
 
 def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
@@ -143,6 +145,7 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
             ahead.execute(Draft(0, PROMPT, 2))
 
 
+@settings(max_examples=40)
 @given(
     st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20)
 )
@@ -235,10 +238,10 @@ def test_a_token_is_awaited_where_the_draft_guesses_itself(monkeypatch: pytest.M
     """And fed with what may follow it; where nothing repeats each forward is launched before the last is done."""
     cycle = Counting(ToyRunner(VOCAB, lambda seen: torch.eye(VOCAB)[(seen[-1] + 1) % VOCAB]))
     prompt = tuple(range(VOCAB)) * 3
-    monkeypatch.setattr(module, "_LEAST_LEAD", 0.0)
+    monkeypatch.setattr(module, "LEAST_LEAD", 0.0)
     assert chained_with_lookup(cycle, prompt) == [position % VOCAB for position in range(40)]
     assert len(cycle.fed) < 15
-    monkeypatch.setattr(module, "_LEAST_LEAD", 1e6)
+    monkeypatch.setattr(module, "LEAST_LEAD", 1e6)
     assert chained_with_lookup(cycle, prompt)[:8] == list(range(8))
     fed = [len(feed.tokens) for feeds in cycle.fed for feed in feeds]
     assert set(fed[2:]) == {1}, "to await a token would cost more than guesses gain"

@@ -94,7 +94,7 @@ def test_an_indexers_keys_are_rolled_back_too(kind: str) -> None:
         own = DynamicCache(config=model(kind).config)
         with torch.inference_mode():
             for part in (text[:start], text[start : start + count]):
-                expected = model(kind)(torch.tensor([part]), **{runner._cache_name: own}).logits[0]
+                expected = model(kind)(torch.tensor([part]), **{runner.cache_name: own}).logits[0]
         close(feed_chain(runner, text[start : start + count], count), expected)
 
 
@@ -149,7 +149,7 @@ def test_a_draft_that_went_ahead_feeds_again_about_what_it_takes_back(
     feed_chain(runner, random_tokens(random.Random(0), 300), 1)
     for token in random_tokens(random.Random(1), ahead):
         feed_chain(runner, [token], 1)
-        assert len(runner._states._kept) <= SNAPSHOTS
+        assert len(runner.snapshots.kept) <= SNAPSHOTS
     fed = fed_by(runner, monkeypatch)
     for taken in {1, ahead // 3, ahead}:
         runner.rollback(runner.length() - taken)
@@ -176,7 +176,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mamba drops its state in a forward of several tokens; in half precision logits do not show it."""
-    monkeypatch.setattr("pearl.models.transformers.runner._PIECE", 8)
+    monkeypatch.setattr("pearl.models.transformers.runner.PIECE", 8)
     runner = load(kind)
     expected = model(kind)(torch.tensor([some_tokens(runner, 13)]), use_cache=False).logits[0]
     fed = fed_by(runner, monkeypatch)
@@ -192,7 +192,7 @@ def test_what_is_told_before_loading_is_what_is_taken(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows keep the whole context, states have copies."""
-    monkeypatch.setattr(memory, "_MEASURED_FROM", 0)
+    monkeypatch.setattr(memory, "MEASURED_FROM", 0)
     need = needed(tiny_model(kind), "auto", 64, 8192)
     assert need.cache + need.states == load(kind).cache_bytes
     assert (need.states > 0) == (kind in RECURRENT)

@@ -491,6 +491,6 @@ def test_a_text_that_depends_on_its_measured_window_keeps_it(
     for seconds in (2.0, 9.0):
         speeds.target = ForwardTimes([(1, seconds)])
         for _ in range(8):
-            machine.draft._grant()
+            machine.draft.grant()
         windows.append(machine.draft.window)
     assert (windows[0] == windows[1]) == keeps

@@ -286,8 +286,8 @@ def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
     """Anybody who finds one could otherwise have the draft ended for all, each time, until it is given up."""
     pair = loops()
     draft = pair.draft(chains=chains)
-    fine = draft._distribution
-    draft._distribution = lambda tokens: fine(tokens) * (NAN if 30 in tokens[:4] else 1.0)
+    fine = draft.distribution
+    draft.distribution = lambda tokens: fine(tokens) * (NAN if 30 in tokens[:4] else 1.0)
     front = pair.front()
     poisoned = replace(submission(40, rule=rule), prompt=(1, 2, 30))
     for request in range(3):
@@ -312,7 +312,7 @@ class _Crammed(Hanging):
     """A draft with memory for one sequence at a time; and for none of the text that begins with 9."""
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        if len(feeds) > 1 or [*self._tokens[feeds[0].slot], *feeds[0].tokens][0] == 9:
+        if len(feeds) > 1 or [*self.tokens[feeds[0].slot], *feeds[0].tokens][0] == 9:
             raise torch.OutOfMemoryError("no memory is left")
         return super().forward(feeds)
 
@@ -339,7 +339,7 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
 def test_forward_without_memory_fails_its_request_only(loops: MakeLoops) -> None:
     """Of a GPU, of a CPU, of a graph or pinned memory, and of two libraries."""
     pair = loops(expects_draft=False)
-    front, fine = pair.front(), pair.target_model._distribution
+    front, fine = pair.front(), pair.target_model.distribution
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried."),
         RuntimeError("[enforce] can't allocate memory: you tried"),
@@ -349,11 +349,11 @@ def test_forward_without_memory_fails_its_request_only(loops: MakeLoops) -> None
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     ):
-        pair.target_model._distribution = Mock(side_effect=error)
+        pair.target_model.distribution = Mock(side_effect=error)
         with pytest.raises(RequestError, match="Shorten the prompt") as caught:
             front.ask(submission(20, "ar"))
         assert caught.value.args[1:] == ("OutOfMemory",)
-        pair.target_model._distribution = fine
+        pair.target_model.distribution = fine
         assert front.ask(submission(20, "ar", request=2)).tokens == simulated(submission(20, "ar"))
 
 

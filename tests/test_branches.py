@@ -15,12 +15,13 @@ from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.studies.simulate import Outcome, Timing
 from pearl.models.gpu.recordings import FED
-from pearl.models.runner import Capabilities, Feed, ModelRunner
+from pearl.models.runner import Capabilities, Feed, ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
 from pearl.protocol.speeds import ForwardTimes
 from tests.loops import PROMPT
+from tests.opened import OpenProposer
 from tests.options import drawn_by, resolved
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
@@ -56,7 +57,7 @@ def test_a_foreseen_rejection_costs_no_window(
 
     `idle`: forward times that a device loses where the next one is not chained; None: forwards are not chained.
     """
-    monkeypatch.setattr("pearl.execution.early_drafts._LEAST_LEAD", idle or 0.0)
+    monkeypatch.setattr("pearl.execution.early_drafts.LEAST_LEAD", idle or 0.0)
     launched, real = list[str](), ModelProposer.launch
 
     def launch(proposer: ModelProposer, command: Draft, after: Step | None = None) -> Step:
@@ -118,10 +119,10 @@ class NoTimes(ForwardTimes):
 
 def opened(
     runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature: float, most: int
-) -> ModelProposer:
+) -> OpenProposer:
     for slot in range(runner.capabilities.slots):
         runner.rollback(0, slot)
-    proposer = ModelProposer(runner, runner.vocab_size)
+    proposer = OpenProposer(runner, runner.vocab_size)
     proposer.open(
         Open(
             prompt,
@@ -204,7 +205,7 @@ def test_what_is_prepared_is_what_would_be_drafted(
 def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     """Whatever is accepted, rejected and foreseen: each slot has its text, and none has two."""
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
-    proposer = ModelProposer(runner, VOCAB)
+    proposer = OpenProposer(runner, VOCAB)
     proposer.model.times = NoTimes()
     proposer.open(
         Open(
@@ -223,10 +224,10 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
         known = list(text) if found.tokens else known
         text += found.tokens
         pending += len(found.tokens)
-        branches = proposer._texts[1].branches
+        branches = proposer.text(1).branches
         assert branches is not None
-        place = proposer._texts[1].slot
-        assert runner._tokens[place] == known
+        place = proposer.text(1).slot
+        assert runner.tokens[place] == known
         assert place not in branches.slots
         assert len(branches.slots) == runner.capabilities.slots - 1
         committed = len(text) - pending
@@ -295,24 +296,25 @@ def test_no_forward_of_a_fixed_size_has_more_rows(
 
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     class Partly(WrappedRunner):
-        """NaN in every slot but the first."""
+        """NaN in every slot but the first, while it is broken."""
+
+        is_broken = True
 
         def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
             found = super().forward(feeds)
             return [
-                each if feed.slot == 0 else each * torch.nan
+                each * torch.nan if feed.slot and self.is_broken else each
                 for feed, each in zip(feeds, found, strict=True)
             ]
 
-    proposer = opened(
-        Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5
-    )
+    runner = Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1]))
+    proposer = opened(runner, PROMPT, "coupled", 1.0, 5)
+    proposer.model.times = NoTimes()
     text, found = drafted_on(proposer, PROMPT, 4)
     assert (len(text), found.branches) == (len(PROMPT) + 4, ())
-    branches = proposer._texts[1].branches
-    assert branches is not None
-    assert not branches._live
-    assert len(branches._free) == 7
+    runner.is_broken = False
+    found = drafted(proposer, len(text) - 1, (text[-1],), 4, 4)
+    assert len(found.branches) == 5, "their slots are free again"
 
 
 def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
@@ -323,12 +325,12 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     assert after is not None
     proposer.rollback(after[0], 1)
     drafted(proposer, after[0], (after[1], *found.branches[0].tokens), 4, 0)
-    place = proposer._texts[1].slot
+    place = proposer.text(1).slot
     assert place != 0
     proposer.rollback(0, -1)
     assert proposer.runner.length(place) == 0
     proposer.open(Open(PROMPT, resolved(rule="coupled", branches=5), request=2))
-    assert proposer._texts[2].slot == place
+    assert proposer.text(2).slot == place
     assert len(drafted(proposer, 0, PROMPT, 8, 0, request=2).tokens) == 1
 
 
@@ -353,7 +355,8 @@ def test_runners_up_are_the_next_of_the_row(temperature: float) -> None:
     (token,), (seen,) = found[0].tokens, found[0].seen
     assert [(each.tokens, each.seen) for each in found[1:3]] == [((token,), (seen,))] * 2
     assert bool(found[3].seen) == (temperature == 0)
-    row = torch.softmax(runner._logits([list(PROMPT)])[0], -1)
+    runner.rollback(0)
+    row = torch.softmax(feed_chain(runner, PROMPT, 1)[0], -1)
     draw = DirectDraw(drawn_by(temperature, seed=8))
     others = list(range(VOCAB))
     for expected in (token, *seen.rivals):  # each wins among those that are left

@@ -24,7 +24,7 @@ from pearl.cli import chat, cli, commands, console, generate, main
 from pearl.cli.commands import COMMANDS
 from pearl.cli.options import settings_options
 from pearl.config import SETTING_NAMES, Settings
-from pearl.config.options import options_of
+from pearl.config.option_names import options_of
 from pearl.engine import Engine
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
@@ -232,7 +232,7 @@ def test_progress_counts_few_pieces_of_work_and_shares_of_many() -> None:
     progress = Progress()
     for total, done in ((23, "[3 of 23] "), (6000, "0% "), (None, "")):
         progress.add_task("checking", total=total, completed=3)
-        assert console._done(progress.tasks[-1]) == done
+        assert console.amount_done(progress.tasks[-1]) == done
 
 
 def test_short_names_of_data_types_are_flags_too() -> None:
@@ -333,7 +333,7 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(
 ) -> None:
     """Of a prompt; of a file of prompts; and of messages, which end where their lines do."""
     _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
-    assert generate._prompt(None, False) == "Two\r\nlines"
+    assert generate.read_prompt(None, False) == "Two\r\nlines"
     (tmp_path / "it.txt").write_bytes(b"\xef\xbb\xbfHello")
     assert read_turns(tmp_path / "it.txt") == [("Hello",)]
     heard: list[str] = []
@@ -533,6 +533,6 @@ def test_conflicts_are_told_before_any_process_starts(
     said = refused("1", "--target", "nobody/no-such-model", code=3)
     assert "the hub cannot be reached" in said
     assert len(said.splitlines()) == 1, "told once"
-    monkeypatch.setattr(device, "_GPUS", ("no such device",))
+    monkeypatch.setattr(device, "GPU_FILES", ("no such device",))
     said = refused("1", *PAIR, "--target-device", "cuda:0", code=3)
     assert "target: device cuda:0 is not there: this machine shows no GPU" in said

@@ -106,7 +106,7 @@ EXAMPLES = (
     HELLO,
     m.Welcome(1, 5, 5, 5, 0.5, ((1, 0.5),), 4),
     m.Submit(1, (1, 2), 10, FULL, (2,)),
-    replace(COMMITTED, logprobs=(m.Logprobs(-1.0, ((5, -1.0),)),) * 2),
+    replace(COMMITTED, details=(m.TokenDetails(-1.0, ((5, -1.0),)),) * 2),
     m.Preview(1, 0, (4,)),
     m.Finished(1, m.FinishReason.EOS, "{}"),
     m.Begin(1, 0, (1, 2), 10, 5, FULL),
@@ -208,7 +208,7 @@ def test_a_field_out_of_range_is_refused(message: m.Message) -> None:
         (replace(DRAFT, rows=(PackedRow(bytes(8), ids=bytes(4)),)), "one length"),
         (replace(DRAFT, rows=(PackedRow(bytes(3), ids=bytes(3)),)), "one length"),
         (replace(COMMITTED, provenance=COMMITTED.provenance[:1]), "provenance"),
-        (replace(COMMITTED, logprobs=(m.Logprobs(-1.0),)), "log probability"),
+        (replace(COMMITTED, details=(m.TokenDetails(-1.0),)), "details of each token"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(message: m.Message, wrong: str) -> None:

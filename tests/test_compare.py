@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pearl.config import EngineConfig
-from pearl.config.options import options_of
+from pearl.config.option_names import options_of
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise

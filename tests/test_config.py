@@ -19,7 +19,9 @@ from pearl.config import (
     load_settings,
     read_file,
 )
-from pearl.config.options import MAX_GRAMMAR, OPTIONS, bounds_of, type_of
+from pearl.config.option_names import bounds_of, type_of
+from pearl.config.option_values import MAX_GRAMMAR
+from pearl.config.options import OPTIONS
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig

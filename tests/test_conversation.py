@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pearl import SamplingParams
 from pearl.config import RequestOptions
-from pearl.config.options import LEAST_LOGPROB
+from pearl.config.option_values import LEAST_LOGPROB
 from pearl.engine import Engine
 from pearl.errors import ConfigError, RequestError
 from pearl.models.toy import alpha_pair
@@ -172,8 +172,8 @@ def test_they_are_the_targets_own(toy: Engine, way: str, temperature: float) -> 
     with toy.stream(PROMPT, params.overridden_by(WAYS[way])) as stream:
         pieces = list(stream)
     result = stream.result
-    assert [one for piece in pieces for one in piece.logprobs] == result.logprobs
-    assert all(len(piece.logprobs) == len(piece.tokens) for piece in pieces)
+    assert [one for piece in pieces for one in piece.details] == result.logprobs
+    assert all(len(piece.details) == len(piece.tokens) for piece in pieces)
     assert len(result.logprobs) == len(result.tokens) == 60
     for token, told, row in zip(result.tokens, result.logprobs, rows(result.tokens), strict=True):
         assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
@@ -188,7 +188,7 @@ def test_penalties_and_biases_are_not_in_them(toy: Engine) -> None:
     (result,) = toy.generate([PROMPT], shaped.overridden_by(WAYS["pearl"]))
     assert result.tokens != toy.generate([PROMPT], asked.overridden_by(WAYS["pearl"]))[0].tokens
     for token, told, row in zip(result.tokens, result.logprobs, rows(result.tokens), strict=True):
-        assert told == m.Logprobs(pytest.approx(float(row[token]), abs=1e-4))
+        assert told == m.TokenDetails(pytest.approx(float(row[token]), abs=1e-4))
 
 
 def test_they_are_told_only_where_asked_for_and_up_to_the_end(toy: Engine) -> None:

@@ -10,7 +10,7 @@ from pearl.config import EngineConfig
 from pearl.device import Device
 from pearl.errors import ConfigError, ModelError
 from pearl.worker import placement
-from pearl.worker.placement import _equal_part, pin, place
+from pearl.worker.placement import equal_part, pin, place
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -58,7 +58,7 @@ def test_a_target_is_spread_and_a_draft_is_not() -> None:
 def test_workers_of_a_host_have_cores_of_their_own(
     cores: int, of: int, parts: list[tuple[int, ...]]
 ) -> None:
-    assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
+    assert [equal_part(list(range(cores)), which, of) for which in range(of)] == parts
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")

@@ -165,7 +165,7 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32_and_the_draft_often_t
     for runner in (few, guessing, load("embedded-draft", role="draft")):
         assert isinstance(runner, ForwardRunner)
         assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
-    assert len(guessing._layers) == 4  # type: ignore[attr-defined]
+    assert len(guessing.layers) == 4  # type: ignore[attr-defined]
     tokenizer = AutoTokenizer.from_pretrained(target)
     divergence, agreed = [], 0
     for said in ("Hello", "Explain gravity to a beginner."):

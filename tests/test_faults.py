@@ -28,7 +28,7 @@ from pearl.errors import NumericalError, PearlError, StartError, TargetLost
 from pearl.protocol import messages as m
 from pearl.transport import connect, listen
 from pearl.transport.address import bind_address, private_directory
-from pearl.transport.base import SOLE_PEER, Endpoint, Peer
+from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from scripts import faulty
 from tests.conftest import AS_PUBLISHED, BOUND, TOY, children, eventually, gone, greedy_text, output
@@ -453,8 +453,7 @@ class Tampered:
                 self._whole(replace(message, vocab_digest=b"other tokens"), peer)  # type: ignore[call-arg]
 
     def _raw(self, frame: bytes, peer: Peer | None) -> None:
-        with self._endpoint._lock:
-            self._endpoint._send(SOLE_PEER if peer is None else peer, [frame])
+        self._endpoint.send_frames([frame], peer)
 
     def _release(self) -> None:
         with self._lock:
@@ -485,14 +484,14 @@ class FaultyLoops(Loops):
         self.draft(wrap=wrap)
         (self.tampered,) = tampered
 
-    def _start(self, run: Callable[[], None]) -> threading.Thread:
+    def start(self, run: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 run()
             except PearlError as error:
                 self.ended.append(error)
 
-        return super()._start(guarded)
+        return super().start(guarded)
 
 
 def front_of(pair: FaultyLoops) -> Engine:
@@ -510,7 +509,7 @@ def check_refused(cell: Cell, pair: FaultyLoops) -> None:
     else:
         eventually(lambda: bool(pair.ended), "the draft has ended, with an error")
         assert re.search(REFUSALS[cell.fault], str(pair.ended[0])), pair.ended
-        assert not pair._ready.is_set()
+        assert not pair.is_ready
 
 
 def check_served(cell: Cell, pair: FaultyLoops) -> None:

@@ -146,8 +146,8 @@ def test_what_a_rejected_forward_left_is_not_seen(kept: int) -> None:
     wanted = feed_chain(runner, some_tokens(runner, kept + 4), 4)
     feed_chain(runner, some_tokens(runner, 36 - kept), 1)
     with torch.inference_mode():
-        runner._slots.keys[..., kept:40, :] = torch.nan
-        runner._slots.values[..., kept:40, :] = torch.nan
+        runner.slots.keys[..., kept:40, :] = torch.nan
+        runner.slots.values[..., kept:40, :] = torch.nan
     runner.rollback(kept)
     assert torch.equal(feed_chain(runner, some_tokens(runner, 4, kept), 4), wanted)
 
@@ -204,7 +204,7 @@ def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets from how many weights on a model is large."""
-    return lambda weights: monkeypatch.setattr("pearl.models.forward.linear_layers._LARGE", weights)
+    return lambda weights: monkeypatch.setattr("pearl.models.forward.linear_layers.LARGE", weights)
 
 
 @pytest.mark.skipif(native.library() is None, reason="our products are not built")

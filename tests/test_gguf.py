@@ -12,11 +12,11 @@ from pearl.config import SamplingParams
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.gguf import (
-    _NEEDED,
-    _NEEDED_BY_EXPERTS,
-    _family_of,
-    _windows,
+    NEEDED,
+    NEEDED_BY_EXPERTS,
+    family_of,
     table_in,
+    window_settings,
 )
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -180,10 +180,10 @@ def test_layers_slide_as_the_gguf_file_says(
         with pytest.raises(
             ValueError, match="it says of 2 layers whether they have a window, and has 6"
         ):
-            _windows(*given)
+            window_settings(*given)
     else:
         usual = 4096 if family == "gemma2" else 256
-        assert _windows(*given) == {"layer_types": kinds, "sliding_window": window or usual}
+        assert window_settings(*given) == {"layer_types": kinds, "sliding_window": window or usual}
 
 
 MOE = {"model": "qwen3-moe", **EXPERTS}
@@ -235,14 +235,14 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
 def test_no_number_of_a_gguf_file_is_made_up() -> None:
     """What llama.cpp does not start without. It was the class's number, of some other model."""
     for (architecture, has_experts), family in GGUF.items():
-        needed = {**_NEEDED, **family.gguf.needed, **(_NEEDED_BY_EXPERTS if has_experts else {})}
+        needed = {**NEEDED, **family.gguf.needed, **(NEEDED_BY_EXPERTS if has_experts else {})}
         said: dict[str, Any] = dict.fromkeys(needed, 2)
-        assert _family_of(architecture, said) is family
+        assert family_of(architecture, said) is family
         for name in needed.keys() - {"expert_count"}:
             with pytest.raises(ValueError, match=f"it does not say '{name}'"):
-                _family_of(architecture, {each: said[each] for each in said if each != name})
+                family_of(architecture, {each: said[each] for each in said if each != name})
         with pytest.raises(ValueError, match="for each layer"):
-            _family_of(architecture, said | {"attention.head_count_kv": [2, 1]})
+            family_of(architecture, said | {"attention.head_count_kv": [2, 1]})
 
 
 def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(

@@ -59,7 +59,7 @@ def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = EngineConfig(target_device="cuda:0", draft_device="cuda:1", tensors=tensors)  # type: ignore[arg-type]
     settings = WorkerSettings(role="target", config=config, directory=tmp_path)
-    channel = build._channel(settings, 0, GPU)
+    channel = build.tensor_channel(settings, 0, GPU)
     assert (channel is not None) == (tensors == "nccl")
 
 
@@ -79,8 +79,8 @@ def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: fl
         torch.softmax(LOGITS.flip(0), -1),
         range(len(LOGITS)),
     )
-    one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
-    assert half._facts(target, draft, tokens) == one_by_one
+    one_by_one = [half.facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
+    assert half.facts(target, draft, tokens) == one_by_one
 
 
 # ---- forwards in fixed sizes ----
@@ -149,11 +149,11 @@ class OtherBitsInPrompts(CpuRunner):
         return [self._one(feed) for feed in feeds]
 
     def _one(self, feed: Feed) -> torch.Tensor:
-        embedding = self._layers.embedding
+        embedding = self.layers.embedding
         if feed.prompt:
-            self._layers.embedding = embedding.roll(1, 0)
+            self.layers.embedding = embedding.roll(1, 0)
         (logits,) = super()._compute([feed])
-        self._layers.embedding = embedding
+        self.layers.embedding = embedding
         return logits
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -24,51 +25,31 @@ from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
 from pearl.engine import request as requests
 from pearl.errors import ForwardError, GrammarError, RequestError, installing
-from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.feeds import paths
-from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Submit
+from pearl.models.toy import alpha_pair
 from pearl.spec.methods import METHODS
 from pearl.text import parser
 from pearl.text.grammar import Guides, grammar_of
 from pearl.text.schema import simplified
 from pearl.text.tokenizer import GenerationDefaults
-from tests.options import drawn_by, resolved, shaped
-from tests.replace import replace
+from tests.language import (
+    END,
+    LANGUAGE,
+    PROMPT,
+    REGEX,
+    VOCAB,
+    allowed,
+    decoded,
+    masked,
+    shaping,
+    toy_guides,
+    written,
+)
+from tests.options import drawn_by
 from tests.virtual import NEVER, TIMINGS, likelihood
 
-VOCAB, PROMPT = 6, (1, 2, 3, 1)
-END = 5  # "5" in a text, were it not what ends one
-REGEX = "(0|12){2,4}3?"
-# The whole language, written down without any parser.
-LANGUAGE = {
-    "".join(parts) + last
-    for n in (2, 3, 4)
-    for parts in product(("0", "12"), repeat=n)
-    for last in ("", "3")
-}
 TEXTS = st.lists(st.integers(0, VOCAB - 1), max_size=10)
-
-
-def toy_guides(size: int = VOCAB) -> Guides:
-    return Guides(lambda: ToyTokenizer(VOCAB), size)
-
-
-def shaping(**others: float) -> RequestOptions:
-    return shaped(len(PROMPT), grammar=grammar_of(None, REGEX), grammar_ends=(END,), **others)
-
-
-def allowed(text: str) -> set[int]:
-    """What may follow a text of the language; empty where it is none."""
-    following = {
-        int(word[len(text)]) for word in LANGUAGE if word.startswith(text) and len(word) > len(text)
-    }
-    return following | ({END} if text in LANGUAGE else set())
-
-
-def written(tokens: list[int]) -> str:
-    return "".join(map(str, tokens))
 
 
 @settings(max_examples=100)
@@ -138,16 +119,6 @@ def test_what_a_grammar_leaves_no_choice_about_is_written_by_tokens_that_write_i
 # ---- texts ----
 
 
-def masked(text: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """The toy has no probability for half of all tokens. Where none of the others may follow, those are equal."""
-    may = allowed(written(text[len(PROMPT) :]))
-    possible = any(logits[token] > -torch.inf for token in may)
-    values = [float(value) if possible else 0.0 for value in logits]
-    return torch.tensor(
-        [value if token in may else -torch.inf for token, value in enumerate(values)]
-    )
-
-
 def reference(sampling: RequestOptions) -> list[int]:
     """What the target says by itself under the direct draw, found without runtime and parser."""
     target, _ = alpha_pair(VOCAB, 0.6)
@@ -155,17 +126,6 @@ def reference(sampling: RequestOptions) -> list[int]:
     while text[-1] != END:
         text.append(read_draw(draw(masked(text, torch.log(target(text))), len(text))))
     return text[len(PROMPT) :]
-
-
-def decoded(
-    method: str, rule: str, sampling: RequestOptions, timing: Timing, extras: int = 4
-) -> list[int]:
-    target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
-    decoding = resolved(method, "stream", None, rule, (), extras, extras, extras)
-    submit = Submit(1, PROMPT, 100, replace(decoding, sampling=sampling), eos=(END,))
-    return list(
-        simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens
-    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -237,7 +197,8 @@ def test_what_costs_too_much_only_at_a_later_token_ends_that_text(
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each step the parser's own limits hold, whatever making it took (which has a limit of its own)."""
-    monkeypatch.setattr("pearl.text.grammar.checked", parser._written)
+    untried = CompletedProcess([], 0, b"", b"")
+    monkeypatch.setattr("pearl.text.parser.subprocess.run", lambda *_, **__: untried)
     guide = Guides(lambda: ToyTokenizer(64), 64)(grammar_of(None, "0" + expression), (38,))
     for token in (0, 10, 10, 10):
         began = time.thread_time()

@@ -31,6 +31,7 @@ from pearl.protocol.messages import Source, Submit
 from pearl.spec.methods import METHODS
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.datastores import VOCAB, make
+from tests.opened import OpenExecutor
 from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
@@ -129,7 +130,8 @@ def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
         "25 1 is forgotten, and 1 has been seen all the time"
     )
     assert habits.candidates((3, 1))[0].rate[0] == 1
-    assert max(map(len, habits._followers.values())) <= 16
+    latest = {candidate.token for candidate in habits.candidates((1,))}
+    assert latest < {*range(484, 500)}, "16 tokens are counted for a context"
 
 
 def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
@@ -296,7 +298,7 @@ def drawn(runner: ModelRunner, tokens: Sequence[int]) -> int:
 def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     """As plain forwards draw it, while the draft had drawn the same; and phrases of the text."""
     runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
-    executor, prompt = TargetExecutor(runner), (5, 40, 7, 93, 11, 12, 200, 3)
+    executor, prompt = OpenExecutor(runner), (5, 40, 7, 93, 11, 12, 200, 3)
 
     wrong = (drawn(alone, prompt) + 1) % 200
     agreed = drawn(alone, [*prompt, wrong])
@@ -310,7 +312,7 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
         Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, guess, request=1)
     )
     executor.judge(Judge(len(prompt), window, (None,) * 4, (0, 1, 2, 3), request=1))
-    pool = executor._requests[1].index._pool  # type: ignore[union-attr]
+    pool = executor.index(1).phrases  # type: ignore[attr-defined]
     assert pool[wrong] == [(agreed, draws[1])]
     assert pool[agreed][-1] == (draws[1],)
     assert pool[5] == [prompt[1:5]]
@@ -331,13 +333,12 @@ def test_the_window_is_the_targets_own_writing() -> None:
     executor = TreeExecutor(runner)
     executor.execute(Open(PROMPT, resolved("lookahead", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:-1], 0, request=1))
-    request = executor._requests[1]
-    request.index = executor._make_index(request)
+    index = executor.index(1)
+    assert isinstance(index, JacobiIndex)
     text = [*PROMPT]
     for step in range(3 * LEVELS):
         known = len(text) - 1 if step else 0
-        index = request.index
-        before = [list(level) for level in index._levels]
+        before = [list(level) for level in index.levels]
         start, guesses = len(text) - 1, (7, 9) if step % 2 else ()
         executor.tokens, executor.parents = guesses, (start,) * len(guesses)
         guess = guess_after(text, known)
@@ -348,17 +349,17 @@ def test_the_window_is_the_targets_own_writing() -> None:
         if guesses:
             executor.execute(Keep((0,), request=1))
         assert runner.length() == len(text)
-        assert index._levels[:-1] == before[1:]
+        assert index.levels[:-1] == before[1:]
         for column in range(COLUMNS):
             chain = [*text, *before[0][: column + 1], *(level[column] for level in before[1:])]
-            assert index._levels[-1][column] == drawn(alone, chain)
-        text.append(int(executor._requests[1].logits[0].argmax()))
+            assert index.levels[-1][column] == drawn(alone, chain)
+        text.append(int(executor.logits(1)[0].argmax()))
 
 
 def test_the_pool_guesses_what_has_followed_a_token() -> None:
     """The latest first; a bound for each token; and the chance of a place is learned."""
     index = JacobiIndex([1, 2, 3])
-    index._levels = [[level * 10 + column for column in range(COLUMNS)] for level in range(LEVELS)]
+    index.levels = [[level * 10 + column for column in range(COLUMNS)] for level in range(LEVELS)]
     index.take([90] * COLUMNS)
     index.extend([2])
     (first,) = index.candidates(4)
@@ -368,16 +369,16 @@ def test_the_pool_guesses_what_has_followed_a_token() -> None:
         path.append(first.token)
     assert path == [12, 22, 32, 90]
     for number in range(2 * KEPT):
-        index._levels = [[5] * COLUMNS, *([number + level] * COLUMNS for level in range(1, LEVELS))]
+        index.levels = [[5] * COLUMNS, *([number + level] * COLUMNS for level in range(1, LEVELS))]
         index.take([number])
     index.extend([5])
     likeliest = index.candidates(5)
     assert [each.token for each in likeliest] == [2 * KEPT - number for number in range(KEPT)]
     assert sum(each.chance for each in likeliest) <= 1
-    before = index._hits[0]
+    before = index.hits[0]
     index.extend([2 * KEPT])
     index.learn(6)
-    assert index._hits[0] > before
+    assert index.hits[0] > before
     assert index.window(LEVELS - 1, room=99) is index.window(-1, room=99) is None
     assert index.window(2 * LEVELS, room=COLUMNS + LEVELS) is None, "the context ends"
     small = index.window(2 * LEVELS, room=COLUMNS + LEVELS + 1)

@@ -162,8 +162,9 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
 def test_what_is_read_follows_the_cache(trained: Path) -> None:
     """After a rollback the head continues from states that it kept, and starts over where it kept none."""
     own = runner()
-    text = HeadText(load_head(str(trained), own, lambda what: None), 0)
-    draw = lambda logits, position: int(text._head.ids[logits.argmax()])  # noqa: E731
+    head = load_head(str(trained), own, lambda what: None)
+    text = HeadText(head, 0)
+    draw = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
     with torch.inference_mode():
         feed_chain(own, TEXT, 1)
         text.log.extend(0, own.features())
@@ -376,7 +377,8 @@ def test_a_draft_head_in_fewer_bits(trained: Path, states: torch.Tensor) -> None
     with torch.inference_mode():
         for each in (own, few):
             each.extend(0, states, 0)
-        rows = [feed_chain(each, TEXT, 5)[:, own._head.ids] for each in (own, few)]
+        rows = [feed_chain(each, TEXT, 5) for each in (own, few)]
+    rows = [each[each.isfinite()] for each in rows]  # the tokens that the head knows
     assert (rows[0] - rows[1]).abs().mean() < 0.05 * rows[0].std()
 
 

@@ -226,7 +226,7 @@ def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: i
 )
 def test_where_a_rope_stays_the_same(values: dict[str, object], expected: int | None) -> None:
     config = SimpleNamespace(max_position_embeddings=256, **values)
-    steady = loading._steady_positions(config)
+    steady = loading.steady_positions(config)
     assert steady == expected
     assert steady is None or type(steady) is int, "a context is a number of tokens"
 
@@ -261,7 +261,7 @@ def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPat
     runner = load()
     forward = runner.model.forward
     monkeypatch.setattr(
-        runner.model, "forward", lambda **given: forward(**given | {runner._cache_name: None})
+        runner.model, "forward", lambda **given: forward(**given | {runner.cache_name: None})
     )
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
         feed_chain(runner, [3, 4], 1)
@@ -309,7 +309,7 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(
     """What the runner says it takes; of a recurrent one with the copies of its state. A byte less is too little."""
     wanted = ModelConfig(str(tiny_model(kind)), dtype="float32", max_context=64)
     runner = load_runner(wanted, CPU)
-    held = runner._slots if isinstance(runner, ForwardRunner) else None
+    held = runner.slots if isinstance(runner, ForwardRunner) else None
     taken = held.keys.nbytes + held.values.nbytes if held else runner.cache_bytes
     monkeypatch.setattr(memory, "available_memory", lambda: taken)
     load_runner(wanted, CPU)

@@ -58,6 +58,7 @@ for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
     """Which needs none, and finds what the interpreter takes and the compiler does not."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

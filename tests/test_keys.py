@@ -162,7 +162,7 @@ def test_nobody_is_let_in_once_the_authenticator_is_gone(
 ) -> None:
     """ZeroMQ's own default would admit every key then: while the listener closes, say."""
     # Where the authenticator has taken the question and not answered, it is refused when the handshake is overdue.
-    monkeypatch.setattr("pearl.transport.zeromq._HANDSHAKE_SECONDS", 2)
+    monkeypatch.setattr("pearl.transport.zeromq.HANDSHAKE_SECONDS", 2)
     monkeypatch.setattr(ThreadAuthenticator, "start", lambda authenticator: None)
     listener = ZmqListener("tcp://127.0.0.1:*", keys)
     connection = ZmqConnection(listener.address, keys)

@@ -44,7 +44,7 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
     model = model.to(torch.float32 if halves == 2 else torch.bfloat16)
     room = whole_blocks(200) + PREFILL  # as on a GPU
     runner = ForwardRunner(model, 200, slots=1, room=room, is_native=False)
-    slots = runner._slots
+    slots = runner.slots
     assert slots.keys.shape[3] >= 200 + PREFILL
     assert need.cache == pytest.approx(slots.keys.nbytes + slots.values.nbytes, rel=0.15), (
         "of whole blocks"
@@ -56,7 +56,7 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
 )
 def test_the_cache_of_our_own_forward_on_a_cpu(directory: Path) -> None:
     need = needed(directory, "bfloat16", 200, 8192)
-    slots = on_cpu(directory, dtype="bfloat16", max_context=200)._slots
+    slots = on_cpu(directory, dtype="bfloat16", max_context=200).slots
     # The padding of a GPU's pieces is in the estimate.
     assert (
         need.cache / (200 + PREFILL)

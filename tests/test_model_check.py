@@ -209,13 +209,14 @@ def credulous(self: RequestMachine, sampled: Sampled, node: int) -> None:
     _COMMIT(self, replace(sampled, tokens=(*said[-1:], *sampled.tokens)[:count]), node)
 
 
-_COMMIT = RequestMachine._commit_draws
-_DRAFTED, _GRANT = DraftMachine._drafted, DraftState._grant
+_COMMIT = RequestMachine.commit_draws
+_DRAFTED = DraftMachine.handlers[Drafted]
+_GRANT = DraftState.grant
 PLANTED: dict[
     str, tuple[object, object, Any, tuple[Any, ...]]
 ] = {  # where, what, the bug; what is explored
     "the draft may draft one token less than the target waits for": (
-        *(DraftState, "_grant", lambda self: _GRANT(self) - 1),
+        *(DraftState, "grant", lambda self: _GRANT(self) - 1),
         ("pearl", "fixed", 1, ()),
     ),
     "a target that is told that both wait does nothing about it": (
@@ -227,7 +228,7 @@ PLANTED: dict[
         ("pearl", "stream", 2, (2,)),
     ),
     "a runner-up is committed though the target draws another token": (
-        *(RequestMachine, "_commit_draws", credulous),
+        *(RequestMachine, "commit_draws", credulous),
         ("pearl", "stream", 2, (2,), TEXT, (), None),
     ),
     "what was drafted before a rejection is kept, as if no epoch had begun": (

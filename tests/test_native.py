@@ -25,7 +25,7 @@ from tests.tiny import attended, irregular, tiny_model
 
 BUILT = [
     file
-    for name, flags in native._BUILT
+    for name, flags in native.BUILDS
     if flags <= native.flags()
     for file in sorted(Path(native.__file__).parent.glob(f"{name}.*so"))
 ]
@@ -128,7 +128,7 @@ KINDS = (
 
 @pytest.fixture(params=BUILT, ids=lambda file: file.name.partition(".")[0])
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = native._opened(request.param)
+    opened = native.load(request.param)
     monkeypatch.setattr(native, "library", lambda: opened)
 
 
@@ -182,14 +182,14 @@ def test_products(kind: str) -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("delay", [0, 2_000_000])
-def test_a_late_thread_changes_no_bit(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_thread_changes_no_bit(delay: int) -> None:
     """Each sleeps before each of its pieces, so the caller computes what is left, in products of different sizes."""
-    monkeypatch.setattr(native, "_threads", 0)
     products = [Native(quantised("Q4_K", outputs, 512), wide=True) for outputs in (16, 75, 2000)]
     x = irregular(70, 512, torch.bfloat16)
     wanted = [product(x, None) for product in products]
-    loaded = native._loaded()
-    loaded.pearl_delay(delay)
+    library = native.library()
+    assert library is not None
+    library.pearl_delay(delay)
     try:
         for count in (2, 5, 1, 3):
             others = native.use_threads(count)
@@ -198,7 +198,8 @@ def test_a_late_thread_changes_no_bit(delay: int, monkeypatch: pytest.MonkeyPatc
                 for product, result in zip(products, wanted, strict=True):
                     assert torch.equal(product(x, None), result)
     finally:
-        loaded.pearl_delay(0)
+        library.pearl_delay(0)
+        native.use_threads(1)
 
 
 @pytest.mark.usefixtures("built")
@@ -275,7 +276,7 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     assert (native._VERSION, digest.hexdigest()) == (3, "b376b3a1")
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.raises(OSError, match="other sources"):
-        native._opened(BUILT[0])
+        native.load(BUILT[0])
 
 
 def test_models_that_the_c_does_not_take() -> None:
@@ -396,7 +397,7 @@ def test_layers_in_one_call(kind: str, rounding: linear_layers.Rounding) -> None
     for is_in_one_call in (True, False):
         model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.bfloat16)
         runner = CpuRunner(model, 64, slots=2, rounding=rounding, taps=(2, 0, 1))
-        layers = runner._layers
+        layers = runner.layers
         assert (layers.in_one_call is None) == (kind == "qwen3-moe")
         layers.in_one_call = layers.in_one_call if is_in_one_call else None
         kept = []
@@ -418,7 +419,7 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
     found = linear_layers.KernelMatrix.of(one, None, torch.float32)
     assert (found.scales is None) == (kind == "table")
-    both = linear_layers._for_kernels([one, other], None, torch.float32)
+    both = linear_layers.for_kernels([one, other], None, torch.float32)
     assert (both.scales is None) == (found.scales is None)
     weights = [each.dequantised() for each in (found, both)]
     torch.testing.assert_close(weights[0], one.dequantised())
@@ -429,12 +430,12 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
 def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
     """What is no whole number of 8 bits, or has its inputs in another order, is dequantised beside others."""
     one, other = quantised(kind, 64, 256), quantised("int8", 64, 256)
-    both = linear_layers._for_kernels([one, other], None, torch.float32)
+    both = linear_layers.for_kernels([one, other], None, torch.float32)
     assert (both.scales is None) == (kind != "bytes with zeros")
     weights = both.dequantised()
     torch.testing.assert_close(
         weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True
     )
-    alone = linear_layers._for_kernels([one], None, torch.float32)
+    alone = linear_layers.for_kernels([one], None, torch.float32)
     weights = alone.dequantised()
     torch.testing.assert_close(weights, one.dequantised(), equal_nan=True)

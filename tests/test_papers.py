@@ -102,6 +102,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
         },
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
+    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 4)
     arguments = ("--quick", "--json", out)
     ran("paper", "pearl", *arguments)
     made = json.loads(out.read_text())
@@ -121,6 +122,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulate, "measure", None)
+    monkeypatch.setattr(emulate, "SIMULATED_TEXTS", 1)
     done = ran(
         "paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-"
     )
@@ -339,7 +341,7 @@ class Nvml:
 
 @pytest.mark.parametrize(("uuid", "has_energy"), [("the-first", True), ("an-older-one", False)])
 def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "_SECONDS", 0.05)
+    monkeypatch.setattr(energy, "SECONDS", 0.05)
     target = ToyRunner(8, alpha_pair(8, 0.5)[0])
     assert energy.by_batch(target, Quiet()).notes, "a CPU has no such counter"
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
@@ -365,7 +367,7 @@ def test_a_paper_is_tables_and_figures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(energy, "_SECONDS", 0.05)
+    monkeypatch.setattr(energy, "SECONDS", 0.05)
     (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n{"prompt": "the"}\n')
     where = (
         "--target",

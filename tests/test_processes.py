@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -182,6 +183,15 @@ def dead(ready_since: float) -> Mock:
 
 
 DIED, LIVED_LONG = dead(0.0), dead(time.monotonic() - 601)
+
+
+class RunAtOnce:
+    """A thread that has ended when `start` returns."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self.start = target
+
+
 # At the limit of open files there is no process, so none that has died.
 SHORT = [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
 
@@ -206,10 +216,11 @@ def test_a_draft_is_restarted_with_back_off(
     """Which starts again after one that lived long."""
     launch, closing = Mock(side_effect=drafts), Mock(wait=Mock(return_value=False))
     monkeypatch.setattr("pearl.engine.processes.Worker", launch)
+    at_once = SimpleNamespace(Event=lambda: closing, Thread=RunAtOnce)
+    monkeypatch.setattr("pearl.engine.processes.threading", at_once)
     config = EngineConfig(draft_restarts=restarts)
     keeper = DraftKeeper(WorkerSettings(role="draft", config=config, directory=tmp_path))
-    keeper._closing = closing
-    keeper._watch()
+    keeper.keep()
     assert launch.call_count == len(drafts)
     waits = [call.args[0] for call in closing.wait.call_args_list]
     assert [seconds for seconds in waits if seconds >= 1] == expected
@@ -326,10 +337,14 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
         next(open_stream)
         held, let_go = threading.Event(), threading.Event()
 
+        def is_let_go() -> bool:
+            """Called while `wait_until` holds the client's lock."""
+            held.set()
+            return let_go.wait(BOUND)
+
         def hold() -> None:
-            with engine.client._changed, engine._launcher._ending:
-                held.set()
-                assert let_go.wait(BOUND)
+            with engine._launcher._ending:
+                engine.client.wait_until(is_let_go)
 
         def use_and_close() -> None:
             for use in (

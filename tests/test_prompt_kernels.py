@@ -153,7 +153,7 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
     ours = runner_of(model_of(name), taps=(1, 0))
     theirs = CpuRunner(model_of(name), 700, slots=2, taps=(1, 0))
     assert ours.capabilities.prompt_piece == PREFILL
-    assert not ours._slots.keys.any(), "what the check has written is forgotten"
+    assert not ours.slots.keys.any(), "what the check has written is forgotten"
     found = []
     for runner in (ours, theirs):
         feeds = Feed(text(PREFILL + 9), 30, prompt=True), Feed(text(3), 3, 1)
@@ -167,13 +167,13 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
     for some, rows in zip(*found, strict=True):
         torch.testing.assert_close(some, rows, rtol=1e-3, atol=1e-4)
     ours.rollback(0, 1)
-    tokens, sizes, logits = text(PREFILL + 9), set[int](), ours._layers.logits
+    tokens, sizes, logits = text(PREFILL + 9), set[int](), ours.layers.logits
 
     def noted(hidden: torch.Tensor) -> torch.Tensor:
         sizes.add(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(ours._layers, "logits", noted)
+    monkeypatch.setattr(ours.layers, "logits", noted)
     again = torch.cat(
         [feed_chain(ours, tokens[at : at + PREFILL], 9, 1, prompt=True) for at in (0, PREFILL)]
     )

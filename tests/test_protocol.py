@@ -83,7 +83,7 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
     """It could give the target 64 branches to keep, each as long as the text may become, with a row a token."""
     pair = held(branches=branches)
     request = pair.coordinator.running[1]
-    assert request.draft._furthest == 2
+    assert request.draft.furthest == 2
     request.sequence.extend((9, 9))
     stale = request.request.counts.stale
     for start in range(3, 9):
@@ -306,7 +306,7 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
         trouble = chance.choice(TROUBLES)
         if pair.done:
             break
-        if step < 600 and chance.random() * rare < 1 and pair._possible(trouble):
+        if step < 600 and chance.random() * rare < 1 and pair.possible(trouble):
             pair.faults = (trouble,)
             pair.move(trouble)
         elif pair.lossy and not pair.moves:

@@ -1,6 +1,8 @@
 """The reasoning of thinking models apart from their answers: as text, in a conversation and in the server's answers."""
 
+import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
@@ -12,9 +14,8 @@ from rich.console import Console
 
 from pearl.cli import generate
 from pearl.cli.chat import ChatSession
-from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
-from pearl.config import RequestOptions, SamplingParams, Settings
+from pearl.config import SamplingParams
 from pearl.engine.request import Chat, encode
 from pearl.errors import ConfigError
 from pearl.protocol.messages import Provenance
@@ -32,6 +33,8 @@ from pearl.text.reasoning import (
 )
 from pearl.text.reply import Delta, parser_of, reasoning_parser, split
 from pearl.text.tools import FORMATS
+from tests.conftest import TOY, ran
+from tests.replies import HARMONY_TEXTS, OTHER_TAGS
 from tests.served import Served, message
 from tests.tokenizers import Characters
 
@@ -194,49 +197,11 @@ def test_a_call_that_must_be_made_may_stand_behind_the_reasoning() -> None:
     assert [call["function"] for call in whole.calls] == [{"name": "add", "arguments": '{"x": 1}'}]
 
 
-HARMONY_TEXTS = {
-    "a call in analysis": (
-        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis to=functions.add "
-        '<|constrain|>json<|message|>{"x": 1}<|call|>',
-        ("Look.", "", [{"name": "add", "arguments": '{"x": 1}'}]),
-    ),
-    "a recipient before the channel": (
-        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
-        ("", "", [{"name": "add", "arguments": '{"x": 1}'}]),
-    ),
-    "a preamble, and two analyses": (
-        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
-        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
-        "<|message|>Done.<|return|>",
-        ("One.\n\nTwo.", "I look.\n\nDone.", []),
-    ),
-    "words": (
-        "<|channel|>final<|message|>finally, assistantfinal 42 commentary",
-        ("", "finally, assistantfinal 42 commentary", []),
-    ),
-    "no header": ("finally, 42", ("", "finally, 42", [])),
-    "no arguments": (
-        "<|channel|>commentary to=functions.add<|message|><|call|>",
-        ("", "", [{"name": "add", "arguments": "{}"}]),
-    ),
-}
-
-
 @pytest.mark.parametrize("name", HARMONY_TEXTS)
 def test_messages_of_harmony(name: str) -> None:
     text, expected = HARMONY_TEXTS[name]
     for pieces in ([text], list(text)):
         assert parsed(pieces, "harmony", "harmony", False)[:3] == expected  # type: ignore[index]
-
-
-OTHER_TAGS = {
-    "mistral": "[THINK]Hm.[/THINK]Yes.",
-    "gemma": "<|channel>thought\nHm.\n<channel|>Yes.",
-    "seed": "<seed:think>Hm.</seed:think>Yes.",
-    "cohere": "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
-    "think": "<think>\nHm.\n</think>\n\nYes.",
-    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-}
 
 
 @pytest.mark.parametrize("name", TAGS)
@@ -527,22 +492,24 @@ def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
 
 
 def test_generate_prints_the_answer_and_shows_the_reasoning(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To standard output the first; in --json both have a field."""
     engine = served.service.engine
-    config = Settings(engine.config, RequestOptions())
-    text = engine.generate("123", SamplingParams(max_tokens=40, ignore_eos=True))[0].text
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    text = engine.generate([engine.encode("123", raw=False)], params)[0].text
     tags = tag_pair(text[:2], text[10:12])
     wanted = split(text, tags)
     assert all(wanted)
-    params, parser = SamplingParams(max_tokens=40, ignore_eos=True), parser_of(None, tags)
-    with engine.stream("123", params) as stream:
-        generate._print_as_it_comes(stream, parser, SafeConsole(stderr=True))
-    shown = capsys.readouterr()
-    assert shown.out == wanted[1] + "\n"
-    assert shown.err.strip() == wanted[0]
-    document = generate._document(config, engine, stream.result, wanted[1], wanted[0])
+    monkeypatch.setattr(generate, "open_engine", lambda *_: nullcontext(engine))
+    monkeypatch.setattr(generate, "tags_after", lambda *_: tags)
+    monkeypatch.setattr(generate, "reasoning_parser", lambda *_: parser_of(None, tags))
+    command = ("generate", "123", "--target", TOY, "--draft", TOY)
+    command += ("--max-tokens", "40", "--ignore-eos")
+    shown = ran(*command)
+    assert shown.stdout == wanted[1] + "\n"
+    assert shown.stderr.startswith(wanted[0])
+    document = json.loads(ran(*command, "--json").stdout)
     assert (document["reasoning"], document["text"]) == wanted
 
 

@@ -24,11 +24,10 @@ from pearl.text.reasoning_end import ReasoningState
 from pearl.text.reasoning_marks import mark_token, reasoning_of
 from pearl.text.stream import TextStream
 from tests import tokenizers
+from tests.language import END, LANGUAGE, PROMPT, VOCAB, decoded, masked, shaping, toy_guides
 from tests.options import drawn_by
+from tests.replies import OTHER_TAGS, Case, with_tokens
 from tests.served import Served, message
-from tests.test_grammar import END, LANGUAGE, PROMPT, VOCAB, decoded, masked, shaping, toy_guides
-from tests.test_reasoning import OTHER_TAGS
-from tests.test_server_replies import Case, with_tokens
 from tests.virtual import TIMINGS
 
 METHODS_NAMED = ("ar", "ngram", "pearl")

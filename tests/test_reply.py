@@ -8,7 +8,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from pearl.cli.reply import _END_FRAME, MarkdownReply, TokenReply
+from pearl.cli.reply import END_FRAME, MarkdownReply, TokenReply
 from pearl.protocol.messages import Provenance
 from tests.conftest import eventually
 
@@ -25,7 +25,7 @@ def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
 
 def test_markdown_is_rendered_and_never_flickers(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first character on no frame is without the text of the one before."""
-    monkeypatch.setattr("pearl.cli.reply._FRAME_SECONDS", 0.001)
+    monkeypatch.setattr("pearl.cli.reply.FRAME_SECONDS", 0.001)
     file, text = (
         StringIO(),
         "- **red** is warm\n- **blue** is cold\n\nI like *both* of them, for they are colours.",
@@ -37,7 +37,7 @@ def test_markdown_is_rendered_and_never_flickers(monkeypatch: pytest.MonkeyPatch
         eventually(lambda drawn=drawn: len(file.getvalue()) > drawn, "another frame")  # type: ignore[misc]
     shown.finish()
     screen, frames = pyte.Screen(80, 20), list[str]()
-    for frame in file.getvalue().split(_END_FRAME):
+    for frame in file.getvalue().split(END_FRAME):
         pyte.Stream(screen).feed(frame)
         frames.append("\n".join(line.rstrip() for line in screen.display).strip())
     assert len({*frames}) > 10

@@ -163,7 +163,7 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
         start = len(request.sequence.tokens)
         coordinator.handle(replace(branch(tokens=(21,) * size), start=start))
     assert coordinator.running[1].sequence.tokens == [3, 1, 8, 20, 21, 21]
-    assert len(request.sequence.tokens) <= request.sequence.committed + request.draft._furthest
+    assert len(request.sequence.tokens) <= request.sequence.committed + request.draft.furthest
     assert coordinator.running[1].request.counts.stale == 2
 
 

@@ -4,7 +4,7 @@ In float32, because of what `test_interpreter` shows; `test_gpu_path` compares b
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ import torch
 from pearl.models.feeds import Feed, paths
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.check import KernelsUnfit
-from pearl.models.gpu.recordings import FED, not_recorded
+from pearl.models.gpu.recordings import FED, Rows, not_recorded
 from pearl.models.gpu.row_table import MOST_PARTS, lay_tables, numbers, numbers_of
 from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import feed_chain
 from tests.kernels import (  # skips without Triton
+    ONE_LAYER,
     ROWS,
     WINDOWS,
     fed_both,
@@ -119,6 +120,7 @@ def runner(request: pytest.FixtureRequest) -> ForwardRunner:
     return shared(request.param)
 
 
+@ONE_LAYER
 def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
     runner.rollback(0)
     feed_chain(runner, text(60), 1, prompt=True)
@@ -137,6 +139,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
         assert torch.equal(torch.cat(found), whole)
 
 
+@ONE_LAYER
 @pytest.mark.parametrize(("start", "count"), [(0, 16), (59, 9), (505, 16), (40, 40)])
 def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> None:
     """In the first part, across two, over 512 positions, and more nodes than a small table has."""
@@ -182,6 +185,7 @@ def test_a_tile_of_a_tree_may_begin_with_a_deep_node() -> None:
     fed_both(both, Feed(text(28, 1), 28, 0, (*range(-1, 23), -1, 0, 1, 2)))
 
 
+@ONE_LAYER
 def test_two_trees_in_one_table() -> None:
     """Behind a chain; one is deep, and has more nodes than a tile has rows. Then the table held other trees."""
     runner, starts = shared("one layer"), (50, 60, 100)
@@ -215,27 +219,31 @@ def test_features_of_a_tree_behind_another_feed() -> None:
 
 
 @pytest.mark.usefixtures("small_tables")
-def test_all_feeds_are_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
+def test_all_feeds_are_one_forward() -> None:
+    ran: list[int] = []  # the size of each table that is computed
 
-    def run(self: token_forward.Decode, which: int, *given: Any) -> Any:
-        ran.append(which)
-        return _RUN(self, which, *given)
+    def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
+        def replay() -> Rows:
+            logits, features = work()
+            ran.append(len(logits))
+            return logits, features
 
-    monkeypatch.setattr(token_forward.Decode, "_run", run)
-    runner = KernelRunner(model_of("one layer"), 100, slots=4, record=not_recorded)
+        return replay
+
+    runner = KernelRunner(model_of("one layer"), 100, slots=4, record=record)
     feed_chain(runner, text(20), 1, prompt=True)
     runner.fork(0, 3)
     ran.clear()
     feeds = Feed(text(3), 1), Feed(text(4, 2), 4, 1), Feed(text(5, 1), 5, 3, (-1, 0, 0, 1, -1))
     together = runner.forward(feeds)
-    assert ran == [0]
+    assert ran == [ROWS]
     for slot, length in ((0, 20), (1, 0), (3, 20)):
         runner.rollback(length, slot)
     for feed, rows in zip(feeds, together, strict=True):
         assert torch.equal(runner.forward([feed])[0], rows)
 
 
+@ONE_LAYER
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     """Chains and a tree in three slots: in two tables of 64 rows, then 16 rows at a time."""
     runner = shared("one layer")
@@ -250,7 +258,7 @@ def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
             runner.rollback(0, slot)
             feed_chain(runner, text(50, slot), 1, slot, prompt=True)
         if together:
-            assert len(lay_tables(feeds, [50] * 3, runner._decode.most)) == 2  # type: ignore[union-attr]
+            assert len(lay_tables(feeds, [50] * 3, runner.capabilities.tree_nodes)) == 2
             found.append(runner.forward(feeds))
             assert runner.length(0) == 90
         else:
@@ -265,6 +273,7 @@ def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     assert torch.equal(tree[:16], tree_alone)
 
 
+@ONE_LAYER
 def test_bits_do_not_depend_on_the_size_of_the_table_behind_five_parts() -> None:
     runner = shared("one layer")
     runner.rollback(0)
@@ -275,21 +284,25 @@ def test_bits_do_not_depend_on_the_size_of_the_table_behind_five_parts() -> None
     assert torch.equal(torch.cat(apart), whole)
 
 
-_RUN, _FORWARD = token_forward.Decode._run, token_forward.Decode.forward
+_FORWARD = token_forward.Decode.forward
 
 
-def other_bits(self: token_forward.Decode, which: int, *given: Any) -> Any:
-    logits, features = _RUN(self, which, *given)
-    return (
-        (logits, features)
-        if self._recordings[which].size == ROWS
-        else (logits * (1 + 1e-6), features)
-    )
+def other_bits(work: Callable[[], Rows]) -> Callable[[], Rows]:
+    def replay() -> Rows:
+        logits, features = work()
+        if len(logits) > ROWS:
+            logits = logits * (1 + 1e-6)
+        return logits, features
+
+    return replay
 
 
-def wrong_rows(self: token_forward.Decode, which: int, *given: Any) -> Any:
-    logits, features = _RUN(self, which, *given)
-    return logits.roll(1, 1), features
+def wrong_rows(work: Callable[[], Rows]) -> Callable[[], Rows]:
+    def replay() -> Rows:
+        logits, features = work()
+        return logits.roll(1, 1), features
+
+    return replay
 
 
 def by_length(self: token_forward.Decode, feeds: Sequence[Feed]) -> list[Any]:
@@ -302,33 +315,28 @@ def by_tree(self: token_forward.Decode, feeds: Sequence[Feed]) -> list[Any]:
     return [(rows * (1 + 1e-6 * (feed.parents is not None)), more) for (rows, more), feed in found]
 
 
-@pytest.mark.parametrize(
-    ("method", "planted", "said"),
-    [
-        ("_run", wrong_rows, "wrong rows"),
-        ("forward", by_length, "depend on their company"),
-        ("forward", by_tree, "depend on their company"),
-    ],
-)
-def test_kernels_that_are_wrong_are_refused(
-    method: str, planted: Any, said: str, monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_are_wrong_are_refused() -> None:
+    with pytest.raises(KernelsUnfit, match="wrong rows"):
+        runner_of("one layer", context=100, record=wrong_rows)
+
+
+@pytest.mark.parametrize("planted", [by_length, by_tree])
+def test_rows_that_depend_on_their_company_are_refused(
+    planted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_forward.Decode, method, planted)
-    with pytest.raises(KernelsUnfit, match=said):
+    monkeypatch.setattr(token_forward.Decode, "forward", planted)
+    with pytest.raises(KernelsUnfit, match="depend on their company"):
         runner_of("one layer", context=100)
 
 
-def test_larger_tables_with_other_bits_are_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_forward.Decode, "_run", other_bits)
+def test_larger_tables_with_other_bits_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        found = runner_of("one layer", context=100)
+        found = runner_of("one layer", context=100, record=other_bits)
     assert "other bits" in caplog.text
     assert found.capabilities.tree_nodes == ROWS
 
 
-_ADD_WARPS = tile_kernels._add_warps
+_ADD_WARPS = tile_kernels.add_warps
 
 
 @triton.jit
@@ -340,7 +348,7 @@ def otherwise_for_64(found):  # type: ignore[no-untyped-def]
 def test_a_kernel_that_adds_in_another_order_for_64_rows_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tile_kernels, "_add_warps", otherwise_for_64)
+    monkeypatch.setattr(tile_kernels, "add_warps", otherwise_for_64)
     with caplog.at_level("INFO"):
         found = runner_of("one layer", context=100)
     assert "other bits" in caplog.text
@@ -353,10 +361,9 @@ def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(
     made = []
 
     def record(work: Any) -> Any:
-        if isinstance(getattr(work, "__self__", None), token_forward._TableForward):
-            made.append(work)
-            if len(made) > 1:
-                raise OutOfResources(245_760, 101_376, "shared memory")
+        made.append(work)
+        if len(made) > 1:
+            raise OutOfResources(245_760, 101_376, "shared memory")
         return work
 
     with caplog.at_level("INFO"):
@@ -371,6 +378,7 @@ def test_kernels_that_do_not_compile_are_refused(monkeypatch: pytest.MonkeyPatch
         runner_of("one layer")
 
 
+@ONE_LAYER
 def test_a_row_does_not_see_a_nan_that_a_rollback_removed() -> None:
     """A tile looks at positions beyond its rows' own, and 0 times NaN is not 0."""
     runner = shared("one layer")
@@ -378,7 +386,7 @@ def test_a_row_does_not_see_a_nan_that_a_rollback_removed() -> None:
     feed_chain(runner, text(20), 1)
     wanted = feed_chain(runner, text(4, 1), 4)
     with torch.inference_mode():
-        runner._slots.keys[..., 20:24, :] = torch.nan
-        runner._slots.values[..., 20:24, :] = torch.nan
+        runner.slots.keys[..., 20:24, :] = torch.nan
+        runner.slots.values[..., 20:24, :] = torch.nan
     runner.rollback(20)
     assert torch.equal(feed_chain(runner, text(4, 1), 4), wanted)

@@ -9,7 +9,7 @@ import torch
 
 from pearl.cli.options import field_options, of_option
 from pearl.config import RequestOptions
-from pearl.config.options import options_of
+from pearl.config.option_names import by_flag, options_of
 from pearl.decoding.rules import Proposed, make_half, ratio
 from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
@@ -251,7 +251,7 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
     chosen = options_of({"rule": "lenient", "epsilon": 0.25})
     assert chosen.parameters == (("epsilon", 0.25),)
     assert RequestOptions(rule="lenient").parameters == ()
-    assert chosen.by_flag(is_given=True) == {"rule": "lenient", "epsilon": 0.25}
+    assert by_flag(chosen, is_given=True) == {"rule": "lenient", "epsilon": 0.25}
 
     @click.command()
     @field_options({name: of_option(name) for name in ("rule", "epsilon")}, "a file")

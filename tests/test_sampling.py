@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from pearl.config import RequestOptions
-from pearl.config.options import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE
+from pearl.config.option_values import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pearl.decoding import sampling as module
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.keys import exponentials as draws_of

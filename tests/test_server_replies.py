@@ -1,24 +1,20 @@
 """What models write, said by a script behind the real server: whole and streamed, by single characters and at once."""
 
-import copy
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 
 from pearl.server.listen import bind
 from pearl.text.tokenizer import FileTokenizer
 from pearl.text.tools import FORMATS
+from tests.called import joined
+from tests.replies import CALLS as TWO_CALLS
+from tests.replies import HARMONY_TEXTS, NO_CALLS, SCHEMAS, TEXTS, Case, with_tokens
 from tests.served import Served, message
-from tests.test_reasoning import HARMONY_TEXTS
-from tests.test_server_tools import CALLS as TWO_CALLS
-from tests.test_server_tools import NO_CALLS, SCHEMAS, TEXTS, joined
-from tests.tokenizers import byte_level_files, read
 
 PARAMETERS = {
     "type": "object",
@@ -35,34 +31,11 @@ TOOLS: list[Any] = [
 ]
 RED = ("lookup", {"key": "red"})
 HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
-TEMPLATE = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}{# MARK #}"
 FUNCTIONS: list[Any] = []
 for function, schema in SCHEMAS.items():
     FUNCTIONS.append({"type": "function", "function": {"name": function, "parameters": schema}})
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
-
-
-@dataclass
-class Case:
-    """A reply, and what clients get of it.
-
-    Attributes:
-        tokens: names in the text that are tokens, except between backticks.
-        begun: the beginning of the reply, which the client sends.
-        opening: what the template writes at the prompt's end.
-    """
-
-    text: str
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    parser: str = "hermes"
-    tags: str = "none"
-    tokens: tuple[str, ...] = ()
-    special: bool = False
-    begun: str = ""
-    opening: str = ""
 
 
 def qwen(*parameters: str) -> str:
@@ -234,16 +207,6 @@ CASES = {
         special=True,
     ),
 }
-
-
-def with_tokens(case: Case) -> FileTokenizer:
-    made = copy.deepcopy(byte_level_files())
-    tokens = [AddedToken(name, special=case.special, normalized=False) for name in case.tokens]
-    made.add_tokens(tokens)
-    made.chat_template = TEMPLATE + case.opening
-    tokenizer = read(made)
-    tokenizer.reasoning_tags = case.tags
-    return tokenizer
 
 
 def tokens_of(tokenizer: FileTokenizer, case: Case, by_character: bool = False) -> list[int]:

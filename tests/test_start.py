@@ -213,7 +213,7 @@ def test_a_gguf_file_is_described_as_its_model_is(kind: str, tmp_path: Path, cac
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny_model(kind), **FAMILIES[kind])
     directory = resolve_checkpoint(str(file))
-    assert description._of_gguf(directory) == description._model(directory)
+    assert description.of_gguf(directory) == description.of_model(directory)
 
 
 def test_arrays_of_a_gguf_file_are_read_at_once(tmp_path: Path) -> None:

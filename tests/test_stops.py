@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pearl.config import EngineConfig, RequestOptions
-from pearl.config.options import options_of
+from pearl.config.option_names import options_of
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.disco import (

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -147,7 +147,10 @@ class TestRows:
 class NotingGroup:
     """A group that notes what is asked of it, and whose end takes as long as it is told to."""
 
+    made: ClassVar[list["NotingGroup"]] = []
+
     def __init__(self, *_: object) -> None:
+        NotingGroup.made.append(self)
         self.device, self.said, self.may_end = (
             torch.device("cpu"),
             list[object](),
@@ -173,7 +176,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(path: Path, rank: int) -> tuple[ProcessGroupChannel, NotingGroup]:
     channel = ProcessGroupChannel(path, "one", rank, VOCAB, torch.device("cpu"), WAIT)
-    return channel, channel._group
+    return channel, NotingGroup.made.pop()
 
 
 @pytest.mark.usefixtures("told")

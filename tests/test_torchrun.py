@@ -211,7 +211,7 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(
     config = EngineConfig()
 
     def found(directory: Path, address: str) -> Path:
-        with torchrun._directory(config, Store(directory=str(directory)), address) as got:  # type: ignore[arg-type]
+        with torchrun.draft_directory(config, Store(directory=str(directory)), address) as got:  # type: ignore[arg-type]
             return got
 
     ours.chmod(0o755)
@@ -229,13 +229,13 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(
 def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: Path) -> None:
     config = EngineConfig(control="tcp://192.0.2.1:*", keys="/keys")
     store = Store(directory=str(tmp_path))
-    with torchrun._directory(config, store, "tcp://192.0.2.1:5") as home:  # type: ignore[arg-type]
+    with torchrun.draft_directory(config, store, "tcp://192.0.2.1:5") as home:  # type: ignore[arg-type]
         assert home.is_dir()
         assert home != tmp_path
     assert not home.exists()
     with (
         pytest.raises(StartError, match="same --control"),
-        torchrun._directory(config, store, "ipc:///x/y"),
+        torchrun.draft_directory(config, store, "ipc:///x/y"),
     ):  # type: ignore[arg-type]
         pytest.fail("it was believed")
 

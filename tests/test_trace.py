@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 
@@ -24,6 +25,7 @@ from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
 from pearl.trace.recorder import LOOP, Part, Recorder, TraceRecord, part_path, where_and_what
 from pearl.trace.report import report
+from tests.conftest import files_of_at_most
 from tests.options import resolved
 from tests.traced import check_sound, recorded, recording_of, run, simulated
 
@@ -229,18 +231,24 @@ def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
         assert not part.has_ended
 
 
+class Arguments(dict[str, Any]):
+    """Of a record; in contrast to a plain dictionary one can tell whether it is still there."""
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = recorder(tmp_path / "p")
-    r._file.close()
-    r._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    for i in range(1000):
-        r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, {}))
-    r.close()
+    queued = WeakValueDictionary[int, Arguments]()
+    with files_of_at_most((tmp_path / "p").stat().st_size):
+        for i in range(1000):
+            arguments = Arguments()
+            queued[i] = arguments
+            r.record(TraceRecord(LOOP, "busy", "judge", i, i + 1, arguments))
+        r.close()
     assert "the trace ends here" in caplog.text
     assert len(caplog.records) == 1
-    assert len(r._queue) <= 128
+    assert len(queued) <= 128
 
 
 @pytest.mark.parametrize("offset", [10**9, -(10**12)])

@@ -296,11 +296,20 @@ class TestMailbox:
                 collect(into, 1)
 
     def test_a_flood_waits_outside(self, link: Link) -> None:
-        with Mailbox(link.connect()) as out, Mailbox(link.listener) as mail:
+        taken: list[Message] = []
+
+        def incoming(_: Peer, message: Message) -> Message:
+            taken.append(message)
+            return message
+
+        with (
+            Mailbox(link.connect()) as out,
+            Mailbox(link.listener, incoming=incoming) as mail,
+        ):
             for number in range(3 * MAX_BATCH):
                 out.send(Ping(number))
             time.sleep(0.3)
-            assert mail._inbox.qsize() <= 2 * MAX_BATCH
+            assert len(taken) <= 2 * MAX_BATCH
             assert messages(mail, 3 * MAX_BATCH) == [*map(Ping, range(3 * MAX_BATCH))]
 
 
@@ -508,7 +517,7 @@ def test_a_temporary_directory_too_long_for_a_socket_is_not_taken(
     long.mkdir(mode=0o700)
     short = tmp_path.parent / "short"
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    monkeypatch.setattr("pearl.transport.address._SHORT", str(short))
+    monkeypatch.setattr("pearl.transport.address.SHORT_DIRECTORY", str(short))
     for runtime in ("", str(long)):
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         directory = private_directory()

@@ -367,8 +367,9 @@ def test_several_candidates_are_judged_exactly(
     judge = rule(drawn_by(1.0), count)
     law, corrected = Outcomes(monkeypatch).law(p, q, judge, count)
     assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
-    judge._next = -1
-    odds = judge.judge(Proposed(p[None], [draft.index(max(draft))], [q], 7)).odds
+    odds = (
+        rule(drawn_by(1.0), count).judge(Proposed(p[None], [draft.index(max(draft))], [q], 7)).odds
+    )
     assert odds.rejections == pytest.approx(corrected, abs=1e-6)
 
 
@@ -380,7 +381,7 @@ def test_enumeration_of_several_notices_planted_bugs(monkeypatch: pytest.MonkeyP
         law, _ = Outcomes(planted).law(p, q, BatchTarget(drawn_by(1.0), 2), 2)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
     with monkeypatch.context() as planted:
-        planted.setattr(several, "_divisor", lambda target, draft, candidates: 1.0)
+        planted.setattr(several, "k_seq_divisor", lambda target, draft, candidates: 1.0)
         law, _ = Outcomes(planted).law(p, q, SpectrTarget(drawn_by(1.0), 3), 3)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
 

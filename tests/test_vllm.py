@@ -79,19 +79,20 @@ def proposer_with(link: Any, **options: Any) -> PearlProposer:
     proposer = PearlProposer(vllm_config(NOWHERE, **options))
     served = texts_of(proposer)
     served.link = link
-    served.speeds = UnmeasuredSpeeds(most=proposer._most)
+    served.speeds = UnmeasuredSpeeds(most=served.speeds.most)
     return proposer
 
 
 def texts_of(proposer: PearlProposer) -> ServedTexts:
-    assert proposer._served is not None
-    return proposer._served
+    assert proposer.served is not None
+    return proposer.served
 
 
 def met(address: str, **settings: Any) -> PearlProposer:
     """A proposer that has met the service there."""
     proposer = PearlProposer(vllm_config(address, **settings))
-    texts_of(proposer).speeds = UnmeasuredSpeeds(most=proposer._most)
+    served = texts_of(proposer)
+    served.speeds = UnmeasuredSpeeds(most=served.speeds.most)
     proposer.load_model()
     assert texts_of(proposer).link.is_ready
     return proposer
@@ -443,16 +444,16 @@ def test_more_requests_than_slots(tmp_path: Path) -> None:
         proposers = [met(service.address) for _ in range(2)]
         engines = [Steps(proposer, target_token) for proposer in proposers]
         wanted = [submit_all(steps) for steps in engines]
-        while any(steps.running or steps._waiting for steps in engines):
+        while any(steps.running or steps.waiting for steps in engines):
             for steps in engines:
-                if steps.running or steps._waiting:
+                if steps.running or steps.waiting:
                     settle(steps.proposer)
                     steps.step()
         assert [steps.done for steps in engines] == wanted
         assert sum(steps.num_drafted for steps in engines)
         for proposer in proposers:
             proposer.close()
-        eventually(lambda: not service.service._served, "the slots are free again")
+        eventually(lambda: not service.service.served, "the slots are free again")
 
 
 def test_other_vocabularies_are_refused_by_name(tmp_path: Path) -> None:
@@ -536,7 +537,7 @@ def test_requests_of_others_cannot_be_touched(tmp_path: Path) -> None:
         assert isinstance(answers(owner, 1)[0], DraftTokens)
         other.send(Outcomes((Finish(1),), verdicts=(verdict,)))
         assert answers(other, 1)[0] == Resync(1, 0)
-        assert list(service.service._served) == [1]
+        assert list(service.service.served) == [1]
         for end in ends:
             end.close()
 
@@ -675,10 +676,10 @@ def test_only_the_first_of_the_ranks_that_share_a_request_asks() -> None:
     config.parallel_config.rank = 3
     proposer = PearlProposer(config)
     proposer.load_model()
-    assert proposer._served is None
+    assert proposer.served is None
     assert proposer.propose([[1], [2]], np.array([3, 3]), np.zeros((2, 9), int)) == [[], []]
     config.parallel_config.rank = 2
-    assert PearlProposer(config)._served is not None
+    assert PearlProposer(config).served is not None
 
 
 def test_ranks_that_schedule_by_themselves_are_refused() -> None:
@@ -745,7 +746,7 @@ def test_both_halves_make_one_trace(tmp_path: Path) -> None:
     sockets.mkdir()
     about = {"target": "target", "draft": "toy", "control": "ipc", "tensors": "frames"}
     with serving(sockets) as service:
-        tracer = service.service._tracer
+        tracer = service.service.tracer
         tracer.recorder = outside_recorder(trace, "draft", about)
         proposer = met(service.address, trace=str(trace))
         steps = Steps(proposer, target_token)

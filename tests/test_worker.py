@@ -152,17 +152,26 @@ def test_what_the_host_does_beside_a_forward(
     pair = loops(wrap=lambda runner: Noted(runner, notes, lasts), launches=True)
     pair.draft()
     front = pair.front()
-    handle, flush = TargetWorker._on_message, Fronts.flush
+    handle = TargetWorker.on_message
+    deliver = Fronts.deliver
+    flush = Fronts.flush
+    undelivered: list[str] = []
 
     def on_message(worker: TargetWorker, peer: bytes, message: m.Message) -> None:
         notes.append(type(message).__name__)
         handle(worker, peer, message)
 
+    def delivered(fronts: Fronts, message: m.Committed | m.Preview) -> None:
+        undelivered.append("delivered")
+        deliver(fronts, message)
+
     def flushed(fronts: Fronts) -> None:
-        notes.extend(["delivered"] * len(fronts._undelivered))
+        notes.extend(undelivered)
+        undelivered.clear()
         flush(fronts)
 
-    monkeypatch.setattr(TargetWorker, "_on_message", on_message)
+    monkeypatch.setattr(TargetWorker, "on_message", on_message)
+    monkeypatch.setattr(Fronts, "deliver", delivered)
     monkeypatch.setattr(Fronts, "flush", flushed)
     told = Received()
     front.endpoint.send(submission(60))
@@ -281,12 +290,12 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
     """Another one ends while the failing forward runs, and must not be given its error."""
     pair = loops(expects_draft=False)
     front, model = pair.front(), pair.target_model
-    fine = model._distribution
+    fine = model.distribution
     model.after = len(model.fed) + 3
     front.endpoint.send(submission(60, "ar", request=1))
     front.endpoint.send(submission(60, "ar", request=2))
     eventually(lambda: len(model.fed) == model.after, "the first text hangs")
-    model._distribution = lambda tokens: fine(tokens) * math.nan
+    model.distribution = lambda tokens: fine(tokens) * math.nan
     front.endpoint.send(m.Cancel(2))
     time.sleep(
         0.2

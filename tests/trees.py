@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pearl.drafting.ngram import GuessTree
-from pearl.execution.target import TargetExecutor
 from pearl.protocol.events import Guess
 from pearl.protocol.messages import Source
+from tests.opened import OpenExecutor
 
 
-class TreeExecutor(TargetExecutor):
+class TreeExecutor(OpenExecutor):
     """Feeds `tokens` as guesses, each after its parent: a position, or from the text's length on a guess."""
 
     tokens: Sequence[int] = ()

@@ -26,7 +26,7 @@ os.environ.update(
 
 
 def mend_temperatures() -> None:
-    """Make vLLM for CPUs apply temperatures to drafted tokens: 0.32.0 drops them. See findings/vllm_cpu_temperature.sh."""
+    """Make vLLM 0.32.0 for CPUs apply temperatures to drafted tokens. See findings/vllm_cpu_temperature.sh."""
     from vllm.utils import cpu_triton_utils
 
     def spread(output: Any, values: Any, ends: Any, old: int, new: int, **_: Any) -> None:
@@ -119,8 +119,8 @@ class Run:
 
     def _act(self, command: list[str]) -> None:
         if command[0] == "meet":
-            while not self._drafter._served.link.is_ready:
-                self._drafter._served.receive(0.05)
+            while not self._drafter.served.link.is_ready:
+                self._drafter.served.receive(0.05)
         elif command[0] == "start":
             self._started.append(subprocess.Popen(command[1:]))
         else:

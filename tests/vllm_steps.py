@@ -72,7 +72,7 @@ class Steps:
         self._max_rows = rows
         self._chunk = chunk
         self._table = np.zeros((rows, limit), dtype=np.int32)
-        self._waiting: list[Text] = []
+        self.waiting: list[Text] = []
         self._preempted: list[Text] = []
         self._back_at = 0
         self.running: list[Text] = []
@@ -81,11 +81,11 @@ class Steps:
         self.num_drafted = 0
 
     def submit(self, name: int, prompt: Sequence[int], count: int) -> None:
-        self._waiting.append(Text(name, list(prompt), len(prompt) + count, len(prompt)))
+        self.waiting.append(Text(name, list(prompt), len(prompt) + count, len(prompt)))
 
     def run(self, between: Callable[[], None] = lambda: None) -> dict[int, list[int]]:
         """Decode all to their ends; `between` is called before each step."""
-        while self.running or self._waiting or self._preempted:
+        while self.running or self.waiting or self._preempted:
             between()
             self.step()
         return self.done
@@ -108,10 +108,10 @@ class Steps:
                 text = self._leave(row)
                 self.done[text.name] = text.tokens[: text.length]
         if self.num_steps >= self._back_at:
-            self._waiting = self._preempted + self._waiting
+            self.waiting = self._preempted + self.waiting
             self._preempted = []
-        while self._waiting and len(self.running) < self._max_rows:
-            self.running.append(self._waiting.pop(0))
+        while self.waiting and len(self.running) < self._max_rows:
+            self.running.append(self.waiting.pop(0))
         if not self.running:
             return
         sampled = [self._commit(text) for text in self.running]

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from pearl.device import Device
-from pearl.engine.processes import _environment
+from pearl.engine.processes import environment_for
 
 _PR_SET_CHILD_SUBREAPER = 36
 # By no import.
@@ -85,7 +85,7 @@ class Nursery:
     def __init__(self) -> None:
         self._owner, self._affinity = os.getpid(), os.sched_getaffinity(0)
         self._lock = threading.Lock()
-        env = _environment(Device("auto"))
+        env = environment_for(Device("auto"))
         self._environment = _relevant(env)
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]

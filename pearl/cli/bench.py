@@ -18,7 +18,7 @@ from pearl.cli.console import Bars, print_table, shown
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
 from pearl.config import Settings
-from pearl.config.options import DECODING_NAMES
+from pearl.config.option_names import DECODING_NAMES
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.distill.prompts import read_turns

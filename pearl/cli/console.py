@@ -124,7 +124,7 @@ class Bars:
         if not self._console.is_terminal and now - self._reported > _SILENT_SECONDS:
             self._reported = now
             task = self._progress.tasks[-1]
-            self.say(f"{task.description} {_done(task)}{note}")
+            self.say(f"{task.description} {amount_done(task)}{note}")
 
     def step(self, note: str) -> None:
         """Report the next step of work of unknown length."""
@@ -136,7 +136,7 @@ class Bars:
         self._console.print(message, soft_wrap=True)
 
 
-def _done(task: Task) -> str:
+def amount_done(task: Task) -> str:
     """Return how much of the work is done: a count such as "[3 of 20] ", or a percentage for large totals."""
     if task.total is None:
         return ""

@@ -18,6 +18,7 @@ from pearl.cli.console import SafeConsole, text_input, write_text
 from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import RequestOptions, Settings
+from pearl.config.option_names import by_flag
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.engine.request import prompt_for
 from pearl.errors import ConfigError
@@ -62,7 +63,7 @@ def generate(
     """
     console = SafeConsole(stderr=True)
     # Read the prompt before models are loaded. torchrun's other ranks need none.
-    text = "" if torchrun.rank() else _prompt(prompt, raw)
+    text = "" if torchrun.rank() else read_prompt(prompt, raw)
     options = settings.options
     grammar_of(options.json_schema, options.regex)
     if connect is None:
@@ -98,7 +99,7 @@ def generate(
         console.print(warning, style="yellow")
 
 
-def _prompt(prompt: str | None, raw: bool) -> str:
+def read_prompt(prompt: str | None, raw: bool) -> str:
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
@@ -161,7 +162,7 @@ def _document(
         "prompt_tokens": result.prompt_tokens,
         "logprobs": logprobs,
         "statistics": asdict(result.statistics),
-        "settings": {"engine": engine.config.model_dump(), "options": in_use.by_flag()},
+        "settings": {"engine": engine.config.model_dump(), "options": by_flag(in_use)},
         "version": __version__,
     }
 

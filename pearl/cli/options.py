@@ -14,14 +14,8 @@ from pydantic.fields import FieldInfo
 
 from pearl.config import OPTION_NAMES, EngineConfig, load_settings
 from pearl.config.engine import SHORT_DTYPES, ShortDType
-from pearl.config.options import (
-    DECODING_NAMES,
-    OPTIONS,
-    described,
-    description_of,
-    kind_of_parameter,
-    type_of,
-)
+from pearl.config.option_names import DECODING_NAMES, description_of, kind_of_parameter, type_of
+from pearl.config.options import OPTIONS, described
 from pearl.errors import ConfigError
 from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
 from pearl.spec.rules import RULES

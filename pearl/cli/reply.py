@@ -30,7 +30,7 @@ STYLES = {Provenance(source): colour for source, (colour, _) in SOURCES.items()}
 STYLES[Provenance.DIRECT] = ""
 PENDING = "dim italic"
 THOUGHT = "dim italic"
-_FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
+FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 # Pause after a frame / time that drawing it took: redrawing a long block must not keep a core busy.
 _REST_PER_FRAME = 3.0
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
@@ -38,7 +38,7 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethro
 _MARGIN = 2  # screen rows left free below the reply
 # Synchronized output: the terminal shows only whole frames.
 _BEGIN_FRAME = "\x1b[?2026h"
-_END_FRAME = "\x1b[?2026l"
+END_FRAME = "\x1b[?2026l"
 
 
 def legend() -> Text:
@@ -123,7 +123,7 @@ class _ScreenReply(Reply):
                 finished, unfinished = self._compose()
             self._draw(finished, unfinished)
             drawing_seconds = time.monotonic() - began
-            self._closing.wait(max(_FRAME_SECONDS, _REST_PER_FRAME * drawing_seconds))
+            self._closing.wait(max(FRAME_SECONDS, _REST_PER_FRAME * drawing_seconds))
 
     def _draw(self, finished: RenderableType | None, unfinished: RenderableType) -> None:
         if self._console.size != self._size:
@@ -133,7 +133,7 @@ class _ScreenReply(Reply):
             self._live.update(_LastRows(unfinished), refresh=finished is None)
             if finished is not None:
                 self._console.print(finished)
-        self._console.file.write(_END_FRAME)
+        self._console.file.write(END_FRAME)
         self._console.file.flush()
 
     def _restart_after_resize(self) -> None:

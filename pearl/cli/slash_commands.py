@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
-from pearl.config.options import OPTION_NAMES, options_of
+from pearl.config.option_names import OPTION_NAMES, by_flag, options_of
 from pearl.engine.registry import read_card
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES, Figure, Statistics
@@ -120,7 +120,7 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
     Args:
         value: the new value; "default" unsets the option.
     """
-    values = options.by_flag(is_given=True)
+    values = by_flag(options, is_given=True)
     values.pop(name, None)
     if value != "default":
         try:
@@ -132,9 +132,9 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
 
 def _setting_texts(session: ChatSession) -> dict[str, str]:
     """Return setting -> its value as text, such as {"temperature": "0.7 (default)", "draft": "off"}."""
-    changed_settings = session.options.by_flag(is_given=True)
+    changed_settings = by_flag(session.options, is_given=True)
     in_use = session.options.resolved(session.engine.defaults.sampling)
-    values = in_use.changed(seed=session.options.seed).by_flag()
+    values = by_flag(in_use.changed(seed=session.options.seed))
     texts = {}
     for name, value in values.items():
         texts[name] = _value_text(name, value)

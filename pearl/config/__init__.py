@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pearl.config.engine import EngineConfig, ModelConfig, ModelRole
-from pearl.config.options import OF_RULES, OPTION_NAMES, OPTIONS, RequestOptions, options_of
+from pearl.config.option_names import OF_RULES, OPTION_NAMES, options_of
+from pearl.config.options import OPTIONS, RequestOptions
 from pearl.config.section import Section, refuse_unknown
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from pearl.config.options import RequestOptions, wide_window
+from pearl.config.option_values import wide_window
+from pearl.config.options import RequestOptions
 from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.errors import ConfigError

@@ -6,73 +6,47 @@ from: a call, a flag, a file, an HTTP body or another process.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta, structs
 
-from pearl.config.records import LARGEST, Count, Finite, Name, Position, Record, Text
-from pearl.config.section import refuse_unknown, shown
-from pearl.document import parse_json
+from pearl.config.option_values import (
+    CONVERTERS,
+    LEAST_REPETITION_PENALTY,
+    LONGEST_STOP,
+    MAX_BIASES,
+    MAX_GRAMMAR,
+    MAX_LOGPROBS,
+    MAX_PREDICTION,
+    MOST_BIAS,
+    MOST_PENALTY,
+    MOST_PREDICTED,
+    MOST_REASONING_ENDS,
+    MOST_REPETITION_PENALTY,
+    MOST_STOPS,
+    TAKES_MANY,
+    UNSAMPLED,
+    UNSET,
+    Biases,
+    Default,
+    Ends,
+    GuessBound,
+    Named,
+    Schema,
+    Stops,
+    in_words,
+)
+from pearl.config.records import LARGEST, Count, Name, Position, Record, Text
+from pearl.config.section import shown
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
 from pearl.spec import methods
 from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS, Method, methods_that
-from pearl.spec.rules import MAX_PARAMETERS, RULES, RuleSpec, find, named_parameters
+from pearl.spec.rules import RULES, RuleSpec, find
 from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_problem
-
-# Models compute in float32, in which much smaller values become 0 and much larger ones infinity.
-LEAST_TEMPERATURE = 1e-4
-MOST_TEMPERATURE = 1e30
-LEAST_SHARE = 1e-30  # least top_p, and least min_p other than 0
-LEAST_REPETITION_PENALTY = 0.01
-MOST_REPETITION_PENALTY = 100.0
-MOST_PENALTY = 2.0  # OpenAI's range
-MOST_BIAS = 100.0  # OpenAI's range: makes a token certain or impossible
-MAX_BIASES = 1024
-MOST_STOPS = 64  # strings: each token is compared with all of them
-LONGEST_STOP = 1000  # characters
-MOST_EOS = 2048  # token ids that end a text: each token is compared with all of them
-MAX_GRAMMAR = 1 << 16  # bytes of UTF-8 in a grammar, which contains a JSON schema or an expression
-MOST_REASONING_ENDS = 8  # marks
-MAX_PREDICTION = 1 << 21  # characters
-MOST_PREDICTED = 1 << 17  # tokens
-MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
-LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
-
-# Words that stand for a number of guesses in flags and files.
-NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
-
-Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
-Ends = Annotated[tuple[Position, ...], Meta(max_length=MOST_EOS)]
-
-if TYPE_CHECKING:  # what a caller may pass; `__post_init__` converts it
-    _Kind = TypeVar("_Kind")
-    Default = Annotated[_Kind, "None until `resolved` fills it in"]
-    Stops = Sequence[str]
-    Biases = Any  # a mapping, or pairs
-    Schema = Any  # a mapping, or text
-    Named = Any  # a mapping, or pairs
-else:
-
-    class Default:
-        """`Default[T]` is T or None, where None stands for a default that `resolved` fills in."""
-
-        def __class_getitem__(cls, kind: Any) -> Any:
-            return kind | None
-
-    Stops = tuple[Text, ...]
-    Biases = tuple[tuple[Position, Annotated[float, Meta(ge=-MOST_BIAS, le=MOST_BIAS)]], ...]
-    Schema = str | None
-    Named = Parameters
-
-GuessBound = Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]]
-UNSET: Any = None
 
 
 def described(registry: Mapping[str, Any]) -> str:
@@ -285,8 +259,8 @@ class RequestOptions(Record, frozen=True):
         values = []
         for name in OPTIONS:
             value = getattr(self, name)
-            if name in _CONVERTERS:
-                value = _CONVERTERS[name](value)
+            if name in CONVERTERS:
+                value = CONVERTERS[name](value)
             values.append(value)
         try:
             checked = msgspec.convert(values, _Checked)
@@ -301,14 +275,14 @@ class RequestOptions(Record, frozen=True):
     def _problems(self) -> Iterator[str]:
         """Yield the problems of fields that are in their ranges, such as two fields that contradict each other."""
         # These values are in their ranges, but would make every probability NaN.
-        for name, low, high, problem in _UNSAMPLED:
+        for name, low, high, problem in UNSAMPLED:
             value = getattr(self, name)
             if value and not low <= value <= high:
                 yield f"{name}: {problem} (got {value!r})"
         if "" in self.stop:
             yield "stop: a stop string must not be empty"
         if any(len(stop) > LONGEST_STOP for stop in self.stop):
-            yield f"stop: {_TAKES_MANY['stop']}"
+            yield f"stop: {TAKES_MANY['stop']}"
         if not all(map(is_unicode, self.stop)):
             yield "stop: a stop string holds half a surrogate pair, which is no character"
         if self.prediction is not None and not is_unicode(self.prediction):
@@ -360,18 +334,6 @@ class RequestOptions(Record, frozen=True):
             value = getattr(self, name)
             if value != field.default:
                 values[name] = value
-        return values
-
-    def by_flag(self, is_given: bool = False) -> dict[str, Any]:
-        """Return the options as a flat mapping, by the names that flags and files use.
-
-        If `is_given`, return only those that differ from their defaults.
-        """
-        values = self.given() if is_given else structs.asdict(self)
-        for name in _WITHOUT_FLAG:
-            values.pop(name, None)
-        for name, value in self.parameters + self.stop_parameters:
-            values[name] = kind_of_parameter(name)(value)
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
@@ -508,21 +470,7 @@ class RequestOptions(Record, frozen=True):
         return self.json_schema is not None or self.regex is not None
 
 
-# ---- conversion and refusal ----
-
 OPTIONS = {field.name: field for field in structs.fields(RequestOptions)}
-_WITHOUT_FLAG = (
-    "parameters",
-    "stop_parameters",
-    "prompt_length",
-    "grammar",
-    "grammar_ends",
-    "predicted",
-    "reasoning",
-)
-_Checked = msgspec.defstruct(
-    "_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True
-)
 NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,
@@ -531,153 +479,9 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "seed": 0,
 }
-OF_RULES = named_parameters(RULES.values())
-OF_STOPS = named_parameters(STOPS.values())
-assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
-OPTION_NAMES = tuple(
-    name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
+_Checked = msgspec.defstruct(
+    "_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True
 )
-_FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-# The options of drafting and judging; all other options say how tokens are drawn.
-DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
-
-
-def options_of(values: Mapping[str, Any]) -> RequestOptions:
-    """Return the options in a flat mapping, as flags and files have them: each parameter of a rule has its own key.
-
-    A number may be text, because YAML reads 1e-3 as text.
-
-        options_of({"method": "sd", "rule": "opt", "epsilon": 0.1, "look_ahead": "off"})
-
-    Raises `ConfigError`.
-    """
-    fields: dict[str, Any] = {}
-    of_rule = {}
-    of_stop = {}
-    for name, value in values.items():
-        if isinstance(value, str):
-            value = _parsed(name, value)
-        if name in OF_RULES:
-            of_rule[name] = value
-        elif name in OF_STOPS:
-            of_stop[name] = value
-        else:
-            fields[name] = value
-    refuse_unknown(fields, dict.fromkeys(OPTION_NAMES))
-    return RequestOptions(**fields, parameters=of_rule, stop_parameters=of_stop)
-
-
-def _parsed(name: str, text: str) -> Any:
-    """Return the value that `text` stands for in an option; `text` itself if it stands for none."""
-    if name in AS_PUBLISHED or name not in OPTION_NAMES:
-        return text
-    kind = type_of(OPTIONS[name].type) if name in OPTIONS else kind_of_parameter(name)
-    if kind is bool:
-        return {"true": True, "on": True, "false": False, "off": False}.get(text, text)
-    if kind not in (int, float):
-        return text
-    try:
-        return kind(text)
-    except ValueError:
-        return text
-
-
-def kind_of_parameter(name: str) -> type[int] | type[float]:
-    """Return the type of a parameter of a rule or stop policy."""
-    owners = OF_RULES.get(name) or OF_STOPS[name]
-    return next(iter(owners.values())).kind
-
-
-def _number_or_word(value: Any) -> Any:
-    """Return a number of guesses, given as a number or as a word. YAML reads `off` as False, and flags are text."""
-    if value is False:
-        return 0
-    if not isinstance(value, str):
-        return value
-    if value.isdecimal():
-        return int(value)
-    return NUMBER_WORDS.get(value, value)
-
-
-def _strings(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return _sequence(value)
-
-
-def _sequence(value: Any) -> Any:
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(value)
-    return value
-
-
-def _pairs(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple(value.items())
-    return _sequence(value)
-
-
-def _schema_text(value: Any) -> Any:
-    """Return a JSON schema as text. Raises `ConfigError`."""
-    if value is None:
-        return None
-    schema = value
-    try:
-        if isinstance(value, str):
-            schema = parse_json(value)
-    except ValueError as error:
-        raise ConfigError(f"json_schema: is not JSON: {error} (got {shown(value)})") from None
-    if not isinstance(schema, Mapping):
-        raise ConfigError(f"json_schema: must be a JSON object (got {shown(value)})")
-    try:
-        text = json.dumps(schema)
-    except (RecursionError, TypeError) as error:
-        raise ConfigError(f"json_schema: cannot be written as JSON: {error}") from None
-    limit = MAX_GRAMMAR // 2
-    if len(text) > limit:
-        raise ConfigError(f"json_schema: has {len(text):,} characters, at most {limit:,} are read")
-    return text
-
-
-_CONVERTERS = {
-    **dict.fromkeys(AS_PUBLISHED, _number_or_word),
-    "parameters": _pairs,
-    "stop_parameters": _pairs,
-    "stop": _strings,
-    "stop_token_ids": _sequence,
-    "logit_bias": _pairs,
-    "json_schema": _schema_text,
-}
-
-
-# Bounds beyond which nothing can be sampled: (field, least value other than 0, greatest value, message).
-_UNSAMPLED = (
-    (
-        "temperature",
-        LEAST_TEMPERATURE,
-        LARGEST,
-        f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}",
-    ),
-    (
-        "temperature",
-        0.0,
-        MOST_TEMPERATURE,
-        f"the greatest temperature is {MOST_TEMPERATURE:g}",
-    ),
-    (
-        "top_p",
-        LEAST_SHARE,
-        1.0,
-        f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone",
-    ),
-    ("min_p", LEAST_SHARE, 1.0, f"0 is off; the least min_p above it is {LEAST_SHARE:g}"),
-)
-
-
-def wide_window(gamma: int | None) -> str:
-    """Return why an engine with several slots refuses a window of `gamma` tokens."""
-    limit = methods.MAX_WINDOW
-    return f"gamma {gamma} is more than {limit}: the other requests of an engine with several slots would wait"
 
 
 def _refusals(values: Sequence[Any]) -> Iterator[str]:
@@ -686,88 +490,7 @@ def _refusals(values: Sequence[Any]) -> Iterator[str]:
         try:
             msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            problem = _in_words(str(error))
+            problem = in_words(str(error))
             if isinstance(value, tuple):
-                problem = _TAKES_MANY.get(name, problem)
+                problem = TAKES_MANY.get(name, problem)
             yield f"{name}: {problem} (got {shown(value)})"
-
-
-def _in_words(message: str) -> str:
-    """Return msgspec's message in plain words: "Expected `float` >= 0.0" is "takes a number >= 0.0"."""
-    words, _, place = message.partition(" - at ")
-    for kind, noun in _NOUNS.items():
-        words = words.replace(f"`{kind}`", noun).replace(f"`{kind} | null`", noun)
-    words = words.replace("Expected", "takes")
-    if place:
-        return f"an item {words}"
-    return words
-
-
-_TAKES_MANY = {
-    "stop": f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text",
-    "logit_bias": f"takes at most {MAX_BIASES} token ids, and numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}",
-}
-_NOUNS = {
-    "float": "a number",
-    "int": "a whole number",
-    "str": "text",
-    "bool": "true or false",
-    "null": "null",
-    "object": "a mapping",
-    "array": "a list",
-}
-
-
-# ---- what flags, help and the HTTP schema read ----
-
-
-def type_of(kind: Any) -> Any:
-    """Return a field's type without None and `Annotated`: `float` of `Annotated[float, Meta(...)] | None`."""
-    while True:
-        if get_origin(kind) is Annotated:
-            kind = get_args(kind)[0]
-        elif get_origin(kind) in (Union, UnionType):
-            (kind,) = (part for part in get_args(kind) if part is not type(None))
-        else:
-            return kind
-
-
-def bounds_of(kind: Any) -> list[Meta]:
-    """Return every `Meta` in a field's type, including those of nested types; the outermost last."""
-    bounds = []
-    for part in get_args(kind):
-        if isinstance(part, Meta):
-            bounds.append(part)
-        else:
-            bounds += bounds_of(part)
-    return bounds
-
-
-def description_of(name: str) -> str:
-    """Return the help text of a field, or of a parameter of a rule or stop policy."""
-    description = ""
-    if name in OPTIONS:
-        for bound in bounds_of(OPTIONS[name].type):
-            description = bound.description or description
-        return description
-    owner_kind = "rule"
-    owners = OF_RULES.get(name)
-    if owners is None:
-        owner_kind = "draft_stop"
-        owners = OF_STOPS[name]
-    sentences = []
-    for owner, parameter in owners.items():
-        sentences.append(f"Of {owner_kind} {owner}: {parameter}: {parameter.description}.")
-    return " ".join(sentences)
-
-
-def _numbers() -> tuple[str, ...]:
-    names = []
-    for name in OPTION_NAMES[_FIRST_OF_DRAWING:]:
-        is_number = name in OPTIONS and type_of(OPTIONS[name].type) in (int, float, bool)
-        if is_number and name not in ("sample", "logprobs"):  # HTTP has fields of its own for these
-            names.append(name)
-    return tuple(names)
-
-
-NUMBERS = _numbers()  # the options that HTTP requests have by the same names

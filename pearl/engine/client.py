@@ -76,7 +76,7 @@ class Client:
         self.is_closed = False
         self.numbers = count(1)
         # Weak: a stream that its user drops is garbage-collected, which cancels its request.
-        self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
+        self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
         self.welcome: Welcome | None = None
@@ -157,9 +157,9 @@ class Client:
 
     def submit(self, stream: Stream, submit: Submit) -> Stream:
         with self._changed:
-            if not self._streams:
+            if not self.streams:
                 self._fault = None
-            self._streams[submit.request] = stream
+            self.streams[submit.request] = stream
         self.post(submit)
         return stream
 
@@ -167,7 +167,7 @@ class Client:
         """Drop the stream of a request that has ended."""
         if self._is_ours:
             with self._changed:
-                self._streams.pop(request, None)
+                self.streams.pop(request, None)
                 self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
@@ -211,7 +211,7 @@ class Client:
 
         The target counts as lost if its process is dead, or if it is silent for too long during a text.
         """
-        if received or not self._streams:
+        if received or not self.streams:
             allowance = 0.0
             for _, message in received:
                 if isinstance(message, Heartbeat):
@@ -225,7 +225,7 @@ class Client:
             try:
                 self._dispatch(message)
             except PearlError as error:
-                if self.welcome is None or self._streams:
+                if self.welcome is None or self.streams:
                     self._fault = error
                 else:
                     log.warning("%s", error)
@@ -262,7 +262,7 @@ class Client:
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if (
                 request >= 0
             ):
-                stream = self._streams.get(request)
+                stream = self.streams.get(request)
                 if stream is not None and not stream.take(message):
                     self._lose("the target's messages have a gap, or come twice")
             case Error(_, "TraceError", text):

@@ -52,7 +52,7 @@ class Worker:
             COMMAND,
             stdin=PIPE,
             stdout=PIPE,
-            env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
+            env=environment_for(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
         self._stdin: Any = self._process.stdin
@@ -258,7 +258,7 @@ def _back_off(times: int) -> float:
     return min(0.5 * 2.0 ** min(times, 16), _MOST_BACK_OFF_SECONDS)
 
 
-def _environment(place: Device) -> dict[str, str]:
+def environment_for(place: Device) -> dict[str, str]:
     """Return the worker's environment variables, which libraries read before they start threads.
 
     A pinned worker gets as many threads as cores. A worker with several GPUs sees only those, so that a model that is

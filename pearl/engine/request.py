@@ -10,7 +10,8 @@ from math import inf
 from typing import Any, TypedDict
 
 from pearl.config import RequestOptions
-from pearl.config.options import MOST_PREDICTED, Reasoning
+from pearl.config.option_values import MOST_PREDICTED
+from pearl.config.options import Reasoning
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of

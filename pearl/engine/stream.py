@@ -15,10 +15,10 @@ from pearl.protocol.messages import (
     Committed,
     Error,
     Finished,
-    Logprobs,
     Preview,
     Provenance,
     Submit,
+    TokenDetails,
 )
 from pearl.text.stream import TextStream, Tokenizer
 
@@ -35,7 +35,7 @@ class Piece:
         provenance: the origin of each token.
         texts: for each token, the text that became final with it; together they are `text`.
         preview: the draft's pending tokens, a guess at the following ones; only if requested.
-        logprobs: the log probabilities of each token; only if requested.
+        details: the log probabilities of each token, and what else the options ask for; empty if they ask for nothing.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Piece:
     provenance: tuple[Provenance, ...] = ()
     texts: tuple[str, ...] = ()
     preview: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
+    details: tuple[TokenDetails, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -55,7 +55,7 @@ class Result:
 
     Attributes:
         finish_reason: eos, stop, length or cancelled; empty while the text is generated.
-        logprobs: an entry for each token, if requested.
+        details: see `Piece`.
         accepted_prediction_tokens: number of tokens of the request's prediction that the text has.
         rejected_prediction_tokens: number of the prediction's other tokens.
     """
@@ -67,9 +67,14 @@ class Result:
     seed: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    logprobs: list[Logprobs] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+
+    @property
+    def logprobs(self) -> list[TokenDetails]:
+        """The details of each token, by the name of the option that asks for log probabilities."""
+        return self.details
 
     def __repr__(self) -> str:
         text = self.text
@@ -169,9 +174,9 @@ class Stream:
         self.result.text += text
         self.result.tokens += new.tokens
         self.result.provenance += new.provenance
-        self.result.logprobs += new.logprobs
+        self.result.details += new.details
         self._count_prediction(new.tokens)
-        return Piece(text, new.tokens, new.provenance, texts, logprobs=new.logprobs)
+        return Piece(text, new.tokens, new.provenance, texts, details=new.details)
 
     def _count_prediction(self, new: Sequence[int]) -> None:
         if self._prediction is not None:

@@ -126,7 +126,7 @@ def serve(config: EngineConfig, progress: Progress) -> None:
         if config.keys is not None:
             read_keys(Path(config.keys))  # fail now rather than after rank 0 has loaded its model
         address = store.get(_ADDRESS, config.startup_timeout)
-        with _directory(config, store, address) as directory:
+        with draft_directory(config, store, address) as directory:
             settings = WorkerSettings(
                 role="draft",
                 config=config,
@@ -166,7 +166,7 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
 
 
 @contextmanager
-def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
+def draft_directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
     """Yield the directory for the draft's files: rank 0's on the same host, otherwise a new one, removed at the end.
 
     Raises `StartError` if rank 0 is not where the configuration says.

@@ -26,8 +26,8 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
 
-_PATIENCE = 3.0  # seconds
-_LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
+PATIENCE = 3.0  # seconds
+LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
 _LONGEST_NAP = 5e-4  # seconds
 _UNKNOWN = Drafted((-1,))  # stands for a token that is not known yet; no command has this id
 
@@ -100,7 +100,7 @@ class Ahead:
     def close(self) -> None:
         """End the thread after its current forward; a thread that hangs is abandoned after 3 s (it is a daemon)."""
         self._commands.put(None)
-        self._thread.join(_PATIENCE)
+        self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         device = self._proposer.device
@@ -178,7 +178,7 @@ class Ahead:
         launched = self._proposer.launch(command, previous)
         now = time.monotonic()
         if launched.following is not None:  # else the launch has waited for the device
-            self._lead = _LEAST_LEAD + 2 * (now - began)
+            self._lead = LEAST_LEAD + 2 * (now - began)
         self._due = max(self._due, now) + self._took
         return launched
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from msgspec.structs import replace
 
-from pearl.config.options import LEAST_LOGPROB
+from pearl.config.option_values import LEAST_LOGPROB
 from pearl.decoding.rules import Proposed, TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -42,7 +42,7 @@ from pearl.protocol.events import (
     Spread,
 )
 from pearl.protocol.fed_tokens import FedTokens
-from pearl.protocol.messages import HiddenStates, Logprobs, Verdict
+from pearl.protocol.messages import HiddenStates, TokenDetails, Verdict
 from pearl.protocol.speeds import Cores
 from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
@@ -65,9 +65,8 @@ class _Request:
         logits: [rows, vocab], the rows of the last tokens in `fed`.
         launched: results for these rows that judging needs, launched with the forward; None if not launched.
         draws: [rows, 2], the target's own draws from these rows, launched with the forward; None if not launched.
-        logprobs: see `RequestOptions`.
         raw: as `logits`, before the shaper changes them.
-        decided: log probabilities of decided tokens by position, until delivered.
+        details: details of decided tokens by position, until delivered.
     """
 
     slot: int
@@ -84,9 +83,8 @@ class _Request:
     launched: torch.Tensor | None = None
     draws: torch.Tensor | None = None
     fed: FedTokens = field(default_factory=lambda: FedTokens(0, ()))
-    logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    decided: dict[int, Logprobs] = field(default_factory=dict)
+    details: dict[int, TokenDetails] = field(default_factory=dict)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -111,19 +109,25 @@ class _Request:
         """Return the index in `logits` of the row of a node of the last forward."""
         return node - len(self.fed.tokens) + len(self.logits)
 
-    def say(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the log probabilities of decided tokens from `position` on, computed from `rows` of the last forward."""
-        if self.logprobs is None or not tokens:
+    @property
+    def has_details(self) -> bool:
+        """Whether the options ask for any `TokenDetails`."""
+        return self.direct.options.logprobs is not None
+
+    def add_details(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Keep the details of decided tokens from `position` on, computed from `rows` of the last forward."""
+        if not tokens or not self.has_details:
             return
         logits = self.raw[list(rows)].float()
         logprobs = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
-        top = logprobs.topk(min(self.logprobs, logits.shape[-1]))
+        count = self.direct.options.logprobs or 0
+        top = logprobs.topk(min(count, logits.shape[-1]))
         ids = top.indices.tolist()
         values = top.values.tolist()
         chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
         for index, logprob in enumerate(chosen):
             likeliest = tuple(zip(ids[index], values[index], strict=True))
-            self.decided[position + index] = Logprobs(logprob, likeliest)
+            self.details[position + index] = TokenDetails(logprob, likeliest)
 
     def stop_after(self, tokens: Sequence[int]) -> int | None:
         if self.text is not None:
@@ -243,7 +247,6 @@ class TargetExecutor:
             make_shaper(options, command.prompt, self._guides),
             METHODS[options.method],
             options.predicted,
-            logprobs=options.logprobs,
         )
 
     def _guess(self, request: _Request, guess: Guess) -> GuessTree:
@@ -452,7 +455,7 @@ class TargetExecutor:
         new = list(judge.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
-        request.say(judge.start, new, rows[: len(new)])
+        request.add_details(judge.start, new, rows[: len(new)])
         return replace(verdict, stop_after=request.stop_after(new))
 
     def _reuse(
@@ -484,18 +487,18 @@ class TargetExecutor:
                 if not sample.follow:
                     break
                 node = request.fed.child(node, tokens[-1])
-        request.say(sample.position, tokens, rows)
+        request.add_details(sample.position, tokens, rows)
         return Sampled(tuple(tokens), request.stop_after(tokens))
 
-    def logprobs(self, number: int, start: int, count: int) -> tuple[Logprobs, ...]:
-        """Return the log probabilities of `count` decided tokens from `start` on, and forget them.
+    def details(self, number: int, start: int, count: int) -> tuple[TokenDetails, ...]:
+        """Return the details of `count` decided tokens from `start` on, and forget them.
 
         Empty if the request wants none.
         """
         request = self._requests.get(number)
-        if request is None or request.logprobs is None:
+        if request is None or not request.has_details:
             return ()
-        return tuple(map(request.decided.pop, range(start, start + count)))
+        return tuple(map(request.details.pop, range(start, start + count)))
 
 
 def _with_window(feed: Feed, window: GuessWindow) -> Feed:

@@ -45,12 +45,12 @@ class ToyRunner(ModelRunner):
         self.capabilities = Capabilities(slots, _TREE_NODES, row_invariant=True)
         self.vocab_size = vocab_size
         self.context = context
-        self._distribution = distribution
-        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self.distribution = distribution
+        self.tokens: list[list[int]] = [[] for _ in range(slots)]
         self._trees: list[Feed | None] = [None] * slots
 
     def length(self, slot: int = 0) -> int:
-        return len(self._tokens[slot])
+        return len(self.tokens[slot])
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "the toy model")
@@ -60,7 +60,7 @@ class ToyRunner(ModelRunner):
         return logits
 
     def _chain(self, feed: Feed) -> torch.Tensor:
-        tokens = self._tokens[feed.slot]
+        tokens = self.tokens[feed.slot]
         tokens.extend(map(int, feed.tokens))
         self._trees[feed.slot] = None
         ends = range(len(tokens) - feed.rows + 1, len(tokens) + 1)
@@ -70,13 +70,13 @@ class ToyRunner(ModelRunner):
         assert feed.parents is not None
         contexts: list[list[int]] = []
         for token, parent in zip(feed.tokens, feed.parents, strict=True):
-            prefix = contexts[parent] if parent >= 0 else self._tokens[feed.slot]
+            prefix = contexts[parent] if parent >= 0 else self.tokens[feed.slot]
             contexts.append([*prefix, int(token)])
         self._trees[feed.slot] = feed
         return self._logits(contexts[len(contexts) - feed.rows :])
 
     def _logits(self, contexts: list[list[int]]) -> torch.Tensor:
-        probs = [self._distribution(context) for context in contexts]
+        probs = [self.distribution(context) for context in contexts]
         if probs:
             return torch.log(torch.stack(probs))
         return torch.empty(0, self.vocab_size)
@@ -84,7 +84,7 @@ class ToyRunner(ModelRunner):
     def rollback(self, length: int, slot: int = 0) -> None:
         assert 0 <= length <= self.length(slot)
         self._trees[slot] = None
-        del self._tokens[slot][length:]
+        del self.tokens[slot][length:]
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         tree = self._trees[slot]
@@ -92,18 +92,22 @@ class ToyRunner(ModelRunner):
         assert tree is not None, "no tree was fed to this slot"
         assert tree.parents is not None
         assert is_path(tree.parents, path), (tree.parents, path)
-        self._tokens[slot].extend(int(tree.tokens[node]) for node in path)
+        self.tokens[slot].extend(int(tree.tokens[node]) for node in path)
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        assert self._tokens[into][:shared] == self._tokens[slot][:shared]
+        assert self.tokens[into][:shared] == self.tokens[slot][:shared]
         self._trees[into] = None
-        self._tokens[into] = self._tokens[slot][:length]
+        self.tokens[into] = self.tokens[slot][:length]
 
 
+@lru_cache(maxsize=16)
 def alpha_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
+    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens.
+
+    Both are functions of the context alone, so calls with the same arguments share their rows.
+    """
 
     @lru_cache(maxsize=4096)
     def pair(context: tuple[int, ...]) -> _Rows:

@@ -55,7 +55,7 @@ class DraftState:
         self.has_sent = False
         self._grants = 0
         # The most tokens that any grant allowed beyond the prefix: the maximum length of a branch.
-        self._furthest = 0
+        self.furthest = 0
         # Reset at each new epoch:
         self._epoch = 0
         self._until = 0  # the draft may draft positions before this one
@@ -151,7 +151,7 @@ class DraftState:
             window = window.in_blocks(request.block, length)
         return window
 
-    def _grant(self) -> int:
+    def grant(self) -> int:
         """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
 
         c changes only here, where the draft gets a new limit; otherwise the target could wait for tokens beyond the
@@ -166,7 +166,7 @@ class DraftState:
             self._enter_epoch()
         until = min(self._bounds.draft_until, request.submit.limit, self.context)
         self._until = max(self._until, until)
-        self._furthest = max(self._furthest, self._until - request.sequence.committed)
+        self.furthest = max(self.furthest, self._until - request.sequence.committed)
         return self._until
 
     def _enter_epoch(self) -> None:
@@ -185,7 +185,7 @@ class DraftState:
             return
         request = self._request
         seq = request.sequence
-        until = self._grant()
+        until = self.grant()
         self.known = seq.committed
         self._is_paused = False
         self._withheld = -1
@@ -201,7 +201,7 @@ class DraftState:
         if not (start and self.is_drafting and start < seq.committed):
             return
         tokens = tuple(seq.tokens[start : seq.committed])
-        do(Send(Verdict(request.number, request.epoch, start, tokens, self._grant(), seq.digest)))
+        do(Send(Verdict(request.number, request.epoch, start, tokens, self.grant(), seq.digest)))
         self.known = seq.committed
         self._is_paused = self._is_paused and seq.first_pending is not None
 
@@ -230,7 +230,7 @@ class DraftState:
         if message.after is not None:
             # A branch may exceed `_until`: its length counts from its outcome.
             end = message.start + len(message.tokens)
-            if end > message.after[0] + 1 + self._furthest:
+            if end > message.after[0] + 1 + self.furthest:
                 return self._drop()
         # The draft does not know the request's limit, so a branch may exceed it; the main line ends
         # at `_until`, which does not.

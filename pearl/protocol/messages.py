@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptions
+from pearl.config.option_values import LEAST_LOGPROB, MAX_LOGPROBS, Ends
+from pearl.config.options import RequestOptions
 from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
 from pearl.protocol.acceptance_estimates import Seen
 
@@ -147,11 +148,14 @@ class Submit(Message, frozen=True, tag=3):
     client: Name = ""
 
 
-class Logprobs(Record, frozen=True):
-    """Log probability of a token in the target's row: natural logarithm, at temperature 1, without filters, penalties
-    and biases; at least `LEAST_LOGPROB`.
+class TokenDetails(Record, frozen=True):
+    """What the target reports about a committed token if the options ask for it. A new detail is a field here.
+
+    Log probabilities are natural logarithms of the target's probabilities at temperature 1, without filters, penalties
+    and biases. They are at least `LEAST_LOGPROB`.
 
     Attributes:
+        logprob: the token's log probability.
         top: (token, log probability) of the likeliest tokens, the likeliest first.
     """
 
@@ -160,13 +164,13 @@ class Logprobs(Record, frozen=True):
 
 
 class Committed(Message, frozen=True, tag=4):
-    """Final tokens from position `start` on, each with its provenance; `logprobs` are empty unless requested."""
+    """Final tokens from position `start` on, each with its provenance; `details` are empty unless requested."""
 
     request: Count
     start: Position
     tokens: Tokens
     provenance: Annotated[tuple[Provenance, ...], Meta(max_length=MAX_TOKENS)]
-    logprobs: Annotated[tuple[Logprobs, ...], Meta(max_length=MAX_TOKENS)] = ()
+    details: Annotated[tuple[TokenDetails, ...], Meta(max_length=MAX_TOKENS)] = ()
 
 
 class Preview(Message, frozen=True, tag=5):

@@ -128,7 +128,7 @@ class RequestMachine(Machine):
         self.draft = DraftState(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
         self._look_ahead = LookAhead(self.request, speeds)
-        self._fed = FedTokens(0, ())  # in the last forward
+        self.fed = FedTokens(0, ())  # in the last forward
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -162,7 +162,7 @@ class RequestMachine(Machine):
             self._decide(do)
 
     def _take_guesses(self, fed: FedTokens) -> None:
-        self._fed = fed
+        self.fed = fed
         self.sequence.cached = fed.start  # `_settle` keeps one path of a tree
         if fed.parents is None:
             self.sequence.cached += len(fed.tokens)
@@ -175,7 +175,7 @@ class RequestMachine(Machine):
         request.counts.was_shared |= len(self._running) > 1
         if event.beside is None:
             return
-        fed = len(self._fed.tokens) + event.beside
+        fed = len(self.fed.tokens) + event.beside
         request.beside = event.beside
         self._speeds.observe_target(fed, event.seconds)
         if fed == 1:
@@ -258,7 +258,7 @@ class RequestMachine(Machine):
         seq = self.sequence
         while not request.ending:
             if seq.fed < len(seq.tokens):
-                self._fed.follow(seq)
+                self.fed.follow(seq)
             if seq.fed < seq.committed:  # no row for the position after the prefix
                 return False
             count = self._num_judged()
@@ -313,7 +313,7 @@ class RequestMachine(Machine):
             start,
             tuple(self.sequence.tokens[start : start + count]),
             request.proposals.rows(count),
-            self._fed.nodes(start, count),
+            self.fed.nodes(start, count),
             request=request.number,
         )
         judged = self._verifier.judge(judge)
@@ -336,19 +336,19 @@ class RequestMachine(Machine):
         """
         request = self.request
         position = self.sequence.committed
-        (node,) = self._fed.nodes(position, 1)
+        (node,) = self.fed.nodes(position, 1)
         # The target draws a withheld token itself; the draft goes on after it.
         follow = request.looks_ahead and not self.draft.withholds
         sampled = self._verifier.sample(Sample(position, node, follow, request=request.number))
         if request.looks_ahead:
-            self._commit_draws(sampled, node)
+            self.commit_draws(sampled, node)
             return
         provenance = Provenance.DIRECT
         if self._has_bonus and self.draft.is_drafting:
             provenance = Provenance.BONUS
         request.commit(sampled.tokens[0], provenance, sampled.stop_after == 1)
 
-    def _commit_draws(self, sampled: Sampled, node: int) -> None:
+    def commit_draws(self, sampled: Sampled, node: int) -> None:
         """Commit the target's draws; compare them with the draft tokens that have come.
 
         All draws but the last were fed as guesses, as a path after `node`.
@@ -357,7 +357,7 @@ class RequestMachine(Machine):
         num_accepted = 0
         num_undrafted = 0
         is_wrong = False
-        nodes = self._fed.walk(node, sampled.tokens)
+        nodes = self.fed.walk(node, sampled.tokens)
         for index, token in enumerate(sampled.tokens):
             if request.ending:
                 break
@@ -383,7 +383,7 @@ class RequestMachine(Machine):
                     request.counts.num_judged_draft_tokens += 1
             request.commit(token, provenance, is_stop)
             if index < len(nodes):
-                request.count_guess(self._fed.guesser(nodes[index]))
+                request.count_guess(self.fed.guesser(nodes[index]))
         self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
         # If every draft token so far was right, one token ahead of the draft is still the same window.
         request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
@@ -411,7 +411,7 @@ class RequestMachine(Machine):
         self._settle(do)
         start = seq.fed
         tokens = tuple(seq.feed(count))
-        self._fed = FedTokens(start, tokens)
+        self.fed = FedTokens(start, tokens)
         request.counts.target_steps[phase] += 1
         request.has_stepped |= phase is not Phase.PREFILL
         rows = max(0, seq.fed + 1 - seq.committed)
@@ -424,7 +424,7 @@ class RequestMachine(Machine):
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.request.number))
         elif seq.cached < seq.fed:
-            do(Keep(tuple(self._fed.path[: seq.fed - seq.cached]), request=self.request.number))
+            do(Keep(tuple(self.fed.path[: seq.fed - seq.cached]), request=self.request.number))
         seq.cached = seq.fed
 
     # ---- the end, and beginning again ----

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from pearl.document import parse_json
 from pearl.engine import Piece, Result
-from pearl.protocol.messages import Logprobs
+from pearl.protocol.messages import TokenDetails
 from pearl.server.errors import ApiError
 from pearl.server.schemas import SharedRequest, StreamOptions
 from pearl.text.reply import Delta, ReplyParser
@@ -206,13 +206,13 @@ class CompletionWriter(ReplyWriter):
         for text in texts:
             choice = {"index": text.index, **self._message(text.message)}
             choice["finish_reason"] = text.finish_reason
-            choice["logprobs"] = self._logprobs(text.result.tokens, text.result.logprobs)
+            choice["logprobs"] = self._logprobs(text.result.tokens, text.result.details)
             choices.append(choice)
         return encode({**self._head, "object": self._OBJECT, "usage": usage, "choices": choices})
 
     def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
         """Return a chunk if the piece has text, or if the client requested details of its tokens."""
-        has_details = self._include_provenance or piece.logprobs
+        has_details = self._include_provenance or piece.details
         if not delta and not (has_details and piece.tokens):
             return b""
         fields = self._delta(delta or {"content": ""})
@@ -221,7 +221,7 @@ class CompletionWriter(ReplyWriter):
             for token, source in zip(piece.texts, piece.provenance, strict=True):
                 provenance.append({"text": token, "source": source.value})
             fields["provenance"] = provenance
-        logprobs = self._logprobs(piece.tokens, piece.logprobs)
+        logprobs = self._logprobs(piece.tokens, piece.details)
         return self._chunk(text, fields, logprobs=logprobs)
 
     def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
@@ -243,7 +243,7 @@ class CompletionWriter(ReplyWriter):
         """Return the fields of a piece."""
         return {"text": delta.get("content", "")}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Any:
+    def _logprobs(self, tokens: Sequence[int], details: Sequence[TokenDetails]) -> Any:
         """Return log probabilities of tokens; None if the client did not request them, as only chats can."""
         return None
 
@@ -284,13 +284,13 @@ class ChatWriter(CompletionWriter):
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"delta": _with_both_names(delta)}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Any:
-        if not logprobs:
+    def _logprobs(self, tokens: Sequence[int], details: Sequence[TokenDetails]) -> Any:
+        if not details:
             return None
         content = []
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            entry = self._entry(token, logprob.logprob)
-            entry["top_logprobs"] = [self._entry(*candidate) for candidate in logprob.top]
+        for token, token_details in zip(tokens, details, strict=True):
+            entry = self._entry(token, token_details.logprob)
+            entry["top_logprobs"] = [self._entry(*candidate) for candidate in token_details.top]
             content.append(entry)
         return {"content": content, "refusal": None}
 

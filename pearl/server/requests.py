@@ -1,4 +1,4 @@
-"""Turns the body of a request into prompts and options. No I/O; raises `ApiError`s that name the field."""
+"""Turns the body of a request into prompts and options, without I/O. An `ApiError` names the field that is wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Setup:
         model: the name under which clients request the model.
         options: the defaults of requests.
         tools: the format in which the model writes calls.
-        engine: what the engine has.
+        engine: the configuration of the engine.
     """
 
     model: str
@@ -55,10 +55,10 @@ class TextRequest:
 
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
-        params: how to decode and sample; `numbered` has them for each text.
-        prompt_field: the field that has the prompts.
-        limit_field: the field that set max_tokens; empty if it is a default.
-        format: the format of calls in the text; None if the text may have none.
+        params: how to decode and sample. `numbered` returns the options of one of the texts.
+        prompt_field: name of the field with the prompts.
+        limit_field: name of the field that set max_tokens; empty if max_tokens is a default.
+        format: how calls of tools are written in the text; None if the text may have no calls.
     """
 
     body: TextBody
@@ -75,10 +75,10 @@ class TextRequest:
         return prompt.prefix if isinstance(prompt, Chat) else ""
 
     def text(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyText:
-        """Make the `ReplyText` of the reply's text `index`.
+        """Return the `ReplyText` number `index` of the reply.
 
-        For a chat that may reason or call tools it has a parser, which splits the text into reasoning, content and
-        calls.
+        If the request is a chat that may reason or call tools, the `ReplyText` has a parser that splits the text into
+        reasoning, content and calls.
         """
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
@@ -115,10 +115,10 @@ class TextRequest:
         return names
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
-        """Return the params of text number `sample`, from 0; all share one seed.
+        """Return the options of text number `sample`, counted from 0. All texts share one seed.
 
         Args:
-            room: tokens that the context has besides the prompt; bounds a default of max_tokens.
+            room: how many tokens the context can hold after the prompt. A default of max_tokens is at most this.
         """
         max_tokens = self.params.max_tokens
         if max_tokens is not None and not self.limit_field:
@@ -127,7 +127,7 @@ class TextRequest:
 
 
 def read_request(body: Any, schema: type[TextBody], setup: Setup) -> TextRequest:
-    """Check the parsed body of a request to the endpoint that takes `schema`."""
+    """Return the request that a body describes, for the endpoint that takes `schema`. Raises `ApiError`."""
     request = validate(schema, body)
     if request.model != setup.model:
         raise no_model(request.model, setup.model)
@@ -169,8 +169,10 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool for the chat template, made from the body itself: templates write the fields in the order they
-    get, which should be the client's.
+    """Return a tool for the chat template.
+
+    It is made from the body, not from the parsed schema: a template writes fields in the order that it gets, which
+    should be the client's order.
     """
     fields = {}
     for name, value in function.items():
@@ -186,7 +188,7 @@ def _params(request: TextBody, setup: Setup) -> RequestOptions:
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
     try:
         return defaults.changed(**(values | _grammar(request, setup)))
-    except ConfigError as error:  # it begins with a field's name
+    except ConfigError as error:  # its message begins with a field's name
         raise ApiError(400, str(error), param=re.split(r"\W", str(error))[0]) from None
 
 
@@ -204,7 +206,7 @@ def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
 
 
 def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
-    """Return the options that keep the text to a grammar: of `response_format`, or of a call that must be made."""
+    """Return the options that constrain the text: to `response_format`, or to a call if the model must make one."""
     cause = "response_format"
     schema = None
     if request.response_format is not None:
@@ -229,7 +231,10 @@ def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
 
 
 def check_fits(tokens: Sequence[int], request: TextRequest, context: int) -> None:
-    """Raise `ApiError` if prompt and text do not fit the context."""
+    """Raise `ApiError` if the context is too small for the prompt and the text.
+
+    The text has max_tokens tokens if the request sets max_tokens, else at least one.
+    """
     if not tokens:
         raise ApiError(400, "the prompt is empty", param=request.prompt_field)
     limit = request.limit_field

@@ -1,7 +1,7 @@
-"""The bodies of requests as pydantic models, which also give /openapi.json, and the checks that their fields share.
+"""The bodies of requests as pydantic models, from which /openapi.json is made too, and the checks that fields share.
 
-A field is honoured, ignored, or refused by name: refused if it is not supported and would change the text. Unknown
-fields are ignored, so that clients of other servers need no change; the log warns once of each.
+A field that is not supported is refused by name if it would change the text, and ignored otherwise. Unknown fields are
+ignored, so that clients of other servers need no change; the log warns once about each.
 """
 
 from __future__ import annotations
@@ -28,17 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-from pearl.config.options import (
-    LONGEST_STOP,
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MOST_STOPS,
-    NUMBERS,
-    OPTIONS,
-    bounds_of,
-    description_of,
-    type_of,
-)
+from pearl.config.option_names import NUMBERS, bounds_of, description_of, type_of
+from pearl.config.option_values import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS
+from pearl.config.options import OPTIONS
 from pearl.server.errors import ApiError, invalid_field
 from pearl.spec.methods import METHODS
 
@@ -48,10 +40,10 @@ MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_UNKNOWN = 8  # unknown fields of a request that the log names
-_MOST_WARNED = 100  # warnings about requests, for clients choose the names in them
-_warned: set[str] = set()
+_MOST_WARNED = 100  # warnings about requests: bounded, because clients choose the names in them
+warned: set[str] = set()
 
-# The fields that are refused or ignored, and the values that are accepted all the same.
+# Fields that are refused or ignored; for each refused field, the values that are accepted because they change nothing.
 FOREIGN_FIELDS: dict[str, Any] = yaml.decode(
     (files("pearl.server") / "foreign_fields.yaml").read_bytes()
 )
@@ -61,7 +53,10 @@ FOREIGN_FIELDS: dict[str, Any] = yaml.decode(
 
 
 class Body(BaseModel):
-    """A JSON object in which nulls count as missing. Its validation adds unknown fields to the context, a set."""
+    """A JSON object; a field that is null counts as missing.
+
+    The validation context is a set, to which validation adds the names of unknown fields.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     unserved: ClassVar[dict[str, Any]] = {}
@@ -89,7 +84,7 @@ class Body(BaseModel):
 
 
 def _is_among(value: Any, neutral_values: Sequence[Any]) -> bool:
-    """Return whether `value` is one of these; in contrast to Python, false is not 0 and true is not 1."""
+    """Return whether `value` is one of `neutral_values`. Unlike in Python, false is not 0 and true is not 1."""
     is_bool = isinstance(value, bool)
     return any(
         value == neutral and isinstance(neutral, bool) is is_bool for neutral in neutral_values
@@ -97,7 +92,7 @@ def _is_among(value: Any, neutral_values: Sequence[Any]) -> bool:
 
 
 def check_text(value: Any) -> Any:
-    """Return `value`; raise `ValueError` if its text has half a surrogate pair, which tokenizers reject."""
+    """Return `value`. Raise `ValueError` if any text in it has half a surrogate pair, which tokenizers reject."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text.encode()
@@ -112,7 +107,10 @@ Text = Annotated[str, AfterValidator(check_text)]
 
 
 def only_with(field: str, other: str, required: Any) -> Any:
-    """Make a validator: `field` is allowed only if the field `other`, declared before it, has the value `required`."""
+    """Return a validator that allows `field` only if the field `other` has the value `required`.
+
+    `other` must be declared before `field`.
+    """
 
     def check(cls: type[Body], value: Any, info: ValidationInfo) -> Any:
         if value not in (None, [], 0) and info.data.get(other) != required:
@@ -126,7 +124,7 @@ _Schema = TypeVar("_Schema", bound=Body)
 
 
 def validate(schema: type[_Schema], body: Any) -> _Schema:
-    """Return the body as `schema`, and warn of its unknown fields. Raises `ApiError`."""
+    """Parse a body as `schema`, and warn about its unknown fields. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     unknown = set[str]()
@@ -143,8 +141,8 @@ def validate(schema: type[_Schema], body: Any) -> _Schema:
 
 def warn_once(message: str) -> None:
     """Log a warning about what clients send, unless it was logged before."""
-    if message not in _warned and len(_warned) < _MOST_WARNED:
-        _warned.add(message)
+    if message not in warned and len(warned) < _MOST_WARNED:
+        warned.add(message)
         log.warning("%s", message)
 
 
@@ -257,8 +255,9 @@ class Tool(Body):
 
 
 def is_function(tool: Any) -> bool:
-    """Return whether to keep this tool: its type is "function", or no string, which validation refuses. A tool of
-    another type is left out, with a warning.
+    """Return whether to keep a tool. Log a warning if not: its type is a string other than "function".
+
+    A tool whose type is no string is kept: validation refuses it.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind == "function":
@@ -332,7 +331,7 @@ class StreamOptions(Body):
 # ---- requests ----
 
 _BOOLEANS = {"true": True, "false": False}
-OFF = "off"  # in place of a method: the target alone
+OFF = "off"  # value of `speculation` that turns speculation off: the target decodes alone
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = (
@@ -342,7 +341,7 @@ _Prompt = (
 
 
 def _field_of(name: str) -> Any:
-    """Return (type, pydantic field) of an option, with its bounds, default and description."""
+    """Return the type and the pydantic field of an option. The field has its bounds, default and description."""
     option = OPTIONS[name]
     bounds: dict[str, Any] = {}
     for bound in bounds_of(option.type):
@@ -358,7 +357,7 @@ _FIELDS: dict[str, Any] = {name: _field_of(name) for name in NUMBERS}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
-    """The fields that all endpoints share; fields of `RequestOptions` have its bounds."""
+    """The fields that all endpoints share. Those that are options have the bounds of `RequestOptions`."""
 
     unserved: ClassVar = FOREIGN_FIELDS["refused"]
     model: str
@@ -401,7 +400,7 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
     def _is_short(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if len(value) > MAX_BIASES:  # before each of very many is checked
+        if len(value) > MAX_BIASES:  # before pydantic checks each of very many
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
         if not all(key.isascii() and key.isdigit() for key in value):
             raise ValueError('takes token ids, each with a number, such as {"42": -100}')
@@ -424,7 +423,7 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions of which the model must call one; empty if it may answer with text."""
+        """The functions among which the model must choose its call; empty if the model may answer with text."""
         return []
 
 
@@ -527,6 +526,6 @@ class ChatCompletionRequest(SharedRequest):
             variables["enable_thinking"] = False
         for name, value in self.chat_template_kwargs.items():
             variables[name] = value
-            if isinstance(value, str):  # which a template would take for true, whatever it says
+            if isinstance(value, str):  # a template takes any text for true, "false" too
                 variables[name] = _BOOLEANS.get(value.lower(), value)
         return variables

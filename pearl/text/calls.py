@@ -1,7 +1,7 @@
-"""Reads calls of tools out of text that comes in pieces: one reader for each shape of calls.
+"""Reads calls of tools from text that comes in pieces. Each way of writing calls has its reader.
 
-A reader is a generator over a `Cursor`. It yields None where it must wait for more text, and a `Part` for each part of
-a call that is certain. It takes nothing of a text before it knows that the text is a call, so what is no call stays.
+A reader is a generator over a `Cursor`. It yields None when it needs more text, and a `Part` for each part of a call
+that is certain. It takes text from the cursor only when it knows that the text is a call; other text stays there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ NEVER = "(?!)"
 
 
 class Part(NamedTuple):
-    """A part of a call; a name begins a call. `source`: the text that it was read from."""
+    """A part of a call. The first part of a call has the name.
+
+    Attributes:
+        source: the text from which the part was read.
+    """
 
     source: str
     name: str = ""
@@ -30,7 +34,11 @@ class Part(NamedTuple):
 
 
 class Cursor:
-    """Text that has not been read yet. `is_last`: no more text will come."""
+    """Text that has not been read yet.
+
+    Attributes:
+        is_last: whether no more text will come.
+    """
 
     def __init__(self, marks: Marks) -> None:
         self.text = ""
@@ -38,7 +46,7 @@ class Cursor:
         self._marks = marks
 
     def take(self, length: int) -> str:
-        """Take the next characters away, and return them."""
+        """Remove the next `length` characters, and return them."""
         text = self.text[:length]
         self.text = self.text[length:]
         return text
@@ -50,7 +58,7 @@ class Cursor:
         return self._marks.readable(text)
 
     def match(self, expression: str, start: int = 0) -> Generator[None, None, Any]:
-        """Return the match at `start`, once the text decides whether there is one; None if there is none."""
+        """Return the match at `start`, or None if there is none. Wait until enough text has come to decide that."""
         pattern = self.compiled(expression)
         while True:
             match = pattern.match(self.text, start, partial=not self.is_last)
@@ -59,21 +67,21 @@ class Cursor:
             yield
 
     def is_cut(self, expression: str) -> bool:
-        """Return whether the reply ends within what an expression matches."""
+        """Return whether the reply ends with an incomplete match of an expression."""
         if not self.is_last or not self.text:
             return False
         match = self.compiled(expression).match(self.text, partial=True)
         return match is not None and match.partial
 
 
-Reading = Generator[Part | None, None, bool]  # returns whether there was a call
+Reading = Generator[Part | None, None, bool]  # its return value: whether there was a call
 Reader = Callable[[Cursor, Schemas], Reading]
-# Reads one call, after a number of characters that belong to it, too.
+# Reads one call that is preceded by a number of characters, such as an opening tag, that are taken with the call.
 CallReader = Callable[[Cursor, int, Schemas], Reading]
 
 
 def read_tail(cursor: Cursor, expression: str) -> Reading:
-    """Read what may follow a call, whole or as far as the reply goes; return whether it is whole."""
+    """Read the end of a call if it is there. Return whether it is complete; the end of the reply may cut it."""
     match = yield from cursor.match(expression)
     if match is not None:
         yield Part(cursor.take(match.end()))
@@ -85,13 +93,13 @@ def read_tail(cursor: Cursor, expression: str) -> Reading:
 
 @dataclass(frozen=True)
 class Block:
-    """Reads calls that stand together.
+    """Reads calls that follow each other in one block.
 
     Args:
-        opening: matches from the block's beginning to the first call.
+        opening: matches the text from the block's beginning to the first call.
         call: reads one call.
-        between: matches from one call to the next.
-        closing: matches what may end the block.
+        between: matches the text between two calls.
+        closing: matches the block's end, which may be missing.
     """
 
     opening: str
@@ -126,11 +134,11 @@ _NAME = r'"(?:name|tool_name)"'
 _ARGUMENTS = r'"(?:arguments|parameters)"'
 _OTHER = r'"(?:id|type|tool_call_id)"\s*:\s*"[^"]*"'
 _NAMED = rf'\{{\s*(?:{_OTHER}\s*,\s*)*{_NAME}\s*:\s*"([^"\n]+)"\s*,\s*{_ARGUMENTS}\s*:\s*(?=\{{)'
-_REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # of the object, after the arguments
+_REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the arguments
 
 
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read {"name": "add", "arguments": {"a": 1}}; its fields may come in any order, and have other shapes."""
+    """Read {"name": "add", "arguments": {"a": 1}}. The fields may come in any order and be nested in "function"."""
     head = yield from cursor.match(_NAMED, lead)
     if head is None:
         return (yield from _read_whole_object(cursor, lead))
@@ -142,7 +150,7 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read such an object if it names a function of the request."""
+    """Read an object, as `read_object` does, if it names a function of the request."""
     arguments = yield from cursor.match(rf"\{{\s*{_ARGUMENTS}", lead)
     if arguments is not None:
         return (yield from _read_whole_object(cursor, lead, schemas))
@@ -153,7 +161,10 @@ def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) -> Reading:
-    """Read an object that has to be complete before it is a call. `known`: functions of which it must name one."""
+    """Read an object that can be told to be a call only once it is complete.
+
+    `known`: the functions that a call may name; None if it may name any.
+    """
     start = yield from cursor.match(r"\{", lead)
     if start is None:
         return False
@@ -181,7 +192,7 @@ def _object_end(cursor: Cursor, start: int) -> Generator[None, None, int | None]
 
 
 def _call_in(text: str) -> Part | None:
-    """Return the call that an object's text describes; None if it is none."""
+    """Return the call that the text of an object describes; None if it describes no call."""
     fields = value_in(text)
     if isinstance(fields, dict) and isinstance(fields.get("function"), dict):
         fields = fields["function"]
@@ -194,7 +205,7 @@ def _call_in(text: str) -> Part | None:
 
 
 def _arguments_in(arguments: Any) -> str:
-    """Return a call's arguments as JSON's text: they may be missing, or text already."""
+    """Return a call's arguments as JSON text. `arguments` may be None (there are none) or such a text already."""
     if isinstance(arguments, str):
         value = value_in(arguments)
         if isinstance(value, dict) or arguments.strip() in ("", "null", "None"):
@@ -205,7 +216,7 @@ def _arguments_in(arguments: Any) -> str:
 
 
 def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
-    """Read arguments that begin here, as they come."""
+    """Read the arguments at the cursor, and yield them piece by piece."""
     balance = _Balance()
     while True:
         end = balance.find(cursor.text)
@@ -219,7 +230,7 @@ def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
 
 
 class _Balance:
-    """Finds the end of a value, where brackets balance outside of strings, in a text that comes in pieces."""
+    """Finds the end of a JSON or Python value in pieces of text: where the brackets outside strings balance."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -227,7 +238,7 @@ class _Balance:
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the index after the closing bracket in the next piece, `text`; None if the piece has none."""
+        """Take the next piece of text. Return the index after the closing bracket in it; None if the value goes on."""
         for index, character in enumerate(text):
             if self._quote:
                 if self._is_escaped or character == "\\":
@@ -247,7 +258,12 @@ class _Balance:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """Reads a name, which is the group of `head`, arguments in JSON, and a `rest`, which may be absent."""
+    """Reads a name, arguments in JSON, and a rest that may be missing.
+
+    Args:
+        head: matches the text up to the arguments; its group is the name.
+        rest: matches the text after the arguments.
+    """
 
     head: str
     rest: str = NEVER
@@ -264,7 +280,7 @@ class NamedCall:
 
 
 def either(first: CallReader, second: CallReader) -> CallReader:
-    """Return a reader of the calls that one of two readers reads."""
+    """Return a reader that tries `first`, and then `second` if the text is no call for `first`."""
 
     def read(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
         if (yield from first(cursor, lead, schemas)):
@@ -279,15 +295,16 @@ def either(first: CallReader, second: CallReader) -> CallReader:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """Reads a name, and then each argument between tags, with the types that the function's schema has.
+    """Reads a name, and then arguments between tags. The function's schema says which type each argument has.
 
     Args:
-        head: matches the function's name, its group, up to the first argument or the end.
-        key: matches from there to an argument's value; a group is the argument's name.
-        value_end: matches the end of a value, and looks ahead to what follows: a value may hold the tag itself.
+        head: matches the text up to the first argument, or to `end` if there is none; its group is the function's name.
+        key: matches the text from there to an argument's value; its group is the argument's name.
+        value_end: matches the closing tag of a value, and looks ahead at the text after it, because a value may contain
+            the closing tag.
         end: matches the end of the call.
-        is_padded: whether a line feed may stand before and after a value, and is no part of it.
-        is_known: whether only functions of the request are calls.
+        is_padded: whether a line feed before a value, and one after it, are not part of the value.
+        is_known: whether a call must name a function of the request.
     """
 
     head: str
@@ -327,7 +344,7 @@ class TaggedCall:
         return True
 
     def _read_value(self, cursor: Cursor, schema: Any) -> Reading:
-        """Read one value; return whether it was whole. A string comes as it is written."""
+        """Read one value; return whether it is complete. A string is yielded while it comes, others at their end."""
         if types_of(schema) == {"string"}:
             return (yield from self._read_string(cursor))
         pattern = cursor.compiled(self.value_end)
@@ -375,7 +392,7 @@ class TaggedCall:
             yield None
 
     def _cut_length(self, cursor: Cursor) -> int:
-        """Return the length of a value that the reply's end cuts, without a beginning of its closing tag."""
+        """Return the length of a value that the reply's end cuts. The beginning of a closing tag is not counted."""
         match = cursor.compiled(self.value_end).search(cursor.text, partial=True)
         return len(cursor.text) if match is None else int(match.start())
 
@@ -384,7 +401,7 @@ class TaggedCall:
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of a property, with its reference into the same document resolved."""
+    """Return the schema of a property. If it is a reference into the same document, return what it refers to."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
@@ -400,7 +417,7 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; an empty set if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     stated = schema.get("type", [])
@@ -415,9 +432,9 @@ def types_of(schema: Any) -> set[str]:
 
 
 def typed(text: str, schema: Any) -> str:
-    """Return a value that came as text as JSON, of a type that its schema allows.
+    """Return the value that a model wrote as `text`, as JSON of a type that the schema allows.
 
-    For example "3" of an integer is 3, and of a string "3".
+    For example the text 3 becomes 3 if the schema says integer, and "3" if it says string.
     """
     types = types_of(schema)
     if types == {"string"}:
@@ -451,7 +468,7 @@ def _fits(value: Any, types: set[str]) -> bool:
 
 
 def _cut(text: str, schema: Any) -> str:
-    """Return a value that was cut as far as it goes."""
+    """Return the JSON of a value that the reply's end has cut, as far as the value goes."""
     types = types_of(schema)
     if types and "string" not in types:
         return text.strip()
@@ -462,7 +479,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def value_in(text: str) -> Any:
-    """Return the value that a text has in JSON, or in Python's notation; None if it is neither."""
+    """Parse a text as JSON, or else as a Python literal. Return None if it is neither."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -481,9 +498,9 @@ def value_in(text: str) -> Any:
 
 
 def read_python(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read [add(1, b="x"), stop()]; arguments without a name have those of the schema, in its order.
+    """Read [add(1, b="x"), stop()]. Arguments without a name get the schema's names, in the schema's order.
 
-    All of it must be calls of the request's functions, else it is text.
+    If any item of the list is no call of a function of the request, the whole list is text.
     """
     head = yield from cursor.match(r"\[\s*([A-Za-z_][\w.-]*)\s*(?=\()", lead)
     if head is None or head.group(1) not in schemas:
@@ -502,7 +519,7 @@ def read_python(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _calls_in(text: str, schemas: Schemas) -> list[Part]:
-    """Return the calls of a Python list; none if a part of it is no call, or an argument has no name."""
+    """Return the calls in a Python list. Return no calls if an item is no call, or an argument gets no name."""
     try:
         listing = ast.parse(text, mode="eval").body
         assert isinstance(listing, ast.List)
@@ -512,7 +529,7 @@ def _calls_in(text: str, schemas: Schemas) -> list[Part]:
 
 
 def _call_of(node: ast.expr, schemas: Schemas) -> Part:
-    """Return a call. Raises `ValueError` if it is none."""
+    """Return the call that a node of Python's syntax tree stands for. Raises `ValueError` if it is no call."""
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     name = ast.unparse(node.func)
@@ -538,7 +555,7 @@ _GEMMA_END = rf"\}}\s*{regex.escape('<tool_call|>')}"
 
 
 def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read call:add{a:1,b:<|"|>x<|"|>}, whose strings stand between tokens, and whose keys have no quotes."""
+    """Read call:add{a:1,b:<|"|>x<|"|>}. The token <|"|> stands for the quotes of strings; keys have no quotes."""
     head = yield from cursor.match(r"call:([\w.-]+)\s*(?=\{)", lead)
     if head is None:
         return False
@@ -565,7 +582,7 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _from_gemma(cursor: Cursor, text: str) -> str:
-    """Return arguments as JSON, as far as they go."""
+    """Return Gemma's arguments as JSON, as far as they go: the reply's end may have cut them."""
     pattern = cursor.compiled(
         rf"{_QUOTE}(?P<string>.*?)(?P<end>{_QUOTE}|$)|(?P<key>[^\s{{}}\[\],:{ANY}]+)(?=\s*:)"
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pearl.config.options import Schema
+from pearl.config.option_values import Schema
 from pearl.errors import GrammarError, RequestError, installing
 from pearl.text.parser import checked, limits
 from pearl.text.schema import place_of

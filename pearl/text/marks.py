@@ -1,9 +1,9 @@
-"""Special tokens inside a text, each as one character that no text can hold.
+"""Represents each special token in a text by one character that no text can contain.
 
-A model that quotes "</think>" writes ordinary tokens, and one that ends its thought writes one token of that name.
-Both read the same once they are text. So the token becomes a lone surrogate, which UTF-8 cannot decode to, and the
-expressions that look for it are compiled for that character. A vocabulary without such a token has the name alone,
-which then counts wherever it stands.
+A model that quotes "</think>" writes ordinary tokens, and a model that ends its reasoning writes the special token
+"</think>". Decoded, the two read the same. So the special token is replaced by a lone surrogate, a character that
+UTF-8 never decodes to, and expressions that search for the token are compiled to search for that character. If the
+vocabulary has no such token, expressions search for the name, which then counts wherever it stands.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
 
 _FIRST = 0xDC00  # a surrogate
-ANY = r"\ud800-\udfff"  # all characters of marks, within a class of an expression
+ANY = r"\ud800-\udfff"  # range of all characters that stand for tokens, for a character class
 
 
 @lru_cache(maxsize=64)
 def _ids_of(tokenizer: Any, names: tuple[str, ...]) -> dict[int, str]:
-    """Return the names that are tokens, by their ids."""
+    """Return {id: name} of the names that are tokens of the vocabulary."""
     wanted = frozenset(names)
     ids = {}
     for id, entry in enumerate(tokenizer.tokens()):
@@ -34,16 +34,17 @@ def _ids_of(tokenizer: Any, names: tuple[str, ...]) -> dict[int, str]:
 
 
 class Marks:
-    """The names that the vocabulary has as tokens, and the characters in their place.
+    """Maps names that are tokens of the vocabulary to characters, and back.
 
     Args:
-        tokenizer: None if only text is known, and no tokens.
+        names: names of special tokens; names that are not in the vocabulary are ignored.
+        tokenizer: None if the tokens of the text are not known.
     """
 
     def __init__(self, names: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
         self.ids: dict[int, str] = {}
         if tokenizer is not None and names:
-            key: Any = tokenizer  # hashable, as every object without an equality of its own
+            key: Any = tokenizer  # hashable, because it defines no equality
             self.ids = _ids_of(key, tuple(names))
         self._names: dict[str, str] = {}
         self._characters: dict[str, str] = {}
@@ -59,13 +60,13 @@ class Marks:
         return self._characters[name]
 
     def compiled(self, expression: str) -> regex.Pattern[str]:
-        """Compile an expression in which names are written as `re.escape` writes them."""
+        """Compile an expression, with characters in place of names. Names in it are escaped by `regex.escape`."""
         for name, character in self._characters.items():
             expression = expression.replace(regex.escape(name), character)
         return regex.compile(expression, regex.DOTALL)
 
     def readable(self, text: str, hidden: Sequence[str] = ()) -> str:
-        """Return the text with names in place of characters; those of `hidden` names are left out."""
+        """Return the text with names in place of characters. The names in `hidden` are left out."""
         if text.isascii():
             return text
         for character, name in self._names.items():
@@ -75,15 +76,18 @@ class Marks:
 
 
 class MarkedText:
-    """Puts marks in place of the names of tokens, in a text that comes token by token."""
+    """Replaces the names of special tokens by characters, in a text that comes token by token."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._due: deque[str] = deque()  # names of tokens whose text is not there yet
+        self._due: deque[str] = deque()  # names of tokens that have come, while their text has not
         self._held = ""
 
     def push(self, text: str, token: int | None = None) -> str:
-        """Take the text that became final with a token, which stop strings may have held back."""
+        """Take a token, and the text that became final with it. Return the marked text that is certain.
+
+        The text may be that of earlier tokens: text that could begin a stop string is held back.
+        """
         if token in self._marks.ids:
             name = self._marks.ids[token]
             if not self._due and text.endswith(name):
@@ -102,7 +106,7 @@ class MarkedText:
         return marked
 
     def finish(self) -> str:
-        """Return the text that waited for the name of a token."""
+        """Return the text that was held back until the name of a token would be complete."""
         text = self._held
         self._held = ""
         return text

@@ -31,9 +31,9 @@ class Tags:
 
     Attributes:
         start, end: expressions that match the tags.
-        tokens: names in these that a vocabulary may have as tokens, the opening one first.
-        marks: strings of which a model's chat template has one if the model writes these tags.
-        dropped: names of tokens that are no part of any text, such as those around the answer.
+        tokens: names that may be special tokens of a vocabulary: those in the tags, the opening tag's first.
+        marks: a model writes these tags if its chat template contains one of these strings.
+        dropped: names of tokens that are left out of all texts, such as the tokens around the answer.
         opening, closing: the texts that begin and end reasoning.
         turn: the text that begins a reply, if `answer` follows it.
         answer: the text that begins an answer, if the format has such.
@@ -58,14 +58,17 @@ class Tags:
         return regex.search(rf"(?:{self.end})\s*$", prompt) is not None
 
     def are_open_within(self, text: str) -> bool:
-        """Return whether this beginning of a reply ends within reasoning."""
+        """Return whether `text`, the beginning of a reply, ends within reasoning."""
         is_open = False
         for tag in regex.finditer(rf"(?P<start>{self.start})|{self.end}", text):
             is_open = tag.group("start") is not None
         return is_open
 
     def continued(self, prompt: str, reply: str) -> str:
-        """Return the prompt for the rest of a reply that is begun: without reasoning, unless it begins with some."""
+        """Return the prompt with the beginning of the reply, `reply`, appended, so that the model continues it.
+
+        If `reply` does not begin with reasoning, the prompt says that there is none.
+        """
         if self.are_open(prompt):
             if regex.search(rf"{self.start}|{self.end}", reply) is None:
                 return f"{prompt}\n{self.closing}\n\n{reply}"
@@ -78,7 +81,7 @@ class Tags:
 def tag_pair(
     start: str, end: str, marks: tuple[str, ...] = (), dropped: tuple[str, ...] = ()
 ) -> Tags:
-    """Return tags that are two names."""
+    """Return tags whose beginning and end are fixed strings."""
     return Tags(
         regex.escape(start),
         regex.escape(end),
@@ -109,7 +112,7 @@ HARMONY = Tags(
     answer="<|channel|>final<|message|>",
 )
 
-# Every kind of tags that is read, by its name in `--reasoning-tags`; of several in one template the first.
+# All kinds of tags, by their names in `--reasoning-tags`. If a template has marks of several, the first one counts.
 TAGS = {
     "harmony": HARMONY,  # gpt-oss
     "gemma": Tags(  # Gemma 4
@@ -146,7 +149,10 @@ def tags_of(template: str) -> Tags | None:
 
 
 def check_tags(choice: str) -> str:
-    """Return a choice of tags: auto, none, a name, or two tags with white space between. Raises `ConfigError`."""
+    """Return `choice` if it is valid: auto, none, a name in `TAGS`, or two tags with white space between them.
+
+    Raises `ConfigError` for any other choice.
+    """
     if choice in ("auto", "none", *TAGS) or len(choice.split()) == 2:
         return choice
     names = ", ".join(TAGS)
@@ -157,7 +163,7 @@ def check_tags(choice: str) -> str:
 
 
 def tags_for(tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags that a model writes: those that the user chose, else those of its chat template."""
+    """Return the tags that a model writes: those that the user chose, else those in the chat template; None if none."""
     choice = getattr(tokenizer, "reasoning_tags", "auto")
     if choice == "none":
         return None
@@ -208,7 +214,7 @@ def is_open_after(
     """Return whether the text after a prompt begins with reasoning.
 
     Args:
-        prefix: the beginning of the reply, if it is part of the prompt.
+        prefix: the beginning of the reply, if the prompt ends with one.
     """
     end = end_of(tokenizer, tags, prompt)
     if prefix:

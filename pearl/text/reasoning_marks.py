@@ -1,4 +1,4 @@
-"""The marks of a model's reasoning as tokens: what `reasoning_end` follows a text by."""
+"""The texts and tokens that begin and end a model's reasoning. `reasoning_end` looks for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pearl.text.stream import Tokenizer
 
 
 def mark_token(tokenizer: Tokenizer, mark: str) -> int | None:
-    """Return the token that is this mark; None where the vocabulary writes it in several."""
+    """Return the token whose text is `mark`; None if the vocabulary writes `mark` in several tokens."""
     for token in tokenizer.encode(mark, special=False):
         if tokenizer.token(token) == mark:
             return token
@@ -39,11 +39,11 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int], prefix: str = "") 
 
 
 def _start(tags: Tags) -> str:
-    """Return the shortest name with which reasoning begins and no answer does."""
+    """Return the shortest text that begins reasoning but no answer."""
     name = tags.tokens[0]
     return tags.opening if tags.answer.startswith(name) else name
 
 
 def _as_read(tokenizer: Tokenizer, mark: str) -> str:
-    """Return a mark of several tokens as a text reads that has it: special tokens in it have no text."""
+    """Return how a mark of several tokens reads in a decoded text, where special tokens have no text."""
     return tokenizer.decode(tokenizer.encode(mark, special=False)) or mark

@@ -1,11 +1,11 @@
-"""Takes a reply apart while it comes: reasoning, content, and calls of tools.
+"""Splits a reply into reasoning, content and calls of tools while the reply comes.
 
-A parser is fed texts, with the token of each where these are known, and returns what is certain. The whole reply is
-what all feeds return, so whole and streamed replies are equal. `pearl.text.reasoning` has the tags that it looks for,
-`pearl.text.tools` the formats of calls.
+A parser is fed pieces of text, with the token of each piece if the tokens are known, and returns what has become
+certain. A whole reply is the sum of what all feeds return, so whole and streamed replies are equal. The tags of
+reasoning are in `pearl.text.reasoning`, the formats of calls in `pearl.text.tools`.
 
-Every character of a reply belongs to one `Event`. White space beside tags is dropped, and so is white space beside
-calls where the text before or after them is empty.
+Every character of a reply belongs to exactly one `Event`. White space next to tags is dropped. White space next to
+calls is dropped if there is no text before the calls, or none after them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Event(NamedTuple):
     """A part of a reply.
 
     Attributes:
-        source: its characters in the reply.
-        text: what a reader sees of it; empty for what is dropped, and for calls.
-        call: in OpenAI's notation, if it is a part of one.
+        source: the characters of the reply that the event stands for.
+        text: what a reader sees of them; empty for dropped characters and for calls.
+        call: the call, or the part of a call, as OpenAI's API has it; None for other kinds.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Delta:
-    """What became certain with a piece."""
+    """What became certain of a reply with one piece of text."""
 
     reasoning: str = ""
     content: str = ""
@@ -61,11 +61,11 @@ class ReplyParser(ABC):
     """Parses one reply.
 
     Args:
-        schemas: the functions that the model was told of.
-        max_calls: the number of calls after which further ones are dropped; None for no limit.
+        schemas: the functions of the request.
+        max_calls: how many calls are returned, while any further calls are dropped; None for no limit.
 
     Attributes:
-        events: of the latest piece.
+        events: the events of the latest piece.
         is_thinking: whether the reply so far ends within its reasoning.
     """
 
@@ -78,11 +78,11 @@ class ReplyParser(ABC):
         self._schemas = schemas
         self._max_calls = max_calls
         self._num_calls = 0
-        self._begun: set[Kind] = set()  # kinds of text that the reply has
-        self._hidden: Sequence[str] = ()  # tokens that are left out of texts
+        self._begun: set[Kind] = set()  # the kinds of which the reply has text
+        self._hidden: Sequence[str] = ()  # names of tokens that are left out of texts
 
     def feed(self, texts: Sequence[str], tokens: Sequence[int] = ()) -> Delta:
-        """Take the next piece. `tokens`: that of each text; empty if they are not known."""
+        """Take the next piece: texts and the token of each text. `tokens` is empty if the tokens are not known."""
         self.events = []
         for index, text in enumerate(texts):
             token = tokens[index] if tokens else None
@@ -91,7 +91,7 @@ class ReplyParser(ABC):
         return self._delta()
 
     def finish(self) -> Delta:
-        """Return what was held back, at the reply's end."""
+        """End the reply, and return what was held back."""
         self.events = []
         self._cursor.text += self._marked.finish()
         self._cursor.is_last = True
@@ -105,7 +105,7 @@ class ReplyParser(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """Handle what is left at the reply's end."""
+        """Handle the text that is left at the reply's end."""
 
     def _delta(self) -> Delta:
         delta = Delta()
@@ -127,7 +127,7 @@ class ReplyParser(ABC):
         self.events.append(Event(kind, self._marks.readable(source), text))
 
     def _separate(self, kind: Kind, text: str) -> None:
-        """Emit what stands between two parts of a text, apart from its source."""
+        """Emit white space between two parts of a text; it has no source of its own."""
         if text:
             self.events.append(Event(kind, "", text))
 
@@ -147,7 +147,7 @@ class ReplyParser(ABC):
 
 
 def _join(calls: list[Call], part: Call) -> None:
-    """Append a part of a call, or its arguments to the last one's."""
+    """Append `part` to `calls`; if it continues the last call, append its arguments to that call's."""
     if "id" not in part and calls and calls[-1]["index"] == part["index"]:
         calls[-1]["function"]["arguments"] += part["function"]["arguments"]
     else:
@@ -155,13 +155,13 @@ def _join(calls: list[Call], part: Call) -> None:
 
 
 class TagParser(ReplyParser):
-    """Parses replies whose reasoning stands between tags, and whose calls have a beginning of their own.
+    """Parses replies with reasoning between tags, and calls that begin with `Format.start`.
 
     Args:
         tags: None if the model does not think.
         format: None if the reply may have no calls.
         is_open: whether the prompt has opened the reasoning.
-        is_forced: whether the answer is a call, which the prompt may have begun.
+        is_forced: whether the answer must be a call, whose beginning may be in the prompt.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class TagParser(ReplyParser):
         self._reading: Reading | None = None
         self._has_thought = is_open
         self._has_calls = format is not None  # whether calls may still come
-        self._gap = ""  # white space that may be beside a tag or call
-        self._owed = ""  # white space before a call, which is text if more text comes
+        self._gap = ""  # white space at the end of the text so far: a tag or a call may follow
+        self._owed = ""  # white space before a call; it is emitted if more text comes
         self._is_after_call = False
-        self._is_fresh = is_open  # whether the white space before the area's text is dropped
+        self._is_fresh = is_open  # whether white space that comes before any text is dropped
         self._has_text = False
         self._line_is_blank = True
         self._tag_position: Literal["start", "anywhere"] = "start"
@@ -200,13 +200,13 @@ class TagParser(ReplyParser):
             self._read_forced()
 
     def _read_forced(self) -> None:
-        """Begin to read the call that the reply must be; it stands behind the reasoning."""
+        """If the answer must be a call, begin to read it; called where the reasoning has ended."""
         if self._is_forced and self._format is not None:
             self._is_forced = False
             self._reading = self._format.read_forced(self._cursor, self._schemas)
 
     def _pattern(self, is_thinking: bool) -> regex.Pattern[str]:
-        """Compile what is looked for in an area."""
+        """Compile the expression that finds the next tag or call, within the reasoning or outside it."""
         choices = []
         if self._tags is not None:
             choices.append(f"(?P<open>{self._tags.start})")
@@ -222,7 +222,7 @@ class TagParser(ReplyParser):
             pass
 
     def _step(self) -> bool:
-        """Parse up to the next mark; return whether there is more to parse."""
+        """Parse up to the next tag or call; return whether to call this again at once."""
         if self._reading is not None:
             return self._read_on()
         if self._leads:
@@ -241,7 +241,7 @@ class TagParser(ReplyParser):
 
     @property
     def _leads(self) -> bool:
-        """Whether a call may only stand at the content's beginning, and this is it."""
+        """Whether a call may come here, for a format whose calls come only at the beginning of the content."""
         format = self._format
         return (
             format is not None
@@ -278,7 +278,7 @@ class TagParser(ReplyParser):
         return True
 
     def _handle(self, mark: str, length: int) -> None:
-        """Handle a mark at the cursor's beginning."""
+        """Handle a tag, or the beginning of a call, at the cursor. `mark` is its name in the expression."""
         if mark == "call":
             assert self._format is not None
             self._reading = self._format.read(self._cursor, self._schemas)
@@ -293,7 +293,7 @@ class TagParser(ReplyParser):
 
     @property
     def _may_open(self) -> bool:
-        """Whether an opening tag here opens reasoning: its name in a sentence is text, unless it is a token."""
+        """Whether an opening tag here opens reasoning. Within a sentence it is text, unless it is a special token."""
         if self._tag_position == "anywhere":
             return True
         if self.is_thinking:
@@ -301,7 +301,10 @@ class TagParser(ReplyParser):
         return not self._has_text or (self._has_thought and self._line_is_blank)
 
     def _enter(self, is_thinking: bool, length: int) -> None:
-        """Drop a tag, and the white space beside it unless it stands inside a text."""
+        """Drop a tag, and enter or leave the reasoning.
+
+        White space next to the tag is dropped too, except where the tag changes nothing in the middle of a text.
+        """
         tag = self._cursor.take(length)
         if is_thinking == self.is_thinking and self._has_text:
             self._hold_gap()
@@ -319,7 +322,7 @@ class TagParser(ReplyParser):
             self._read_forced()
 
     def _read_on(self) -> bool:
-        """Let the format's reader go on; return whether it has ended."""
+        """Let the reader of the call go on; return whether it has ended."""
         assert self._reading is not None
         while True:
             try:
@@ -335,30 +338,30 @@ class TagParser(ReplyParser):
             self._emit_call(part)
 
     def _touch_call(self) -> None:
-        """Note that a call stands here: white space beside it may be no text."""
+        """Note that there is a call here, so that white space next to it may be dropped."""
         self._hold_gap()
         self._is_after_call = True
         if not self._has_text:
             self._is_fresh = True
 
     def _hold_gap(self) -> None:
-        """Hold back the white space so far until more text comes."""
+        """Hold back the white space at the end of the text so far; it is emitted if more text comes."""
         self._emit("dropped", self._gap)
         self._owed += self._gap
         self._gap = ""
 
     def _decline(self) -> None:
-        """Take the beginning of what is no call as text."""
+        """Emit as text what looked like the beginning of a call and is none."""
         assert self._format is not None
         if self._format.leads:
             self._has_calls = False
             return
         start = self._marks.compiled(self._format.start).match(self._cursor.text)
-        if start is not None:  # else the call that the prompt has begun is none
+        if start is not None:  # None: the reply does not continue the call that the prompt began
             self._emit_text(self._cursor.take(max(1, start.end())))
 
     def _emit_text(self, text: str) -> None:
-        """Emit text of the area, but hold back the white space at its end."""
+        """Emit reasoning or content, but hold back the white space at its end."""
         if not text:
             return
         body = text.lstrip()
@@ -398,10 +401,11 @@ _HEADERS = ("<|start|>", "<|channel|>")
 
 
 class HarmonyParser(ReplyParser):
-    """Parses OpenAI's harmony format: messages, each with a header that names its channel and its recipient.
+    """Parses OpenAI's harmony format: messages, each with a header that names a channel and perhaps a recipient.
 
     For example <|channel|>analysis<|message|>They greet.<|end|><|start|>assistant<|channel|>final<|message|>Hello!
-    A message to functions.NAME is a call in any channel; else analysis is reasoning, and all others are content.
+    A message to functions.NAME is a call, in any channel. A message to another recipient, or in the channel analysis,
+    is reasoning. All other messages are content.
     """
 
     def __init__(
@@ -420,7 +424,7 @@ class HarmonyParser(ReplyParser):
         self.is_thinking = is_open
         self._kind: Kind = "reasoning" if is_open else "content"
         self._separator = ""
-        self._arguments = False  # whether the call has any
+        self._arguments = False  # whether the call has any arguments
         compiled = self._marks.compiled
         self._first = compiled(rf"\s*(?:{_either(*_HEADERS, '<|message|>')}|to=)")
         self._header_end = compiled(_either("<|message|>"))
@@ -431,7 +435,7 @@ class HarmonyParser(ReplyParser):
             pass
 
     def _begin(self) -> bool:
-        """Find whether a header comes, as it does unless the prompt has it."""
+        """Find out whether the reply begins with a header; if not, the prompt ended with one."""
         if not self._cursor.text:
             return False
         match = self._first.match(self._cursor.text, partial=not self._cursor.is_last)
@@ -462,7 +466,7 @@ class HarmonyParser(ReplyParser):
         return True
 
     def _is_call(self, recipient: Any) -> bool:
-        """Return whether a recipient is a function of the request, and no tool of the model's own such as python."""
+        """Return whether a recipient is a function of the request, not one of the model's own tools such as python."""
         if recipient is None or not self._has_calls:
             return False
         return bool(recipient.group(1)) or recipient.group(2) in self._schemas
@@ -516,7 +520,7 @@ def parser_of(
     is_forced: bool = False,
     max_calls: int | None = None,
 ) -> ReplyParser:
-    """Return the parser of a reply; see `TagParser`."""
+    """Return the parser for replies with these tags and calls; for the arguments see `TagParser`."""
     is_harmony = tags is HARMONY or (format is not None and format.is_harmony)
     if is_harmony and not is_forced:
         has_calls = format is not None
@@ -535,7 +539,7 @@ def parser_of(
 
 
 def reasoning_parser(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyParser | None:
-    """Return a parser of the reply to a prompt of the chat template; None if the model does not think."""
+    """Return a parser for the reply to a prompt that the chat template made; None if the model does not think."""
     tags = tags_for(tokenizer)
     if tags is None:
         return None
@@ -543,7 +547,7 @@ def reasoning_parser(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyParser
 
 
 def split(text: str, tags: Tags, is_open: bool = False) -> tuple[str, str]:
-    """Return the reasoning and the answer of a whole text, of which the tokens are not known."""
+    """Return the reasoning and the answer in a whole text. Its tokens are not known."""
     parser = parser_of(None, tags, is_open=is_open)
     reply = parser.feed([text]) + parser.finish()
     return reply.reasoning, reply.content

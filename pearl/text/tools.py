@@ -1,4 +1,4 @@
-"""Calls of tools: the formats in which models write them, and how a prompt tells of tools.
+"""The formats in which models write calls of tools, and the description of tools in a prompt.
 
 A chat template that renders tools shows the format of its model. For other templates the system prompt describes the
 tools, in Hermes' format: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# In OpenAI's notation; if a call comes in parts, only the first has its name and id.
+# A call as OpenAI's API has it. If it is streamed in parts, only the first part has the name and the id.
 Call = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ class Format:
     """How a model writes calls.
 
     Attributes:
-        marks: strings of which a model's chat template has one if the model writes this format.
+        marks: a model writes this format if its chat template contains one of these strings.
         start: an expression that matches where calls may begin.
         read: takes calls out of a text that begins with `start`.
         prefix: begins a reply that must be a call: {"name": ..., `key`: ...} follows it.
@@ -117,7 +117,7 @@ def _qwen_block(start: str, end: str) -> Block:
     return Block(opening, _QWEN_CALL, r"\s*(?=<function=)", rf"\s*{_e(end)}")
 
 
-# Every format that is read, by its name in `--tool-parser`; of several in one template the first.
+# All formats, by their names in `--tool-parser`. If a template has marks of several, the first one counts.
 FORMATS = {
     "harmony": Format(  # gpt-oss
         ("to=functions.", "<|channel|>commentary"),
@@ -368,7 +368,7 @@ def _read_probe(format: Format, text: str) -> dict[str, Any]:
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
-    """Return the format `name`; for "auto" the chat template's, and `hermes` if the template shows none."""
+    """Return the format `name`. For "auto", return the chat template's format, or `hermes` if it shows none."""
     if name != "auto":
         return FORMATS[name]
     template = tokenizer.tool_template or tokenizer.chat_template
@@ -425,16 +425,16 @@ The result then comes between <tool_response> and </tool_response>."""
 def in_words(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], role: str = "system"
 ) -> list[dict[str, Any]]:
-    """Return the messages with tools, calls and results as text.
+    """Return the messages with tools, calls and results written as text.
 
     Args:
-        role: the role of the message, the first one, that describes the tools.
+        role: the role of the first message, which describes the tools.
     """
     functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     instructions = _INSTRUCTIONS.format("\n".join(functions))
     texts: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
-        if is_result:  # one message, for templates may want users and assistants in turns
+        if is_result:  # in one message: a template may require that user and assistant alternate
             results = []
             for message in group:
                 results.append(f"<tool_response>\n{message.get('content')}\n</tool_response>")
@@ -471,7 +471,10 @@ def _written(function: Mapping[str, Any]) -> str:
 
 
 def forced_schema(functions: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of the functions, name before arguments (`key`)."""
+    """Return the JSON schema of a call of one of the functions.
+
+    In a call the name comes first, then the arguments, in the field `key`.
+    """
     calls = []
     for number, function in enumerate(functions):
         path = f"#/anyOf/{number}/properties/{key}"
@@ -488,7 +491,11 @@ def forced_schema(functions: Sequence[Mapping[str, Any]], key: str) -> dict[str,
 
 
 def _moved(schema: Any, path: str) -> Any:
-    """Return a schema whose references begin at its own root, for the place `path` in a document."""
+    """Return a copy of a schema for the place `path` in a larger document.
+
+    The schema's references, which begin at its own root, begin at `path` in the copy: "#/$defs/Point" becomes
+    "#/anyOf/0/$defs/Point" for the path "#/anyOf/0".
+    """
     if isinstance(schema, list):
         return [_moved(entry, path) for entry in schema]
     if not isinstance(schema, dict):

@@ -21,7 +21,7 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
-_SHORT = "/tmp/pearl.{user}"  # does not match the names of private directories
+SHORT_DIRECTORY = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
 
@@ -160,7 +160,7 @@ def _has_room(directory: Path) -> bool:
 
 def _short_directory() -> Path:
     """Return this user's own directory in /tmp. Raises `ConfigError` if others could enter it, or it cannot be made."""
-    directory = Path(_SHORT.format(user=os.geteuid()))
+    directory = Path(SHORT_DIRECTORY.format(user=os.geteuid()))
     with suppress(OSError):
         directory.mkdir(mode=0o700)
     if not is_private(directory):

@@ -165,8 +165,8 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
         case Committed():
             if len(message.tokens) != len(message.provenance):
                 yield "needs one provenance per token"
-            if len(message.logprobs) not in (0, len(message.tokens)):
-                yield "needs one log probability per token, or none"
+            if len(message.details) not in (0, len(message.tokens)):
+                yield "needs details of each token, or none"
     if any(0 < duration < LEAST_SECONDS for duration in seconds):
         yield f"has a time below {LEAST_SECONDS} s"
     if raw and not isinstance(message, DraftTokens):

@@ -46,7 +46,7 @@ _FILE_LISTENER_QUEUE = 1 << 10
 # Connections that may wait for ZeroMQ's thread, which takes one at a time; the kernel refuses more
 # than this (or net.core.somaxconn). ZeroMQ's default of 100 fills in a millisecond's burst.
 _BACKLOG = 4096
-_HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
+HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
 # For one attempt to connect: after a long outage the kernel's own attempts come a minute apart.
 _CONNECT_SECONDS = 5
@@ -109,7 +109,7 @@ class _Socket:
         self._socket.linger = 0  # nothing may wait for a socket that is dropped unclosed
         self._socket.sndhwm = _QUEUE
         self._socket.rcvhwm = queue
-        self._socket.handshake_ivl = _HANDSHAKE_SECONDS * 1000
+        self._socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
         self._socket.maxmsgsize = MAX_FRAME  # of a frame; ZeroMQ disconnects a peer that exceeds it
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
@@ -118,7 +118,10 @@ class _Socket:
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if peer is None and self.is_listener:
             raise LocalProtocolError("a listener must name the peer to which it sends")
-        frames = encode(message)
+        self.send_frames(encode(message), peer)
+
+    def send_frames(self, frames: Sequence[bytes], peer: Peer | None = None) -> None:
+        """Send an encoded message. Raises `TransportError`."""
         with self._lock:
             self._check_open()
             self._send(SOLE_PEER if peer is None else peer, frames)
@@ -161,7 +164,7 @@ class _Socket:
         """Send the frames. Raises `TransportError`. Call with the lock held."""
         raise NotImplementedError
 
-    def _send_frames(self, frames: Sequence[bytes]) -> None:
+    def _write(self, frames: Sequence[bytes]) -> None:
         try:
             for frame in frames[:-1]:
                 self._socket.send(frame, _NOBLOCK | _SNDMORE)
@@ -267,7 +270,7 @@ class ZmqListener(_Socket):
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        self._send_frames([peer, *frames])
+        self._write([peer, *frames])
 
 
 class ZmqConnection(_Socket):
@@ -315,7 +318,7 @@ class ZmqConnection(_Socket):
         self._look()
         if self._failure:
             raise TransportError(self._failure)
-        self._send_frames(frames)
+        self._write(frames)
 
     def receive(self, timeout: float) -> list[Received]:
         messages = super().receive(timeout)

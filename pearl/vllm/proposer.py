@@ -79,11 +79,11 @@ class PearlProposer:
         self._rows = RowTable(secrets.randbits(31) << 32)
         self._step = Step({}, 0)
         #: None in a rank that need not ask.
-        self._served: ServedTexts | None = None
+        self.served: ServedTexts | None = None
         if place.asks:
             _warn_of_sampling(vllm_config)
             self._recorder = _recorder(settings, place, vllm_config.model_config)
-            self._served = self._serve(settings, place, vllm_config.model_config)
+            self.served = self._serve(settings, place, vllm_config.model_config)
             atexit.register(self.close)
 
     def _serve(self, settings: ProposerSettings, place: Place, model_config: Any) -> ServedTexts:
@@ -103,12 +103,12 @@ class PearlProposer:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Meet the service, if it is there already. Raises `ConfigError` if its draft has another vocabulary."""
-        if self._served is None:
+        if self.served is None:
             return
-        link = self._served.link
+        link = self.served.link
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and not link.is_ready:
-            self._served.receive(0.05)
+            self.served.receive(0.05)
             if link.refusal:
                 raise ConfigError(f"the draft service does not fit: {link.refusal}")
         if not link.is_ready:
@@ -116,10 +116,10 @@ class PearlProposer:
 
     def close(self) -> None:
         """End the connection, and complete the trace."""
-        if self._served is not None:
+        if self.served is not None:
             self._recorder.close()
-            self._served.link.close()
-            self._served = None
+            self.served.link.close()
+            self.served = None
 
     # ---- vLLM's call ----
 
@@ -137,19 +137,19 @@ class PearlProposer:
             num_tokens_no_spec: [rows] tokens of each row, these included.
             token_ids_cpu: [rows, max_model_len] their ids; what stands after a row's length is of no meaning.
         """
-        if self._served is None:
+        if self.served is None:
             return [[] for _ in sampled_token_ids]
         began = self._recorder.clock()
-        self._served.receive()
+        self.served.receive()
         rows: list[Row] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
-        texts, readiness = self._follow(self._served, rows, began)
+        texts, readiness = self._follow(self.served, rows, began)
         decoding = [text for text, row in zip(texts, rows, strict=True) if row.committed]
-        self._wait(self._served, decoding)
+        self._wait(self.served, decoding)
         waited = self._recorder.clock()
-        windows = self._choose(self._served, texts, decoding)
+        windows = self._choose(self.served, texts, decoding)
         self._recorder.proposed(began, waited, readiness)
         verified = {text.number: len(window) for text, window in zip(texts, windows, strict=True)}
         self._step = Step(verified, self._recorder.clock())
@@ -256,6 +256,6 @@ def _warn_of_sampling(vllm_config: Any) -> None:
         is_wrong = False
     if is_wrong:
         log.warning(
-            "this vLLM for CPUs applies no temperature, top-p or top-k to drafted tokens, whoever drafts: greedy text is "
-            "right, sampled text is not. Sample without speculative_config"
+            "this vLLM for CPUs applies no temperature, top-p or top-k to drafted tokens, whoever drafts: greedy text "
+            "is right, sampled text is not. Sample without speculative_config"
         )

@@ -1,7 +1,8 @@
-"""Which row of vLLM's table is which request: rows have no names, and move when others end.
+"""Finds the request that each row of vLLM's table belongs to. Rows have no ids, and they move when other requests end.
 
-A request is known by its tokens.  A row continues a request if its tokens begin with all tokens that were seen of
-that request. Two requests with the same tokens may be taken for one another: a draft knows nothing else of a request.
+A request is recognised by its tokens: a row continues a request if the row's tokens begin with all tokens seen of that
+request so far. Two requests with the same tokens may be mixed up, which does no harm: the draft would draft the same
+for both.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[Any]
-_LONGEST_GAP = 1024  # tokens: a row that has grown by more since it was last seen counts as new
+_LONGEST_GAP = 1024  # tokens: a row that has grown by more than this since the last step counts as a new request
 
 
 class Match(NamedTuple):
-    """A row's request: its number, how many of its tokens were seen before, 0 for a new one."""
+    """The request of a row.
+
+    Attributes:
+        number: the request's number.
+        start: how many of the request's tokens were seen before; 0 for a new request.
+    """
 
     number: int
     start: int
 
 
 class _Known:
-    """The tokens seen of a request, in a buffer that grows."""
+    """A request, and the tokens seen of it, in a buffer that grows."""
 
     def __init__(self, number: int, tokens: Tokens, row: int) -> None:
         self.number = number
@@ -34,8 +40,9 @@ class _Known:
         self._buffer[: self.length] = tokens
 
     def is_continued(self, tokens: Tokens) -> bool:
-        """Whether `tokens` begin with all that was seen; the last token seen is compared first, because it is the
-        likeliest to differ.
+        """Return whether `tokens` begin with all tokens seen of the request.
+
+        The last token seen is compared first, because it is the likeliest to differ.
         """
         length = self.length
         growth = len(tokens) - length
@@ -44,7 +51,7 @@ class _Known:
         return bool((tokens[:length] == self._buffer[:length]).all())
 
     def extend(self, tokens: Tokens, row: int) -> None:
-        """Take in the row's tokens, which continue those seen."""
+        """Store the new tokens of a row that continues the request. `tokens` are all tokens of the row."""
         if len(tokens) > len(self._buffer):
             grown = np.empty(2 * len(tokens), dtype=self._buffer.dtype)
             grown[: self.length] = self._buffer[: self.length]
@@ -58,7 +65,7 @@ class RowTable:
     """Recognises requests from step to step.
 
     Args:
-        first: number of the first request; each new one has the next.
+        first: number of the first request. Each new request gets the next number.
     """
 
     def __init__(self, first: int) -> None:
@@ -66,7 +73,7 @@ class RowTable:
         self._known: dict[int, _Known] = {}  # by number
 
     def follow(self, rows: list[Tokens]) -> list[Match]:
-        """Return the request of each row, given all its tokens; requests without a row are forgotten."""
+        """Return the request of each row, given all tokens of each row. Forget requests that have no row."""
         unclaimed = dict(self._known)
         by_row = {known.row: known for known in unclaimed.values()}
         owners: list[_Known | None] = []
@@ -98,7 +105,7 @@ class RowTable:
 
 
 def _longest(candidates: Iterable[_Known], tokens: Tokens) -> _Known | None:
-    """Return the longest of the requests that the row continues; None if it continues none."""
+    """Return the longest request that `tokens` continue; None if they continue none."""
     longest: _Known | None = None
     for known in candidates:
         is_longer = longest is None or known.length > longest.length

@@ -76,7 +76,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 0, device)
+        make_channel = tensor_channel(settings, 0, device)
         choices = core_choices(config)
         profile = load_profile(config)
         keep = keeper(config)
@@ -149,7 +149,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
-        make_channel = _channel(settings, 1, device)
+        make_channel = tensor_channel(settings, 1, device)
         device_choice = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
@@ -397,7 +397,7 @@ def make_runner(
     return runner
 
 
-def _channel(
+def tensor_channel(
     settings: WorkerSettings, rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
     """Return a function vocabulary size -> tensor channel; None if dense rows are sent as frames."""

@@ -83,7 +83,7 @@ class DraftWorker:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
         self._hello = hello
-        self._tracer = tracer
+        self.tracer = tracer
         self._welcomed = welcomed
         self._ready = ready
         self._stopping = stopping
@@ -104,7 +104,7 @@ class DraftWorker:
         """Run the loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
             mailbox = TracedMailbox(
-                self._tracer,
+                self.tracer,
                 self._endpoint,
                 outgoing=lambda message: packed(message, self._waited),
             )
@@ -137,9 +137,9 @@ class DraftWorker:
 
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
-            self._on_message(peer, message)
+            self.on_message(peer, message)
 
-    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
+    def on_message(self, peer: Peer, message: Message | Fault) -> None:
         match message:
             case Begin() | Verdict() | Finish():
                 self._handle(message)
@@ -186,9 +186,9 @@ class DraftWorker:
         """Begin or end a recording."""
         try:
             if trace.on:
-                self._tracer.start(trace.number)
+                self.tracer.start(trace.number)
             else:
-                self._tracer.stop(trace.number)
+                self.tracer.stop(trace.number)
         except TraceError as error:
             log.error("no trace: %s", error)
         self._mail.send(trace)
@@ -212,7 +212,7 @@ class DraftWorker:
     def _handle(self, event: object) -> None:
         if isinstance(event, Begin) and self._drafter.state is DrafterState.IDLE:
             self._waited = 0.0
-        self._commands.extend(self._tracer.decide(self._drafter, event))
+        self._commands.extend(self.tracer.decide(self._drafter, event))
 
     def _carry_out(self, command: object) -> None:
         match command:
@@ -233,9 +233,9 @@ class DraftWorker:
     def _send_tokens(self, message: DraftTokens) -> None:
         """Send drafted tokens with their distributions, while the next forward runs."""
         assert self._packer is not None
-        start = self._tracer.clock()
+        start = self.tracer.clock()
         message, announced = self._packer.prepare(message)
-        self._tracer.note("busy", "pack", start)
+        self.tracer.note("busy", "pack", start)
         self._send(message)
         self._packer.send(announced)
 
@@ -260,11 +260,11 @@ class DraftWorker:
 
     @memory_errors
     def _execute(self, command: object) -> Event | None:
-        return self._tracer.compute(self._thread.execute, command)
+        return self.tracer.compute(self._thread.execute, command)
 
     @memory_errors
     def _compute(self, commands: Sequence[Draft]) -> list[Drafted]:
-        return self._tracer.compute(self._thread.draft, commands)
+        return self.tracer.compute(self._thread.draft, commands)
 
 
 def _failed(command: Draft, error: ForwardError) -> Drafted:

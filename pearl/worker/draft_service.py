@@ -95,7 +95,7 @@ class DraftService(DraftWorker):
         self._slots = slots
         self._seconds = 0.0  # of a token
         self._peers: dict[Peer, str] = {}  # with their names
-        self._served: dict[int, _Served] = {}  # by request
+        self.served: dict[int, _Served] = {}  # by request
 
     # ---- connections ----
 
@@ -104,7 +104,7 @@ class DraftService(DraftWorker):
         self._seconds = self._prepare(self._service, RowPacker(), is_brief=False)
         self._ready()
 
-    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
+    def on_message(self, peer: Peer, message: Message | Fault) -> None:
         is_known = peer in self._peers
         match message:
             case Hello():
@@ -162,7 +162,7 @@ class DraftService(DraftWorker):
         if name is None:
             return
         log.info("%s is gone: %s", name, why)
-        for request, served in list(self._served.items()):
+        for request, served in list(self.served.items()):
             if served.peer == peer:
                 self._release(request)
 
@@ -173,34 +173,34 @@ class DraftService(DraftWorker):
             for peer in self._peers:
                 self._mail.post(message, peer)
             return
-        served = self._served.get(request)
+        served = self.served.get(request)
         if served is None:
             return  # released while its forward ran
         self._mail.send(message, served.peer)
         if isinstance(message, Error):  # it is drafted for no more
-            del self._served[request]
+            del self.served[request]
 
     # ---- requests ----
 
     def _take(self, peer: Peer, event: Event) -> None:
         """Take an engine's event for the drafter, if it concerns a request that is the engine's and has a slot."""
         request = event.request
-        served = self._served.get(request)
+        served = self.served.get(request)
         is_own = served is not None and served.peer == peer
         if isinstance(event, Begin):
             problem = self._problem(peer, event)
             if problem:
                 self._mail.send(Error(request, REFUSED, problem), peer)
                 return
-            self._served[request] = _Served(peer)
+            self.served[request] = _Served(peer)
         elif not is_own:
             if isinstance(event, Verdict):
                 self._mail.send(Resync(request, event.epoch), peer)
             return
         elif isinstance(event, Finish):
-            del self._served[request]
+            del self.served[request]
         else:
-            self._served[request] = _Served(peer)
+            self.served[request] = _Served(peer)
         try:
             self._handle(event)
         except RemoteProtocolError as error:
@@ -212,21 +212,21 @@ class DraftService(DraftWorker):
             return "a draft service drafts greedily, by unchanged logits"
         if len(begin.tokens) >= self._hello.context:
             return f"{len(begin.tokens)} tokens do not fit the draft's context of {self._hello.context}"
-        served = self._served.get(begin.request)
+        served = self.served.get(begin.request)
         if served is not None:
             return "" if served.peer == peer else "another connection has begun this request"
-        if len(self._served) >= self._slots:
+        if len(self.served) >= self._slots:
             self._free_abandoned()
-        if len(self._served) >= self._slots:
+        if len(self.served) >= self._slots:
             return f"all {self._slots} slots are in use: see --slots"
         return ""
 
     def _free_abandoned(self) -> None:
         """Free the slot of the request of which nothing was heard for longest, if that is long enough."""
-        request = min(self._served, key=lambda number: self._served[number].heard)
-        if time.monotonic() - self._served[request].heard > _ABANDONED_SECONDS:
+        request = min(self.served, key=lambda number: self.served[number].heard)
+        if time.monotonic() - self.served[request].heard > _ABANDONED_SECONDS:
             self._release(request)
 
     def _release(self, request: int) -> None:
-        del self._served[request]
+        del self.served[request]
         self._handle(Finish(request))

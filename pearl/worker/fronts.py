@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from pearl.config.options import wide_window
+from pearl.config.option_values import wide_window
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.checkpoints.checkpoint import is_head

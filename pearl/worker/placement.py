@@ -72,7 +72,7 @@ def settled(config: EngineConfig, role: ModelRole) -> Device:
     if torch.cuda.device_count():
         return Device("cuda", gpus=(_settled_gpu(config, role),))
     roles = config.roles if config.one_host else (role,)
-    return Device("cpu", cores=_equal_part(sorted(usable_cores()), roles.index(role), len(roles)))
+    return Device("cpu", cores=equal_part(sorted(usable_cores()), roles.index(role), len(roles)))
 
 
 def _settled_gpu(config: EngineConfig, role: ModelRole) -> int:
@@ -134,7 +134,7 @@ def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
     return {Cores.ONE: target_cores[:1], Cores.OWN: target_cores, Cores.ALL: tuple(all_cores)}
 
 
-def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
+def equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
     """Return part number `which` of `of` equal parts of the cores.
 
     If the cores cannot be divided equally, the first parts have one more. If there are too few, some parts have the

@@ -202,7 +202,7 @@ class TargetWorker:
         if peer == self._draft.peer:
             self._draft.health.silence.heard()
         try:
-            self._on_message(peer, message)
+            self.on_message(peer, message)
         except (ProtocolError, TransportError, DraftLost) as error:
             if peer == self._draft.peer:
                 self._lose_draft(str(error))
@@ -216,7 +216,7 @@ class TargetWorker:
             request = message.request if isinstance(message, Submit) else -1
             self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
-    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
+    def on_message(self, peer: Peer, message: Message | Fault) -> None:
         is_draft = peer == self._draft.peer
         is_front = peer in self._fronts
         match message:
@@ -371,9 +371,9 @@ class TargetWorker:
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed(request, start, tokens) as message):
-                logprobs = self._executor.logprobs(request, start, len(tokens))
-                if logprobs:
-                    message = message.changed(logprobs=logprobs)
+                details = self._executor.details(request, start, len(tokens))
+                if details:
+                    message = message.changed(details=details)
                 self._fronts.deliver(message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)

@@ -120,12 +120,12 @@ class RatioTarget:
                 draft = proposed.rows[first][None]
             else:
                 draft = torch.stack([row.to(target.device) for row in proposed.rows])
-            for i, facts in enumerate(self._facts(target, draft, tokens[batch])):
+            for i, token_facts in enumerate(self.facts(target, draft, tokens[batch])):
                 position = proposed.start + first + i
-                masses.append(facts.mass)
-                biases.append(facts.bias)
+                masses.append(token_facts.mass)
+                biases.append(token_facts.bias)
                 u = uniform(draw_key(self.options, position, Purpose.ACCEPT))
-                if not self.accepts(u, facts.target, facts.draft):
+                if not self.accepts(u, token_facts.target, token_facts.draft):
                     token = self._correction(position, target[i], draft[i])
                     return Judged(first + i, token, odds=odds_of(masses, biases))
         return Judged(len(tokens), None, odds=odds_of(masses, biases))
@@ -141,7 +141,7 @@ class RatioTarget:
         key = draw_key(self.options, position, Purpose.CORRECTION)
         return read_draw(pick(self.replacement(target, draft), key, otherwise=target))
 
-    def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[Facts]:
+    def facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[Facts]:
         """Return the facts of each token, read from both models' rows [n, vocab]; waits for a device once."""
         accepted = self.accepted(target, draft)
         mass = accepted.sum(-1, keepdim=True)

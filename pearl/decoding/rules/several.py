@@ -154,13 +154,13 @@ class BatchTarget(RatioTarget):
 class SpectrTarget(BatchTarget):
     """Rule spectr (K-SEQ): accepts each candidate with probability min(1, target / (divisor * draft)).
 
-    See `_divisor`.
+    See `k_seq_divisor`.
     """
 
     def _choose(
         self, position: int, candidates: Sequence[int], target: Tensor, draft: Tensor
     ) -> Choice:
-        divisor = _divisor(target, draft, len(candidates))
+        divisor = k_seq_divisor(target, draft, len(candidates))
         accepted = torch.minimum(draft, target / divisor)
         mass = min(1.0, accepted.sum().item())
         rejected = (1 - mass) ** len(candidates)
@@ -182,7 +182,7 @@ def candidate(draft: Tensor, options: RequestOptions, position: int, number: int
     return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 
-def _divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
+def k_seq_divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
     """Return the least divisor in [1, candidates] with which K-SEQ commits no token more often than the target does."""
     low = 1.0
     high = float(candidates)

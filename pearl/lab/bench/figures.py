@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pearl.config import EngineConfig
+from pearl.config.option_names import by_flag
 from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import Row, device_of_row
@@ -270,8 +271,8 @@ def document(
     return {
         "settings": {
             "engine": plan.config.model_dump(),
-            "options": plan.params.by_flag(),
-            "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
+            "options": by_flag(plan.params),
+            "ways": {row.name: by_flag(row.options.in_use()) for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
             "sets": Counter(map(attrgetter("set"), plan.tasks)),

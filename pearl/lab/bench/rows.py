@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pearl.config import EngineConfig, RequestOptions
-from pearl.config.options import options_of
+from pearl.config.option_names import options_of
 from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.checkpoint import is_toy

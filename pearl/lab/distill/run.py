@@ -102,7 +102,7 @@ class Distillation:
     def run(self) -> Path:
         """Run all rounds that are not done yet; return the directory of the draft or head."""
         config = self._config
-        with _locked(self._directory):
+        with locked(self._directory):
             held_out = self._answers(HELD_OUT, config.held_out)
             if config.head:
                 first = self._answers("round-000", config.answers_per_round)
@@ -172,7 +172,7 @@ class Distillation:
             raise ConfigError("answers alone are the target's: leave on_policy out")
         path = self._directory / "answers.jsonl"
         lines = []
-        with _locked(self._directory):
+        with locked(self._directory):
             for round in range(self._config.rounds):
                 name = f"round-{round:03d}"
                 answers = self._answers(name, self._config.answers_per_round)
@@ -266,7 +266,7 @@ def _settings(config: DistillConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Lock a run's directory. Raises `DistillError` if another process holds the lock, or on an `OSError`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,8 @@ class Pool(NgramIndex):
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         #: first token -> the phrases that may follow it, the latest last
-        self._pool: dict[int, list[tuple[int, ...]]] = {}
-        self._hits = [_PRIOR] * LONGEST
+        self.phrases: dict[int, list[tuple[int, ...]]] = {}
+        self.hits = [_PRIOR] * LONGEST
         #: The position of the last guesses, and the phrases that were guessed for it.
         self._guess_position = 0
         self._guessed_phrases: list[tuple[int, ...]] = []
@@ -46,7 +46,7 @@ class Pool(NgramIndex):
 
     def add(self, first: int, phrase: tuple[int, ...]) -> None:
         """Add `phrase`, of up to `LONGEST` tokens, to those that follow `first`. The `KEPT` newest are kept."""
-        phrases = self._pool.setdefault(first, [])
+        phrases = self.phrases.setdefault(first, [])
         if phrase in phrases:
             phrases.remove(phrase)
         phrases.append(phrase)
@@ -60,7 +60,7 @@ class Pool(NgramIndex):
             return
         longest = max(common_prefix(phrase, text) for phrase in phrases)
         for place in range(min(len(text), LONGEST, longest + 1)):
-            learn_rate(self._hits, place, place < longest)
+            learn_rate(self.hits, place, place < longest)
         self._guess_position = 0
         self._guessed_phrases = []
 
@@ -68,7 +68,7 @@ class Pool(NgramIndex):
         """Return the pool's continuations of the text's last token; none at an earlier position."""
         if position != len(self.tokens):
             return []
-        phrases = self._pool.get(self.tokens[-1], [])
+        phrases = self.phrases.get(self.tokens[-1], [])
         self._guess_position = position
         self._guessed_phrases = list(phrases)
         return self._after((), phrases)
@@ -90,7 +90,7 @@ class Pool(NgramIndex):
                 tokens[phrase[place]] = None
         candidates = []
         for token in tokens:
-            chance = self._hits[place] / len(tokens)
+            chance = self.hits[place] / len(tokens)
             context = (*path, token)
             candidates.append(Candidate(token, chance, (), Source.JACOBI, context=context))
         return candidates
@@ -100,10 +100,10 @@ class JacobiIndex(Pool):
     """The pool of one text, and the window of its Jacobi iterations."""
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
-        self._levels: list[list[int]] = []
+        self.levels: list[list[int]] = []
         for level in range(LEVELS):
             places = range(level * COLUMNS, (level + 1) * COLUMNS)
-            self._levels.append([tokens[-1 - place % len(tokens)] for place in places])
+            self.levels.append([tokens[-1 - place % len(tokens)] for place in places])
         super().__init__(tokens)
 
     def window(self, most: int, room: int) -> GuessWindow | None:
@@ -115,18 +115,18 @@ class JacobiIndex(Pool):
         if columns < 1 or room <= COLUMNS + LEVELS:
             return None
         tokens: list[int] = []
-        for level in self._levels:
+        for level in self.levels:
             tokens += level[:columns]
         parents = [*range(-1, columns - 1), *range((LEVELS - 1) * columns)]
         return GuessWindow(tuple(tokens), tuple(parents), columns, LEVELS)
 
     def take(self, draws: Sequence[int]) -> None:
         for column, token in enumerate(draws):
-            first, *rest = (level[column] for level in self._levels)
+            first, *rest = (level[column] for level in self.levels)
             self.add(first, (*rest, token))
-        undrawn = self._levels[-1][len(draws) :]
-        self._levels.append([*draws, *undrawn])
-        del self._levels[0]
+        undrawn = self.levels[-1][len(draws) :]
+        self.levels.append([*draws, *undrawn])
+        del self.levels[0]
 
 
 class PhraseIndex(Pool):

@@ -21,7 +21,7 @@ from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.workload import decode, independent
 from pearl.metrics import Sums
 
-_SIMULATED_TEXTS = 20
+SIMULATED_TEXTS = 20
 _SIMULATED_TOKENS = 1000
 _Figures = dict[str, float | None]  # unit -> figure, of one run by one source
 
@@ -106,7 +106,7 @@ def _simulated(pair: Pair, run: Run, seed: int) -> _Figures:
     """Return a run's simulated figures, over 20 texts with i.i.d. acceptance."""
     timing = Timing(pair.t_draft, lambda fed: pair.t_target)
     acceptance, _ = pair.acceptance()
-    texts = independent(acceptance, _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
+    texts = independent(acceptance, SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
     totals = decode(texts, timing, run.decoding())
     return _figures(totals, totals.rate, pair.target_speed)
 

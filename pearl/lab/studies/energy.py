@@ -16,7 +16,7 @@ from pearl.worker.placement import place
 
 BATCHES = (1, 2, 4, 8, 16)
 _CONTEXT = 64  # tokens in each cache
-_SECONDS = 3.0  # how long each batch is repeated
+SECONDS = 3.0  # how long each batch is repeated
 PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-13B on two A10
 
 
@@ -65,11 +65,11 @@ class _Cost(NamedTuple):
 
 
 def _repeated(target: ModelRunner, batch: int) -> _Cost:
-    """Repeat a forward of one token per sequence for `_SECONDS`; return the mean cost."""
+    """Repeat a forward of one token per sequence for `SECONDS`; return the mean cost."""
     count = 0
     began = time.monotonic()
     joules_at_start = _joules(target.device)
-    while time.monotonic() < began + _SECONDS:
+    while time.monotonic() < began + SECONDS:
         target.forward([Feed([7], 1, slot) for slot in range(batch)])
         target.synchronize()
         for slot in range(batch):

@@ -51,7 +51,7 @@ def toy_options(spec: str) -> ToyOptions:
 
 
 # Paths that this process has fetched: a hub that does not answer is asked only once.
-_fetched: dict[tuple[str, bool], Path] = {}
+fetched: dict[tuple[str, bool], Path] = {}
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
@@ -81,13 +81,13 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
             f"Model {spec!r}: {problem}. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    place = _fetched.get((spec, weights))
+    place = fetched.get((spec, weights))
     if place is None or not place.exists():
         cached = None
         if hub_name.file:
             cached = in_cache(spec)
         place = cached or pull(spec, progress, weights)
-        _fetched[spec, weights] = place
+        fetched[spec, weights] = place
     if place.suffix == ".gguf":
         return directory_of(place, progress)
     return place

@@ -48,7 +48,7 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
         "weights": kind_of(path).weights or None,
     }
     try:
-        description |= _model(path) if table_in(path) is None else _of_gguf(path)
+        description |= of_model(path) if table_in(path) is None else of_gguf(path)
     except Exception as error:  # transformers raises anything
         why = " ".join(str(error).split())[:300]
         description |= {"architecture": None, "forward": None, "why": why}
@@ -69,7 +69,7 @@ def _path(spec: str, progress: Progress) -> Path:
     return resolve_checkpoint(spec, progress)
 
 
-def _of_gguf(path: Path) -> dict[str, Any]:
+def of_gguf(path: Path) -> dict[str, Any]:
     """Describe a GGUF file. Its weights are exactly those of its family, so no model is built to count them."""
     config = config_in(path)
     architecture = config["architectures"][0]
@@ -105,7 +105,7 @@ def _here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _model(path: Path) -> dict[str, Any]:
+def of_model(path: Path) -> dict[str, Any]:
     """Describe a model by building it on the meta device, where it has no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

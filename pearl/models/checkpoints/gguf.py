@@ -34,7 +34,7 @@ _OTHER_FILE = "take another file of the model"
 _ARRAY = struct.Struct("<IQ")  # header of an array: type of its items, number of its items
 _LENGTH = struct.Struct("<Q")  # length of a string, in bytes
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # an expert's number in the name of a weight
-_NEEDED = {
+NEEDED = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -42,7 +42,7 @@ _NEEDED = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_NEEDED_BY_EXPERTS = {
+NEEDED_BY_EXPERTS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }
@@ -149,7 +149,7 @@ def describe_file(file: Path, directory: Path) -> None:
             )
         architecture = str(fields.get("general.architecture"))
         stated = _below(f"{architecture}.", fields)
-        family = _family_of(architecture, stated)
+        family = family_of(architecture, stated)
         config = _config(family, stated, tensors)
         config["rope_parameters"] = _ropes(family, stated, config, file, tensors)
         table = GgufTable(
@@ -306,7 +306,7 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
     return strings, start
 
 
-def _family_of(architecture: str, stated: Fields) -> Family:
+def family_of(architecture: str, stated: Fields) -> Family:
     """Return the family of a file. Raises `ValueError` if a needed field is missing, or a value is not computed."""
     experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
@@ -318,9 +318,9 @@ def _family_of(architecture: str, stated: Fields) -> Family:
         raise ValueError(
             f"files of the architecture {architecture!r} are not read. Take the model as safetensors"
         )
-    needed = _NEEDED | dict(family.gguf.needed)
+    needed = NEEDED | dict(family.gguf.needed)
     if family.forward.has_experts:
-        needed |= _NEEDED_BY_EXPERTS
+        needed |= NEEDED_BY_EXPERTS
     if "expert_feed_forward_length" in stated:
         needed.pop("feed_forward_length")  # not needed, because every layer has experts
     for name in needed:
@@ -363,7 +363,7 @@ def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
         "pad_token_id": None,
     }
     config |= gguf.settings
-    for settings in (_NEEDED, _NEEDED_BY_EXPERTS, gguf.needed, gguf.optional):
+    for settings in (NEEDED, NEEDED_BY_EXPERTS, gguf.needed, gguf.optional):
         for name, setting in settings.items():
             if name in stated:
                 config[setting] = stated[name]
@@ -385,10 +385,10 @@ def _config(family: Family, stated: Fields, tensors: Tensors) -> dict[str, Any]:
     if gguf.layers_of_27b:  # as in llama.cpp: no file states it
         is_27b = layers == gguf.layers_of_27b
         config["query_pre_attn_scalar"] = width if is_27b else config["head_dim"]
-    return config | _windows(family, stated, layers)
+    return config | window_settings(family, stated, layers)
 
 
-def _windows(family: Family, stated: Fields, layers: int) -> dict[str, Any]:
+def window_settings(family: Family, stated: Fields, layers: int) -> dict[str, Any]:
     """Return the settings of config.json on sliding windows, and on the layers that have them."""
     period, window = family.gguf.window
     window = stated.get("attention.sliding_window", window)  # 0: there is none

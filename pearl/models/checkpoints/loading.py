@@ -442,7 +442,7 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in _POSITIONS]
     limit = min(filter(None, limits), default=None)
-    steady = _steady_positions(config)
+    steady = steady_positions(config)
     if steady is not None and steady < 1:
         raise ModelError(
             f"Model {spec!r} cannot be used: its rope's original maximum of positions is {steady}."
@@ -470,7 +470,7 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
     return max_context
 
 
-def _steady_positions(config: Any) -> int | None:
+def steady_positions(config: Any) -> int | None:
     """Return how many positions a text may have before its length changes the rope's angles; None: any number.
 
     If the length changes them, transformers chooses the angles of each forward by its largest position: a "longrope"

@@ -28,7 +28,7 @@ _REPORTED_FROM = 1e9  # bytes
 _SCARCE = 0.75  # a model that needs more than this share of the memory is reported with both
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
-_MEASURED_FROM = 1e8  # bytes of weights
+MEASURED_FROM = 1e8  # bytes of weights
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -102,7 +102,7 @@ def needed(
     context = context or min(most, settings.get("max_position_embeddings") or most)
     is_ours = is_of_own_forward(config)
     weights = _loaded_weights(directory, config, size, dtype, is_ours and keeps_bits)
-    if not is_ours and weights.size >= _MEASURED_FROM:
+    if not is_ours and weights.size >= MEASURED_FROM:
         sizes = _sizes(directory, weights.item)
         if sizes is not None:
             states = (1 + SNAPSHOTS) * sizes.states

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pearl.cache import Progress, silent
-from pearl.config.options import MOST_EOS
+from pearl.config.option_values import MOST_EOS
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools

@@ -29,7 +29,7 @@ _WHOLE_TABLE = 11
 # Limits of `native.h`: numbers in the queries of a row; query heads that share a key-value head.
 _WIDEST = 16384
 _MOST_TOGETHER = 64
-_BUILT = (  # libraries in this folder: name, flags of /proc/cpuinfo that it needs
+BUILDS = (  # libraries in this folder: name, flags of /proc/cpuinfo that it needs
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
     ("_native_vnni", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
     ("_native_avxvnni", {"avx2", "fma", "f16c", "avx_vnni"}),
@@ -99,12 +99,12 @@ def flags() -> set[str]:
 def library() -> ctypes.CDLL | None:
     """Load the functions built for this processor; None if they were not built."""
     available = flags()
-    for name, needed in _BUILT:
+    for name, needed in BUILDS:
         if not needed <= available:
             continue
         for file in sorted(Path(__file__).parent.glob(f"{name}.*so")):
             try:
-                return _opened(file)
+                return load(file)
             except (OSError, AttributeError) as problem:
                 log.warning("%s does not load: %s", file, problem)
     log.warning(
@@ -113,7 +113,7 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _opened(file: Path) -> ctypes.CDLL:
+def load(file: Path) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(file))
     if opened.pearl_version() != _VERSION:  # raises AttributeError in builds without a version
         raise OSError("it was built from other sources: run scripts/setup, or install PEARL again")

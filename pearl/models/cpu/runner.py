@@ -35,24 +35,24 @@ class CpuRunner(ForwardRunner):
     ) -> None:
         room = whole_blocks(context)
         super().__init__(model, context, room, is_native=True, **options)
-        self._layers.in_one_call = NativeLayers.of(self._layers, self._ropes)
+        self.layers.in_one_call = NativeLayers.of(self.layers, self._ropes)
         self.capabilities = replace(self.capabilities, tree_nodes=_TREE_NODES)
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        layers = self._layers
-        layout = lay_out(feeds, self._slots.lengths)
+        layers = self.layers
+        layout = lay_out(feeds, self.slots.lengths)
         has_trees = False
         for feed in feeds:
-            self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
+            self.slots.wrote(feed.slot, self.slots.lengths[feed.slot] + feed.depth)
             has_trees |= feed.parents is not None
         attends = NativeAttention(
-            layout.table, has_trees, self._slots, layers.scoring, layers.heads, layers.eps
+            layout.table, has_trees, self.slots, layers.scoring, layers.heads, layers.eps
         )
         hidden = layers.hidden_states(layout.ids, self._ropes, attends)
         needed_rows: list[int] = []
         for feed, rows in zip(feeds, layout.fed, strict=True):
             if feed.parents is not None:
-                self._slots.hold(feed.slot, Tree(feed.parents, rows, attends.states))
+                self.slots.hold(feed.slot, Tree(feed.parents, rows, attends.states))
             if layers.features is not None:
                 self._seen[feed.slot] = layers.features[rows.start : rows.stop]
             needed_rows += rows[len(rows) - feed.rows :]

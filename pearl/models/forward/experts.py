@@ -58,12 +58,12 @@ class Experts:
             self.each.append((lay_out(*gate_up), lay_out(down)))
         del block.experts
         self._piece = 0 if router.weight.device.type == "cpu" else _PIECE
-        self._products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         if kernels:
             from pearl.models.gpu.expert_kernels import ExpertProducts
 
             products = ExpertProducts(self.each, self._limits)  # type: ignore[arg-type]
-            self._products = products
+            self.products = products
             self.each = list(products.each)
 
     def __call__(
@@ -88,8 +88,8 @@ class Experts:
         weights = weights.to(x.dtype)
         if is_fed is not None:
             chosen = torch.where(is_fed[:, None], chosen, chosen[:1])
-        if self._products is not None and len(x) == FED:
-            outputs = self._products(x, chosen)
+        if self.products is not None and len(x) == FED:
+            outputs = self.products(x, chosen)
         else:
             outputs = x.new_zeros(len(x), self._top, x.shape[1])
             for expert in chosen.unique().tolist():

@@ -28,7 +28,7 @@ from pearl.models.forward.quantised import (
 
 Rounding = Literal["", "int8", "int4"]
 # Least weights in the layers of a large model, whose forward of one token takes as long as reading them.
-_LARGE = 100_000_000
+LARGE = 100_000_000
 
 
 class Matrix(Protocol):
@@ -224,7 +224,7 @@ def matrix(
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
     if not is_native:
-        return _for_kernels(weights, _joined_bias(biases), dtype)
+        return for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):
         if are_alike(weights[number - 1], weights[number]):
@@ -267,7 +267,7 @@ def _joined_bias(biases: Sequence[Any]) -> torch.Tensor | None:
     return torch.cat(list(biases))
 
 
-def _for_kernels(
+def for_kernels(
     weights: Sequence[Weights],
     bias: torch.Tensor | None,
     dtype: torch.dtype,
@@ -352,7 +352,7 @@ def rounding_for(model: Any) -> Rounding:
         if isinstance(part.weight, QuantisedMatrix) or part.weight.shape[1] % GROUP:
             return ""
         size += part.weight.numel()
-    is_large = len(layers) * size >= _LARGE
+    is_large = len(layers) * size >= LARGE
     gate = mlp.gate_proj.weight
     is_bf16 = torch.equal(gate.bfloat16().float(), gate.float())
     if is_large and is_bf16:

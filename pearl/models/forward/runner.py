@@ -63,8 +63,8 @@ class ForwardRunner(ModelRunner):
             self._ropes = layers.angles(rotary, positions)
             heads = layers.heads
             shape = (slots, len(layers), heads.kv, room, heads.dim)
-            self._slots = Slots(shape, layers.dtype, self.device)
-        self._layers = layers
+            self.slots = Slots(shape, layers.dtype, self.device)
+        self.layers = layers
         self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
         self.vocab_size = layers.vocab_size
         self.dtype = layers.dtype
@@ -77,7 +77,7 @@ class ForwardRunner(ModelRunner):
         )
 
     def length(self, slot: int = 0) -> int:
-        return self._slots.lengths[slot]
+        return self.slots.lengths[slot]
 
     def features(self, slot: int = 0) -> torch.Tensor:
         """Return the features [n, capabilities.features] of the tokens that the slot was fed last."""
@@ -89,7 +89,7 @@ class ForwardRunner(ModelRunner):
             logits = self._compute(feeds)
         for feed in feeds:
             if feed.parents is None:
-                self._slots.extend(feed.slot, len(feed.tokens))
+                self.slots.extend(feed.slot, len(feed.tokens))
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
         return [rows.to(torch.float32, copy=True) for rows in logits]
 
@@ -102,14 +102,14 @@ class ForwardRunner(ModelRunner):
         length: int,
         slot: int = 0,
     ) -> None:
-        self._slots.rollback(length, slot)
+        self.slots.rollback(length, slot)
 
     def keep(
         self,
         path: Sequence[int],
         slot: int = 0,
     ) -> None:
-        self._slots.keep(path, slot)
+        self.slots.keep(path, slot)
 
     def fork(
         self,
@@ -120,4 +120,4 @@ class ForwardRunner(ModelRunner):
     ) -> None:
         if length is None:
             length = self.length(slot)
-        self._slots.fork(slot, into, length, shared)
+        self.slots.fork(slot, into, length, shared)

@@ -64,7 +64,7 @@ class KernelRunner(ForwardRunner):
     @torch.inference_mode()
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
         """Make and check the kernels for tables and, if they fit the model's heads, the kernels for prompts."""
-        dim = self._layers.heads.dim
+        dim = self.layers.heads.dim
         prompts: Prompts | None = None
         try:
             from pearl.models.gpu.autotune import one_at_a_time
@@ -72,10 +72,10 @@ class KernelRunner(ForwardRunner):
             from pearl.models.gpu.token_forward import Decode
 
             with one_at_a_time():
-                decode = Decode(self._layers, self._slots, self._ropes, record)
+                decode = Decode(self.layers, self.slots, self._ropes, record)
             problem = decode.problem()
             if dim >= _LEAST_DIM and dim & (dim - 1) == 0:
-                prompts = Prompts(self._layers, self._slots, self._ropes, record)
+                prompts = Prompts(self.layers, self.slots, self._ropes, record)
                 problem = problem or prompts.problem()
         except Exception as error:  # the errors of Triton's compilers have no common base
             if is_of_memory(error):
@@ -98,7 +98,7 @@ class KernelRunner(ForwardRunner):
         if tabled:
             for feed, table_rows in zip(tabled, self._decode.forward(tabled), strict=True):
                 rows[feed.slot] = table_rows
-                self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + len(feed.tokens))
+                self.slots.wrote(feed.slot, self.slots.lengths[feed.slot] + len(feed.tokens))
         for feed in feeds:
             if feed.slot not in rows and self._prompts is not None:
                 rows[feed.slot] = self._prompts.forward(feed)
@@ -106,7 +106,7 @@ class KernelRunner(ForwardRunner):
             if features is not None:
                 self._seen[feed.slot] = features
             if feed.parents is not None:
-                self._slots.hold(feed.slot, Tree(feed.parents))
+                self.slots.hold(feed.slot, Tree(feed.parents))
         return [rows[feed.slot][0] for feed in feeds]
 
 

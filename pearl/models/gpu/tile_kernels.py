@@ -184,7 +184,7 @@ def _load_both(scales, starts, columns, shape):
 
 
 @triton.jit
-def _add_warps(sums):
+def add_warps(sums):
     """Add the sums of the warps: [S, BN, ROWS] -> [BN, ROWS]."""
     S: constexpr = sums.shape[0]
     BN: constexpr = sums.shape[1]
@@ -206,7 +206,7 @@ def multiply_tile(fed, x, norm, w, scales, column, shape):
         near, far = _multiply_packed(fed, x, norm, w, scales, column, shape)
     else:
         near, far = _multiply_plain(x, norm, w, scales, column, shape)
-    return _add_warps(near), _add_warps(far) if shape.APART else 0
+    return add_warps(near), add_warps(far) if shape.APART else 0
 
 
 @triton.jit

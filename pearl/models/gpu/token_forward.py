@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _SQUARED = 16  # see `product_kernels.SQUARED`; also the columns of a tile in `embed` and `add`
 _OVERLAPS_FROM = (9, 0)  # least compute capability for OVERLAPS of `product_kernels`
 # Tokens before the rows that are checked at load. They make three parts, which must be added in order.
-_CHECKED = 150
+CHECKED = 150
 
 
 class _Recording(NamedTuple):
@@ -124,7 +124,7 @@ class Decode:
         """
         slots = self._slots
         count = self._recordings[0].size
-        start = _CHECKED
+        start = CHECKED
         text = sample_ids(start + count, self._layers.vocab_size)
         states = torch_states(self._layers, slots, self._angles, text)
         reference = self._layers.logits(states[start:])

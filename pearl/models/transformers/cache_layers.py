@@ -189,7 +189,7 @@ class Snapshots:
                 self._layers.append(layer)
                 self.unknown.append(layer)
         self._empty = deepcopy(list(map(_state, self._layers)))
-        self._kept: list[_Snapshot] = []
+        self.kept: list[_Snapshot] = []
         self.length = 0
 
     def __bool__(self) -> bool:
@@ -198,13 +198,13 @@ class Snapshots:
 
     def advance(self, end: int) -> None:
         """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
-        newest = self._kept[-1].length if self._kept else 0
+        newest = self.kept[-1].length if self.kept else 0
         if self and not self.unknown and newest < self.length:
             states = []
             for layer in self._layers:
                 states.append(_copy(_state(layer)))
-            self._kept.append(_Snapshot(self.length, states))
-            if len(self._kept) > SNAPSHOTS:
+            self.kept.append(_Snapshot(self.length, states))
+            if len(self.kept) > SNAPSHOTS:
                 self._thin()
         self.length = end
 
@@ -215,11 +215,11 @@ class Snapshots:
         if not self:
             self.length = length
             return length
-        while self._kept and self._kept[-1].length > length:
-            self._kept.pop()
-        if self._kept:
+        while self.kept and self.kept[-1].length > length:
+            self.kept.pop()
+        if self.kept:
             # The copy becomes the state, and the next forward makes a new copy.
-            snapshot = self._kept.pop()
+            snapshot = self.kept.pop()
         else:
             snapshot = _Snapshot(0, deepcopy(self._empty))
         self.length = snapshot.length
@@ -249,12 +249,12 @@ class Snapshots:
         """Drop the copy with the least (gap that it leaves) / (its age), both in tokens."""
         losses = []
         gap_start = 0
-        for snapshot, following in pairwise(self._kept):
+        for snapshot, following in pairwise(self.kept):
             gap = following.length - gap_start
             age = self.length - snapshot.length
             losses.append(gap / age)
             gap_start = snapshot.length
-        del self._kept[losses.index(min(losses))]
+        del self.kept[losses.index(min(losses))]
 
 
 def _state(layer: object) -> dict[str, Any]:

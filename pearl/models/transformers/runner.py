@@ -34,7 +34,7 @@ _TRIED = 8  # tokens of the trial at construction
 # Least cosine of logits that are equal up to rounding.
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
 # Most tokens of a forward of a model with recurrent state. The state is copied before each forward.
-_PIECE = 512
+PIECE = 512
 # The same for the median row in half precision: in some rows rounding may choose other experts.
 _ALIKE_IN_HALF = 0.97
 
@@ -62,7 +62,7 @@ class HFRunner(ModelRunner):
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
-        self._states = Snapshots(layers)
+        self.snapshots = Snapshots(layers)
         self._cache = Cache(layers=layers)
         self._length = 0
         self.context = context
@@ -74,7 +74,7 @@ class HFRunner(ModelRunner):
         # [1, context], ids of the tokens fed: after a rollback some of them are fed again.
         self._fed = torch.zeros_like(self._positions)
         parameters = inspect.signature(model.forward).parameters
-        self._cache_name = cache_name(model)
+        self.cache_name = cache_name(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
         # Bytes of keys and values for the whole context, and of recurrent states with their copies.
@@ -85,10 +85,10 @@ class HFRunner(ModelRunner):
         if keeps_states:
             self.capabilities = Capabilities(features=config.hidden_size)
             model.get_decoder().register_forward_hook(self._keep_hidden)
-        if self._states or not is_tried:
+        if self.snapshots or not is_tried:
             self._try()
-        if self._states.unknown:
-            kinds = sorted({type(layer).__name__ for layer in self._states.unknown})
+        if self.snapshots.unknown:
+            kinds = sorted({type(layer).__name__ for layer in self.snapshots.unknown})
             log.warning(
                 "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
                 type(model).__name__,
@@ -114,7 +114,7 @@ class HFRunner(ModelRunner):
         (feed,) = feeds
         end = self._length + len(feed.tokens)
         self._fed[:, self._length : end] = self._ids(feed.tokens)
-        start = self._states.length
+        start = self.snapshots.length
         self._hidden.clear()
         # Only tokens of this feed count. A forward may also feed earlier ones again, from the copy of a state on.
         self._num_fed = len(feed.tokens)
@@ -124,7 +124,7 @@ class HFRunner(ModelRunner):
                 # A piece's rows are those of the last `feed.rows` tokens that are in it.
                 pieces.append(self._extend(stop, max(0, feed.rows - (end - stop))))
         except BaseException as error:
-            self._states.rollback(start)  # a state may have changed in part
+            self.snapshots.rollback(start)  # a state may have changed in part
             self.rollback(self._length)
             is_of_model = isinstance(error, (IndexError, RuntimeError)) and not is_of_memory(error)
             if is_of_model and self.device.type == "cpu":
@@ -147,14 +147,14 @@ class HFRunner(ModelRunner):
 
     def _pieces(self, start: int, end: int) -> list[int]:
         """Return where the forwards end that together feed the tokens from `start` to `end`."""
-        if not self._states:
+        if not self.snapshots:
             return [end]
-        step = _PIECE
+        step = PIECE
         if self._is_single:
             step = 1
         piece_end = start + step
         if not start:
-            piece_end = _PIECE
+            piece_end = PIECE
         pieces = list(range(piece_end, end, step))
         pieces.append(end)
         return pieces
@@ -162,13 +162,13 @@ class HFRunner(ModelRunner):
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
         """Feed the tokens from the cache's end up to `end`; return logits [at most `rows`, vocab] of the last ones."""
-        start = self._states.length
-        self._states.advance(end)
+        start = self.snapshots.length
+        self.snapshots.advance(end)
         rows = min(rows, end - start)
         # No mask: each model derives its own from the cache, in under 0.1 ms.
         inputs: dict[str, Any] = {
             "input_ids": self._fed[:, start:end],
-            self._cache_name: self._cache,
+            self.cache_name: self._cache,
             "use_cache": True,
             "return_dict": True,
         }
@@ -188,7 +188,7 @@ class HFRunner(ModelRunner):
     def rollback(self, length: int, slot: int = 0) -> None:
         assert 0 <= length <= self._length
         self._length = length
-        state_length = self._states.rollback(length)
+        state_length = self.snapshots.rollback(length)
         for layer in self._layers:
             layer.rollback(state_length)
 
@@ -202,7 +202,7 @@ class HFRunner(ModelRunner):
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         half = count // 2
         try:
-            if self._states and half > 1:
+            if self.snapshots and half > 1:
                 self._is_single = not self._continues(tokens[: half + 2])
             rows = feed_chain(self, tokens, count)
             sizes = sizes_of(self._cache.layers)
@@ -243,10 +243,10 @@ class HFRunner(ModelRunner):
             self.rollback(0)
             feed_chain(self, tokens[:-2], 0)
             kinds = [""]
-            kinds += self._states.kinds()
+            kinds += self.snapshots.kinds()
             kind = kinds[len(rows)]
             if kind:
-                self._states.disturb(kind)
+                self.snapshots.disturb(kind)
             rows.append(feed_chain(self, tokens[-2:], 1))
         self.rollback(0)
         return not any(torch.equal(rows[0], disturbed) for disturbed in rows[1:])
