@@ -24,6 +24,7 @@ from pearl.text.tools import FORMATS
 from tests.called import TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 from tests.served import body as short_body
+from tests.served import text_of as streamed_text
 from tests.tokenizers import byte_fallback_files, read
 
 
@@ -192,7 +193,7 @@ def test_a_call_comes_back_with_its_namespace(tooled: Served, namespace: str) ->
     (item,) = answer.json()["output"]
     assert {key: item[key] for key in ("name", "namespace") if key in item} == fields
     assert json.loads(item["arguments"]) == {"path": "a"}
-    events = [json.loads(line[6:]) for line in streamed.text.split("\n") if line[:5] == "data:"]
+    events = events_in(streamed.text)
     kinds = ("response.output_item.added", "response.output_item.done")
     items = [event["item"] for event in events if event["type"] in kinds]
     assert len(items) == 2
@@ -269,19 +270,32 @@ def test_any_arguments_can_be_sent_back(
 def test_a_call_that_was_cut_ends_with_length_and_continues(
     tooled: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and streamed."""
+    """Whole, and streamed, in both APIs."""
     fields: dict[str, Any] = {"messages": [message("Hi")], "tools": TOOLS, "max_tokens": 49}
     with tooled.writing(
         '<tool_call>\\{"name": "add", "arguments": \\{"x": "a{40}"\\}\\}</tool_call>'
     ):
         (choice,) = tooled.post("chat/completions", **fields).json()["choices"]
         chunks = tooled.events("chat/completions", **fields)
+        functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        asked = {"tools": functions, "max_output_tokens": 49, "seed": 5, "temperature": 1}
+        response = tooled.post("responses", input=[message("Hi")], **asked).json()
     (call,) = choice["message"]["tool_calls"]
     arguments = call["function"]["arguments"]
     assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert arguments.startswith('{"x": "a')
     assert not arguments.endswith("}")
     assert [call["function"]["arguments"] for call in joined(chunks)] == [arguments]
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = response["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+    again = [
+        message("Hi"),
+        item,
+        {"type": "function_call_output", "call_id": item["call_id"], "output": ""},
+    ]
+    assert tooled.post("responses", input=again, tools=functions).status_code == 200
     monkeypatch.setattr(tooled.service.engine.tokenizer, "chat_template", XML)
     chat = [message("Hi"), choice["message"], message("Cut.", "tool"), message("Again?")]
     assert tooled.post("chat/completions", messages=chat).status_code == 200
@@ -315,6 +329,19 @@ def test_text_of_a_variable_may_be_a_boolean(text: Any, value: Any) -> None:
     asked = short_body("chat/completions") | {"chat_template_kwargs": {"enable_thinking": text}}
     (chat,) = read_request(asked, ChatCompletionRequest, SETUP).prompts
     assert chat.variables["enable_thinking"] is value
+
+
+def test_thinking_is_turned_off_by_text_too(
+    tooled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP the prompt is that of the boolean."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}Think.{% endif %}"
+    monkeypatch.setattr(tooled.service.engine.tokenizer, "chat_template", template)
+    lengths = []
+    for value in ("false", False, "true", True):
+        answer = tooled.post("chat/completions", chat_template_kwargs={"enable_thinking": value})
+        lengths.append(answer.json()["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
 
 
 # ---- system messages ----
@@ -451,6 +478,7 @@ def test_every_method_counts_the_same(served: Served, monkeypatch: pytest.Monkey
         asked = fields | {"speculation": method}
         chat = served.post("chat/completions", max_tokens=60, **asked).json()
         response = served.post("responses", max_output_tokens=60, **asked).json()
+        events = response_events(served, max_output_tokens=60, **asked)
         options = {"include_usage": True}
         *chunks, last = served.events(
             "chat/completions", max_tokens=60, stream_options=options, **asked
@@ -463,17 +491,28 @@ def test_every_method_counts_the_same(served: Served, monkeypatch: pytest.Monkey
             assert "".join(parts) == answer[name]
         counts.add(chat["usage"]["completion_tokens_details"]["reasoning_tokens"])
         counts.add(last["usage"]["completion_tokens_details"]["reasoning_tokens"])
-        counts.add(response["usage"]["output_tokens_details"]["reasoning_tokens"])
+        for usage in (response["usage"], events[-1]["response"]["usage"]):
+            counts.add(usage["output_tokens_details"]["reasoning_tokens"])
     assert counts == {10}
     cut = served.post("chat/completions", max_tokens=7, **fields).json()["usage"]
     assert cut["completion_tokens_details"]["reasoning_tokens"] == cut["completion_tokens"] == 7
+
+
+def response_events(served: Served, **fields: Any) -> list[Any]:
+    """The events of a streamed response."""
+    return events_in(served.post("responses", stream=True, **fields).text)
+
+
+def events_in(text: str) -> list[Any]:
+    lines = text.split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
 # ---- speculation of one request ----
 
 
 def test_a_request_chooses_its_speculation(served: Served) -> None:
-    """The text stays the same: auto's rule is drafter-invariant, and so is the rule of what replaces it."""
+    """The text stays the same, whole and streamed: auto's rule is drafter-invariant, as is that of what replaces it."""
     for path in ("completions", "chat/completions", "responses"):
         limit = "max_output_tokens" if path == "responses" else "max_tokens"
         fields: dict[str, Any] = {limit: 40, "ignore_eos": True}
@@ -482,6 +521,10 @@ def test_a_request_chooses_its_speculation(served: Served) -> None:
         for speculation in (*SPECULATIONS, False, True):
             answer = served.post(path, **fields, speculation=speculation).json()
             assert text_of(answer) == plain
+            if path != "responses":
+                assert (
+                    streamed_text(served.events(path, **fields, speculation=speculation)) == plain
+                )
             sources[speculation] = answer["usage"]["pearl"]["tokens_by_source"]
         assert set(sources["off"]) == set(sources[False]) == {"direct"}
         assert "accepted" in sources["sd"]

@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from io import StringIO
 
 import pytest
@@ -19,13 +20,21 @@ from pearl.engine.request import Chat, encode
 from pearl.errors import ConfigError
 from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
-from pearl.text.chat_template import render
+from pearl.text.chat_template import chat_prompt, render
 from pearl.text.conversation import Conversation
-from pearl.text.reasoning import TAGS, check_tags, is_open_after, tag_pair, tags_for, tags_of
+from pearl.text.reasoning import (
+    TAGS,
+    check_tags,
+    is_open_after,
+    tag_pair,
+    tags_for,
+    tags_of,
+    warn_of_unknown_tags,
+)
 from pearl.text.reply import Delta, parser_of, reasoning_parser, split
 from pearl.text.tools import FORMATS
 from tests.conftest import TOY, ran
-from tests.replies import OTHER_TAGS
+from tests.replies import HARMONY_TEXTS, OTHER_TAGS
 from tests.served import Served, message
 from tests.tokenizers import Characters
 
@@ -188,34 +197,6 @@ def test_a_call_that_must_be_made_may_stand_behind_the_reasoning() -> None:
     assert [call["function"] for call in whole.calls] == [{"name": "add", "arguments": '{"x": 1}'}]
 
 
-HARMONY_TEXTS = {
-    "a call in analysis": (
-        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis to=functions.add "
-        '<|constrain|>json<|message|>{"x": 1}<|call|>',
-        ("Look.", "", [{"name": "add", "arguments": '{"x": 1}'}]),
-    ),
-    "a recipient before the channel": (
-        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
-        ("", "", [{"name": "add", "arguments": '{"x": 1}'}]),
-    ),
-    "a preamble, and two analyses": (
-        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
-        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
-        "<|message|>Done.<|return|>",
-        ("One.\n\nTwo.", "I look.\n\nDone.", []),
-    ),
-    "words": (
-        "<|channel|>final<|message|>finally, assistantfinal 42 commentary",
-        ("", "finally, assistantfinal 42 commentary", []),
-    ),
-    "no header": ("finally, 42", ("", "finally, 42", [])),
-    "no arguments": (
-        "<|channel|>commentary to=functions.add<|message|><|call|>",
-        ("", "", [{"name": "add", "arguments": "{}"}]),
-    ),
-}
-
-
 @pytest.mark.parametrize("name", HARMONY_TEXTS)
 def test_messages_of_harmony(name: str) -> None:
     text, expected = HARMONY_TEXTS[name]
@@ -237,6 +218,7 @@ class WithTokens(Characters):
 
     def __init__(self, *names: str) -> None:
         super().__init__(None)
+        self.names = names
         self._tags = dict(enumerate(names, start=self.vocab_size))
 
     def tokens(self) -> list[str | None]:
@@ -255,6 +237,57 @@ class WithTokens(Characters):
                 texts += part
                 tokens += map(ord, part)
         return texts, tokens
+
+
+@cache
+def with_marks(tags: str | None, format: str | None) -> WithTokens:
+    """A tokenizer whose vocabulary has the names of these tags and of this format."""
+    names: list[str] = []
+    if tags is not None:
+        names += TAGS[tags].tokens
+    if format is not None:
+        names += FORMATS[format].shown
+    return WithTokens(*dict.fromkeys(names))
+
+
+@given(
+    st.sampled_from([None, *TAGS]),
+    st.sampled_from([None, *FORMATS]),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=400, deadline=None)
+def test_tokens_in_any_groups_add_up_to_the_whole(
+    tags: str | None, format: str | None, is_open: bool, data: st.DataObject
+) -> None:
+    """Of a vocabulary that has the marks, in a text that quotes them, too; every character has its place."""
+    tokenizer = with_marks(tags, format)
+    marks = [f"!{name}" for name in tokenizer.names]
+    choices = st.one_of(PARTS, st.sampled_from(marks)) if marks else PARTS
+    parts = data.draw(st.lists(choices, max_size=14))
+    texts, tokens = tokenizer.reply(*parts)
+    cuts = data.draw(st.lists(st.integers(0, len(texts)), max_size=6).map(sorted))
+    replies = []
+    for ends in ([len(texts)], [*cuts, len(texts)], range(len(texts) + 1)):
+        parser = parser_of(
+            tokenizer,  # type: ignore[arg-type]
+            TAGS.get(tags or ""),
+            FORMATS.get(format or ""),
+            SCHEMAS,
+            is_open=is_open and tags is not None,
+        )
+        whole, source = Delta(), ""
+        start = 0
+        for end in ends:
+            whole += parser.feed(texts[start:end], tokens[start:end])
+            source += "".join(event.source for event in parser.events)
+            start = end
+        whole += parser.finish()
+        source += "".join(event.source for event in parser.events)
+        assert source == "".join(texts)
+        calls = [call["function"] for call in whole.calls]
+        replies.append((whole.reasoning, whole.content, calls))
+    assert replies[0] == replies[1] == replies[2]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +339,26 @@ def test_templates_say_which_models_think() -> None:
     assert tags_of("{{ content }}") is None
 
 
+@pytest.mark.parametrize(
+    ("template", "choice", "is_told"),
+    [
+        ("<mm:think>{{ m.reasoning_content }}</mm:think>", "auto", True),
+        ("<mm:think>{{ m.reasoning_content }}</mm:think>", "none", False),
+        ("<mm:think>{{ m.reasoning_content }}</mm:think>", "<mm:think> </mm:think>", False),
+        ("<think>{{ m.reasoning_content }}</think>", "auto", False),
+        ("{{ m.content }}", "auto", False),
+        ("{{ raise_exception('no assistants') }}", "auto", False),
+    ],
+)
+def test_a_template_with_other_tags_is_told(
+    template: str, choice: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Thinking(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    tokenizer.reasoning_tags = choice
+    warn_of_unknown_tags(tokenizer)
+    assert ("--reasoning-tags names them" in caplog.text) == is_told
+
+
 def test_the_user_names_other_tags() -> None:
     tokenizer = Thinking(QWEN3)
     for choice, tags in (("none", None), ("auto", THINK), ("mistral", TAGS["mistral"])):
@@ -339,6 +392,18 @@ def test_a_continued_thought_is_reasoning(
     assert is_open_after(tokenizer, THINK, prompt, reply) == is_thinking
 
 
+def test_a_call_that_must_be_made_waits_for_the_end_of_a_continued_thought() -> None:
+    """Its beginning stands behind the reasoning, never within."""
+    tokenizer = Thinking(QWEN3 + opens("<think>\n"))
+    for reply, end in (
+        ("<think>part of", "<think>\npart of"),
+        ("I am", "<think>\n\n</think>\n\nI am<tool_call>\n"),
+        ("", "<think>\n\n</think>\n\n<tool_call>\n"),
+    ):
+        prompt = encode(tokenizer, Chat([message("Hi")], prefix=reply, call="<tool_call>\n"))
+        assert tokenizer.decode(prompt).endswith(f"assistant\n{end}")
+
+
 # ---- conversations ----
 
 # As Qwen3's: the reasoning of earlier turns is left out; as DeepSeek-R1's and QwQ's, the prompt may open the next.
@@ -361,7 +426,7 @@ REPLY = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 
 class Thinking(Characters):
     def __init__(self, template: str) -> None:
-        super().__init__(lambda messages: render(template, None, {}, messages))
+        super().__init__(partial(chat_prompt, partial(render, template, None, {})))
         self.chat_template = template
 
 

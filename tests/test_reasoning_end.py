@@ -13,13 +13,13 @@ from pearl.config.options import Reasoning
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.engine.request import prompt_for
+from pearl.engine.request import Chat, encode, prompt_for
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.feeds import paths
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import METHODS
 from pearl.text import reasoning
-from pearl.text.reasoning import TAGS, tag_pair
+from pearl.text.reasoning import TAGS, tag_pair, tags_after
 from pearl.text.reasoning_end import ReasoningState
 from pearl.text.reasoning_marks import mark_token, reasoning_of
 from pearl.text.stream import TextStream
@@ -27,7 +27,7 @@ from tests import tokenizers
 from tests.language import END, LANGUAGE, PROMPT, VOCAB, decoded, masked, shaping, toy_guides
 from tests.options import drawn_by
 from tests.replies import OTHER_TAGS, Case, with_tokens
-from tests.served import Served
+from tests.served import Served, message
 from tests.virtual import TIMINGS
 
 METHODS_NAMED = ("ar", "ngram", "pearl")
@@ -295,6 +295,79 @@ def test_a_schema_waits_for_the_end_of_the_reasoning(
     ]
     for name in ("content", "reasoning_content"):
         assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+
+
+@pytest.mark.parametrize("limit", [{}, {"stop": ["1", "2"]}])
+def test_a_continued_thought_is_followed_to_its_end(
+    served: Served, thinking_chat: None, limit: dict[str, Any]
+) -> None:
+    """By a grammar and by stop strings, for each method; the reply's beginning has opened it, not the template."""
+    fields: dict[str, Any] = {"temperature": 1, "seed": 5, "max_tokens": 200, **limit}
+    fields["messages"] = [message("123"), message("a9", "assistant")]
+    fields["continue_final_message"] = True
+    if not limit:
+        schema = {"enum": [111111, 222222]}
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    replies = []
+    for speculation in ("off", "ngram", "pearl"):
+        fields["speculation"] = speculation
+        (choice,) = served.post("chat/completions", **fields).json()["choices"]
+        reply = choice["message"]
+        deltas = [
+            event["choices"][0]["delta"] for event in served.events("chat/completions", **fields)
+        ]
+        for name in ("content", "reasoning_content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == reply.get(name, "")
+        replies.append((reply["reasoning_content"], reply["content"]))
+    assert len(set(replies)) == 1
+    thought, answer = replies[0]
+    if limit:
+        assert choice["finish_reason"] == "stop"
+        assert {"1", "2"} & set(thought)
+        assert not {"1", "2"} & set(answer)
+    else:
+        assert len(thought) > 1
+        assert answer.removesuffix("3") in ("111111", "222222")
+
+
+@pytest.mark.parametrize("names", [(), TAGS["think"].tokens])
+def test_a_continued_thought_is_closed_where_no_token_ends_it(names: tuple[str, ...]) -> None:
+    """A grammar then begins at once, and the text has no reasoning."""
+    tokenizer = with_tokens(Case("", tokens=names, tags="think"))
+    thought = "<think>part of"
+    begun = encode(tokenizer, Chat([message("Hi")], prefix=thought))
+    params = SamplingParams(regex="[0-9]+")
+    prompt = prompt_for(tokenizer, begun, params, thought)
+    assert prompt_for(tokenizer, prompt, params, thought) == prompt
+    tags = tags_after(tokenizer, prompt, True, thought)
+    marks = reasoning_of(tokenizer, prompt, thought)
+    assert marks is not None
+    assert marks.is_open == (tags is not None) == bool(names)
+    if names:
+        assert prompt == begun
+    else:
+        assert tokenizer.decode(prompt).endswith(f"{thought}\n</think>\n\n")
+
+
+def test_a_grammar_behind_harmony_begins_in_the_final_channel() -> None:
+    """Not where the header of a message stands; once, and only behind a chat's prompt."""
+    case = Case("", tokens=TAGS["harmony"].tokens, special=True, tags="harmony")
+    tokenizer = with_tokens(case)
+    params = SamplingParams(regex="[0-9]+")
+    turn = tokenizer.encode("<|start|>user<|message|>Hi<|end|><|start|>assistant", special=False)
+    prompt = prompt_for(tokenizer, turn, params)
+    final = tokenizer.encode("<|channel|>final<|message|>", special=False)
+    assert prompt == [*turn, *final] == prompt_for(tokenizer, prompt, params)
+    assert prompt_for(tokenizer, turn, params.changed(regex=None)) == turn
+    plain = tokenizer.encode("hello", special=False)
+    assert prompt_for(tokenizer, plain, params) == plain
+
+
+@pytest.fixture
+def thinking_chat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tags of the server's toy: its reasoning is between an "a" and a "7"."""
+    monkeypatch.setattr(served.service.engine.tokenizer, "chat_template", "it thinks")
+    monkeypatch.setattr(reasoning, "TAGS", {"test": tag_pair("a", "7", ("it thinks",))})
 
 
 def _prompt_end(served: Served) -> str:

@@ -1,4 +1,4 @@
-"""What models write, said by a script behind the real server: whole and streamed, by one token and by many."""
+"""What models write, said by a script behind the real server: whole and streamed, by single characters and at once."""
 
 import json
 import re
@@ -11,8 +11,9 @@ import pytest
 from pearl.server.listen import bind
 from pearl.text.tokenizer import FileTokenizer
 from pearl.text.tools import FORMATS
-from tests.called import joined
-from tests.replies import Case, with_tokens
+from tests.called import CALLS as TWO_CALLS
+from tests.called import NO_CALLS, SCHEMAS, TEXTS, joined
+from tests.replies import HARMONY_TEXTS, Case, with_tokens
 from tests.served import Served, message
 
 PARAMETERS = {
@@ -30,6 +31,9 @@ TOOLS: list[Any] = [
 ]
 RED = ("lookup", {"key": "red"})
 HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
+FUNCTIONS: list[Any] = []
+for function, schema in SCHEMAS.items():
+    FUNCTIONS.append({"type": "function", "function": {"name": function, "parameters": schema}})
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
 
@@ -162,6 +166,34 @@ CASES = {
     "the user's own tags": Case(
         "<reason>Hm.</reason>Yes.", "Yes.", "Hm.", tags="<reason> </reason>"
     ),
+    "a continued thought": Case(
+        " the whole.</think>Yes.",
+        "Yes.",
+        "the whole.",
+        tags="think",
+        tokens=THINK,
+        begun="<think>part of",
+    ),
+    "a continued thought that the template opens": Case(
+        " the whole.</think>Yes.",
+        "Yes.",
+        "the whole.",
+        tags="think",
+        begun="<think>part of",
+        opening="<think>\n",
+    ),
+    "a continued answer": Case(
+        " am.", " am.", tags="think", tokens=THINK, begun="I", opening="<think>\n"
+    ),
+    "a thought that the template opens": Case(
+        "Hm, `</think>`.\n</think>\n\nYes.",
+        "Yes.",
+        "Hm, `</think>`.",
+        tags="think",
+        tokens=THINK,
+        opening="<think>\n",
+    ),
+    "tags alone": Case("<think></think>", tags="think", tokens=THINK, special=True),
     "harmony": Case(
         "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>finally, the word assistantfinal<|end|><|start|>assistant"
@@ -177,11 +209,17 @@ CASES = {
 }
 
 
-def tokens_of(tokenizer: FileTokenizer, case: Case) -> list[int]:
-    """The reply as the model writes it: a quoted tag of several tokens."""
+def tokens_of(tokenizer: FileTokenizer, case: Case, by_character: bool = False) -> list[int]:
+    """The reply as the model writes it: a quoted tag of several tokens.
+
+    Args:
+        by_character: whether all but the case's own tokens is written by characters.
+    """
+    names = "|".join(map(re.escape, sorted(case.tokens, key=len, reverse=True)))
     tokens = []
-    for part in re.split("(`[^`\n]*`)", case.text):
-        if part.startswith("`") and part.endswith("`") and case.tokens:
+    for part in re.split(f"(`[^`\n]*`|{names})", case.text):
+        is_quote = part.startswith("`") and part.endswith("`") and case.tokens
+        if is_quote or (by_character and part not in case.tokens):
             for character in part:
                 tokens += tokenizer.encode(character, special=False)
         else:
@@ -200,27 +238,65 @@ def behind(served: Served, case: Case, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.parametrize("name", CASES)
 def test_what_models_write(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    fields: dict[str, Any] = {"messages": [message("Hi")], "tools": TOOLS, "max_tokens": None}
     with behind(served, case, monkeypatch) as server:
-        tokens = tokens_of(server.service.engine.tokenizer, case)
-        for step in (1, len(tokens)):
-            with server.saying(tokens, step):
-                (choice,) = server.post("chat/completions", **fields).json()["choices"]
-                chunks = server.events("chat/completions", **fields)
-                response = server.post(
-                    "responses", tools=[{"type": "function", **tool["function"]} for tool in TOOLS]
-                )
-            reply = choice["message"]
-            calls = [call["function"] for call in reply.get("tool_calls", ())]
-            assert (reply["content"] or "") == case.content
-            assert reply.get("reasoning_content", "") == case.reasoning
-            assert [(call["name"], json.loads(call["arguments"])) for call in calls] == case.calls
-            assert choice["finish_reason"] == ("tool_calls" if case.calls else "stop")
-            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-            for key, text in (("content", case.content), ("reasoning_content", case.reasoning)):
-                assert "".join(delta.get(key, "") for delta in deltas) == text
-            assert [call["function"] for call in joined(chunks)] == calls
-            _check_response(response.json()["output"], case)
+        _check_replies(server, case, TOOLS)
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *(f"no call: {name}" for name in NO_CALLS)])
+def test_each_format_of_calls(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the marks of calls are special tokens; of texts without calls, where they are text."""
+    parser = name.removeprefix("no call: ").partition(" ")[0]
+    if name in TEXTS:
+        content = "Sure, a < b." if "Sure" in TEXTS[name] else ""
+        marks = FORMATS[parser].shown
+        case = Case(
+            TEXTS[name], content, calls=TWO_CALLS, parser=parser, tokens=marks, special=True
+        )
+    else:
+        text = NO_CALLS[name.removeprefix("no call: ")]
+        case = Case(text, text, parser=parser)
+    with behind(served, case, monkeypatch) as server:
+        _check_replies(server, case, FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", HARMONY_TEXTS)
+def test_each_message_of_harmony(
+    served: Served, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, (reasoning, content, functions) = HARMONY_TEXTS[name]
+    calls = [(call["name"], json.loads(call["arguments"])) for call in functions]
+    case = Case(text, content, reasoning, calls, "harmony", "harmony", HARMONY, special=True)
+    with behind(served, case, monkeypatch) as server:
+        _check_replies(server, case, FUNCTIONS)
+
+
+def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
+    """Check the reply in chats and responses, whole and streamed, by characters and at once."""
+    fields: dict[str, Any] = {"messages": [message("Hi")], "tools": tools, "max_tokens": None}
+    if case.begun:
+        fields["messages"].append(message(case.begun, "assistant"))
+        fields["continue_final_message"] = True
+    tokenizer = server.service.engine.tokenizer
+    characters = tokens_of(tokenizer, case, by_character=True)
+    tokens = tokens_of(tokenizer, case)
+    for script, step in ((characters, 1), (tokens, len(tokens))):
+        with server.saying(script, step):
+            (choice,) = server.post("chat/completions", **fields).json()["choices"]
+            chunks = server.events("chat/completions", **fields)
+            if not case.begun:
+                functions = [{"type": "function", **tool["function"]} for tool in tools]
+                response = server.post("responses", tools=functions)
+                _check_response(response.json()["output"], case)
+        reply = choice["message"]
+        calls = [call["function"] for call in reply.get("tool_calls", ())]
+        assert (reply["content"] or "") == case.content
+        assert reply.get("reasoning_content", "") == case.reasoning
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == case.calls
+        assert choice["finish_reason"] == ("tool_calls" if case.calls else "stop")
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        for key, text in (("content", case.content), ("reasoning_content", case.reasoning)):
+            assert "".join(delta.get(key, "") for delta in deltas) == text
+        assert [call["function"] for call in joined(chunks)] == calls
 
 
 def _check_response(items: list[Any], case: Case) -> None:

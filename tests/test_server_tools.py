@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,7 +16,7 @@ from pearl.server.requests import read_request
 from pearl.server.schemas import ChatCompletionRequest
 from pearl.text.reply import ReplyParser, TagParser, parser_of
 from pearl.text.tools import FORMATS, forced_schema, format_of, in_words
-from tests.called import ADD, POINT, TOOLS, joined
+from tests.called import ADD, CALLS, NO_CALLS, POINT, SCHEMAS, TEXTS, TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -41,62 +42,6 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 # ---- formats ----
-
-CALLS = [("add", {"x": 'a}"\\'}), ("stop", {})]
-TEXTS = {  # what models of each format write
-    "hermes": 'Sure, a < b.\n<tool_call>\n{"name": "add", "arguments": {"x": "a}\\"\\\\"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
-    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"x": "a}\\"\\\\"}, "id": "abc"}, '
-    '{"name": "stop", "arguments": {}}]',
-    "mistral since 2025": '[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"x": "a}\\"\\\\"}[TOOL_CALLS]stop{}',
-    "deepseek": "Sure, a < b.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-    '{"x": "a}\\"\\\\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
-    "<｜tool▁calls▁end｜>",
-    "llama3": '\n{"type": "function", "name": "add", "parameters": {"x": "a}\\"\\\\"}}; '
-    '{"name": "stop", "parameters": {}}',
-    "pythonic": "[add(x='a}\"\\\\'), stop()]",
-    "pythonic without names": "[add('a}\"\\\\'), stop()]",
-    "lfm2": "Sure, a < b.<|tool_call_start|>[add(x='a}\"\\\\'), stop()]<|tool_call_end|>",
-    "qwen3_coder": 'Sure, a < b.\n<tool_call>\n<function=add>\n<parameter=x>\na}"\\\n</parameter>\n</function>\n'
-    "</tool_call>\n<tool_call>\n<function=stop>\n</function>\n</tool_call>",
-    "qwen3_coder without the outer tag": 'Sure, a < b.\n<function=add>\n<parameter=x>\na}"\\\n</parameter>\n'
-    "</function>\n<function=stop>\n</function>\n</tool_call>",
-    "seed": 'Sure, a < b.\n<seed:tool_call>\n<function=add>\n<parameter=x>a}"\\</parameter>\n</function>\n'
-    "</seed:tool_call>\n<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
-    "glm": 'Sure, a < b.\n<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>a}"\\</arg_value>\n</tool_call>\n'
-    "<tool_call>stop\n</tool_call>",
-    "minimax": 'Sure, a < b.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">a}"\\</parameter>\n'
-    '</invoke>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
-    "gemma": 'Sure, a < b.<|tool_call>call:add{x:<|"|>a}"\\<|"|>}<tool_call|><|tool_call>call:stop{}<tool_call|>',
-    "kimi": "Sure, a < b.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"x": "a}\\"\\\\"}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}'
-    "<|tool_call_end|><|tool_calls_section_end|>",
-    "cohere": 'Sure, a < b.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": '
-    '{"x": "a}\\"\\\\"}},\n    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
-}
-TEXTS["llama3 with arguments first"] = (
-    '{"parameters": {"x": "a}\\"\\\\"}, "name": "add"}; {"name": "stop", "parameters": null}'
-)
-NO_CALLS = {
-    "hermes": "a <tool_call> is {a tag} of some < models",
-    "mistral": "[TOOL_CALLS] is one, too",
-    "deepseek": "Hello! ",
-    "llama3": '{"name": "nobody", "parameters": {}} is JSON',
-    "pythonic": "[1, 2] or [f(x)]",
-    "pythonic with more than the schema has": '[add("a", "b")]',
-    "pythonic of another function": '[add("a"), nobody("b")]',
-    "qwen3_coder": "a <tool_call> is <function=x> of some <parameter=y> models",
-    "glm": "a <tool_call>is</tool_call> of <arg_key>some</arg_key> models",
-    "seed": "a <seed:tool_call> is <a tag>",
-    "minimax": '<minimax:tool_call> is <invoke name="a">',
-    "gemma": "a <|tool_call>is one",
-    "kimi": "<|tool_calls_section_begin|> is one",
-    "cohere": "<|START_ACTION|>[1, {}] is one",
-    "lfm2": "<|tool_call_start|>[1] is one",
-}
-
-
-SCHEMAS: dict[str, Any] = {"add": {"properties": {"x": {"type": "string"}}}, "stop": {}}
 
 
 def parsed(parser: ReplyParser, text: str, size: int = 1000) -> tuple[str, list[list[str]]]:
@@ -170,18 +115,84 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_a_template_shows_its_format(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning at start says that it is none of ours."""
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
-    monkeypatch.setattr(
-        tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]"
-    )
-    assert format_of(tokenizer) is FORMATS["mistral"]
+    for name, call in TEMPLATES.items():
+        monkeypatch.setattr(tokenizer, "chat_template", writing_calls(call))
+        assert format_of(tokenizer) is FORMATS[name]
     assert not caplog.records
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }} Call <weird>f(1)</weird>")
-    assert format_of(tokenizer) is FORMATS["hermes"]
+
+
+TEMPLATES = {  # how a template writes a call; some leave it out
+    "lfm2": "List of tools: ",
+    "tool_calls": "<tool_calls>[{{ c.function | tojson }}]</tool_calls>",
+    "mistral": "[TOOL_CALLS]{{ [c.function] | tojson }}",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|start|>assistant<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json"
+    "<|message|>{{ c.function.arguments | tojson }}<|call|>",
+    "dsml": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ c.function.name }}">\n'
+    '<｜DSML｜parameter name="key" string="true">{{ c.function.arguments.key }}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+
+
+def writing_calls(call: str) -> str:
+    """A chat template that tells of tools, and writes each call `c` so."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    return f"{{{{ tools }}}}{{% for m in messages %}}{calls}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("call", "format"),
+    [
+        ("<weird>{{ c.function.name }}(1)</weird>", "hermes"),
+        (
+            '<tool_call>\n<invoke name="{{ c.function.name }}"><key>{{ c.function.arguments.key }}</key>',
+            "hermes",
+        ),
+        ("<|python_tag|><function=f>{{ c.function.arguments | tojson }}</function>", "llama3"),
+    ],
+)
+def test_a_template_of_another_format_is_told(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    format: str,
+) -> None:
+    """At start, even if it has a mark of ours: what it writes for a call is read back."""
+    monkeypatch.setattr(served.service.engine.tokenizer, "chat_template", writing_calls(call))
+    assert format_of(served.service.engine.tokenizer) is FORMATS[format]
+    assert repr(format) in caplog.text
     assert "--tool-parser names another format" in caplog.text
+
+
+def test_kimis_calls_have_the_ids_that_its_template_writes_for_their_names() -> None:
+    """In a whole conversation, whatever ids its client gave them; a result has that of its call."""
+    call = {"type": "function", "id": "a", "function": {"name": "add", "arguments": "{}"}}
+    other = {"type": "function", "id": "b", "function": {"name": "stop", "arguments": "{}"}}
+    history = [
+        message("Hi"),
+        message("", "assistant") | {"tool_calls": [call, other]},
+        message("2", "tool") | {"tool_call_id": "b"},
+        message("1", "tool") | {"tool_call_id": "a"},
+        message("", "assistant") | {"tool_calls": [call | {"id": "c"}]},
+        message("3", "tool") | {"tool_call_id": "c"},
+    ]
+    body = {"model": MODEL, "messages": history}
+    setup = replace(SETUP, tools=FORMATS["kimi"])
+    (chat,) = read_request(body, ChatCompletionRequest, setup).prompts
+    ids = []
+    for entry in chat.messages:
+        ids += [call["id"] for call in entry.get("tool_calls", ())]
+        if entry["role"] == "tool":
+            ids.append(entry["tool_call_id"])
+    first = ["functions.add:0", "functions.stop:1"]
+    assert ids == [*first, *reversed(first), "functions.add:2", "functions.add:2"]
+    (chat,) = read_request(body, ChatCompletionRequest, SETUP).prompts
+    assert chat.messages[1]["tool_calls"][0]["id"] == "a"
 
 
 def test_references_of_a_schema_lead_to_the_same_place() -> None:

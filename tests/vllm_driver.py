@@ -25,9 +25,27 @@ os.environ.update(
 )
 
 
+def mend_temperatures() -> None:
+    """Make vLLM for CPUs apply temperatures to drafted tokens, which 0.32.0 drops.
+
+    See findings/vllm_cpu_temperature.sh.
+    """
+    from vllm.utils import cpu_triton_utils
+
+    def spread(output: Any, values: Any, ends: Any, old: int, new: int, **_: Any) -> None:
+        start = 0
+        for value, end in zip(values.tolist(), ends.tolist(), strict=True):
+            output[start:end] = new if value == old else value
+            start = end
+
+    cpu_triton_utils._expand_kernel_impl = spread
+
+
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM, SamplingParams
+
+    mend_temperatures()
 
     options: dict[str, Any] = {}
     if plan.get("pearl"):

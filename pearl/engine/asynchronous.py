@@ -89,9 +89,8 @@ class AsyncStream:
         end = None
         try:
             engine = self._engine.engine
-            tokens = engine.encode(self._prompt, raw=self._options.get("raw", True))
             if not self._is_closed:
-                self._stream = engine.stream(tokens, self._params, **self._options)
+                self._stream = engine.stream(self._prompt, self._params, **self._options)
                 self.watch.begun = time.monotonic()
                 if self._is_closed:
                     self._stream.close()

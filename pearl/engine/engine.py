@@ -17,7 +17,7 @@ from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.client import Client
 from pearl.engine.launcher import Attached, LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
-from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
+from pearl.engine.request import Chat, Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
@@ -151,6 +151,7 @@ class Engine:
         *,
         method: str | None = None,
         rule: str | None = None,
+        prefix: str = "",
         preview: bool = False,
         raw: bool = True,
         show: Collection[str] = (),
@@ -160,7 +161,7 @@ class Engine:
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
             params: how to decode and sample; unset fields take the checkpoint's defaults.
-            method, rule, preview, raw, show: see `Options`.
+            method, rule, prefix, preview, raw, show: see `Options`.
 
         Raises:
             ConfigError: an unknown option, or one that this engine cannot serve.
@@ -168,6 +169,8 @@ class Engine:
             TargetLost: the target is gone, and the engine can no longer be used. Also raised while iterating.
         """
         self.client.check_open()
+        if isinstance(prompt, Chat):
+            prefix = prompt.prefix
         submit = submission(
             next(self.client.numbers),
             self.encode(prompt, raw=raw),
@@ -176,6 +179,7 @@ class Engine:
             self.defaults,
             preview,
             self.tokenizer,
+            prefix,
         )
         return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
 

@@ -15,7 +15,7 @@ from pearl.config.options import Reasoning
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import tags_for
+from pearl.text.reasoning import end_of, tags_for
 from pearl.text.reasoning_marks import reasoning_of
 from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults
@@ -31,12 +31,14 @@ class Chat:
     Attributes:
         tools: tools that the model may call.
         prefix: the beginning of the reply. It belongs to the prompt, not to the generated text.
+        call: the beginning of a call that must be made. It follows `prefix`, unless this ends within reasoning.
         variables: variables of the template, such as enable_thinking.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
     prefix: str = ""
+    call: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,12 +53,14 @@ class Options(TypedDict, total=False):
     """How one text is generated.
 
     method, rule: override the method and rule of the `RequestOptions`.
+    prefix: the beginning of the reply, where the prompt is tokens and has it. A `Chat` has its own.
     preview: also yield the draft's pending tokens.
     raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
     show: special tokens whose names appear in the text.
     """
 
     method: str | None
+    prefix: str
     preview: bool
     raw: bool
     rule: str | None
@@ -121,11 +125,13 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
             text = render(in_words(chat.messages, chat.tools, "user"))
     if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
-    if chat.prefix:
-        tags = tags_for(tokenizer)
-        if tags is not None:
-            return tags.continued(text, chat.prefix)
-    return text + chat.prefix
+    tags = tags_for(tokenizer)
+    prefix = chat.prefix
+    if tags is None or not tags.are_open_within(prefix):
+        prefix += chat.call
+    if prefix and tags is not None:
+        return tags.continued(text, prefix)
+    return text + prefix
 
 
 @cache
@@ -157,14 +163,16 @@ def submission(
     defaults: GenerationDefaults,
     preview: bool = False,
     tokenizer: Tokenizer | None = None,
+    prefix: str = "",
 ) -> Submit:
     """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set.
 
     Args:
         tokenizer: the target's tokenizer. Without it a prediction is not read, and the whole text counts as the answer.
+        prefix: the beginning of the reply, if it is part of the prompt.
     """
     if tokenizer is not None:
-        tokens = prompt_for(tokenizer, tokens, options)
+        tokens = prompt_for(tokenizer, tokens, options, prefix)
     room = max(0, context - len(tokens))
     max_tokens = options.max_tokens or min(defaults.max_tokens or context, room)
     limit = len(tokens) + max_tokens
@@ -181,7 +189,7 @@ def submission(
         ends = list(defaults.eos) + ends
     read: dict[str, Any] = {}
     if tokenizer is not None:
-        read["reasoning"] = _reasoning(tokenizer, tokens, options)
+        read["reasoning"] = _reasoning(tokenizer, tokens, options, prefix)
         read["predicted"] = _predicted(tokenizer, options.prediction or "", max_tokens)
     return Submit(
         number,
@@ -193,23 +201,35 @@ def submission(
     )
 
 
-def prompt_for(tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions) -> list[int]:
-    """Return the prompt; if a grammar could not tell by a token where the reasoning ends that it opens, close it."""
-    reasoning = _reasoning(tokenizer, tokens, options)
+def prompt_for(
+    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str = ""
+) -> list[int]:
+    """Return the prompt; where a grammar follows, with what the format wants between the prompt and an answer.
+
+    If no token could tell the grammar where the reasoning ends that the prompt opens, the prompt closes it.
+
+    Args:
+        prefix: the beginning of the reply, if it is part of the prompt.
+    """
     prompt = list(tokens)
-    if not options.has_grammar or reasoning is None or not reasoning.is_open:
+    tags = tags_for(tokenizer)
+    if not options.has_grammar or tags is None:
         return prompt
-    if not reasoning.end_tokens:
-        prompt += tokenizer.encode(f"\n{reasoning.ends[0]}\n\n", special=False)
+    reasoning = _reasoning(tokenizer, tokens, options, prefix)
+    if reasoning is None or not reasoning.is_open:
+        if tags.turn and end_of(tokenizer, tags, prompt).endswith(tags.turn):
+            prompt += tokenizer.encode(tags.answer, special=False)
+    elif not reasoning.end_tokens:
+        prompt += tokenizer.encode(f"\n{tags.closing}\n\n", special=False)
     return prompt
 
 
 def _reasoning(
-    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions
+    tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str
 ) -> Reasoning | None:
     """Return the marks of the reasoning before the answer; None if no option is about the answer alone."""
     if options.stop or options.has_grammar:
-        return reasoning_of(tokenizer, tokens)
+        return reasoning_of(tokenizer, tokens, prefix)
     return None
 
 

@@ -301,7 +301,8 @@ class _Reply:
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self.request.prompt_field):
             encoded = await self.service.encode(prompt)
-            tokens = prompt_for(self.service.engine.tokenizer, encoded, self.request.params)
+            tokenizer = self.service.engine.tokenizer
+            tokens = prompt_for(tokenizer, encoded, self.request.params, self.request.prefix)
         check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 
@@ -315,7 +316,7 @@ class _Reply:
 
         async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
             params = self.request.numbered(sample, self.service.engine.context - len(tokens))
-            options = Options()
+            options = Options(prefix=self.request.prefix)
             options["show"] = self.request.shown(self.service.engine.tokenizer, tokens)
             async with slots, self.service.text(tokens, params, options, self.arrived) as stream:
                 async for piece in stream:

@@ -23,6 +23,7 @@ from pearl.server.app import App
 from pearl.server.request_log import show_requests
 from pearl.server.requests import Setup
 from pearl.server.service import Service
+from pearl.text.reasoning import warn_of_unknown_tags
 from pearl.text.tools import format_of
 from pearl.transport.address import raise_limit
 
@@ -90,6 +91,7 @@ class Door:
         show_requests(self.logs_requests)
         tools = format_of(engine.tokenizer, self.tool_parser)
         engine.tokenizer.reasoning_tags = self.reasoning_tags
+        warn_of_unknown_tags(engine.tokenizer)
         setup = Setup(model, options, tools, engine.config)
         app = App(service, setup, self.access)
         server = Server(app, service)

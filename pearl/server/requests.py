@@ -25,7 +25,7 @@ from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import is_open_after, tags_after
 from pearl.text.reply import parser_of
 from pearl.text.stream import Tokenizer
-from pearl.text.tools import FORMATS, Format, forced_schema
+from pearl.text.tools import FORMATS, Format, forced_schema, with_call_ids
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
@@ -68,6 +68,12 @@ class TextRequest:
     limit_field: str
     format: Format | None
 
+    @property
+    def prefix(self) -> str:
+        """The beginning of the reply, if it is part of a chat's prompt."""
+        prompt = self.prompts[0]
+        return prompt.prefix if isinstance(prompt, Chat) else ""
+
     def text(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyText:
         """Return the `ReplyText` number `index` of the reply.
 
@@ -76,14 +82,12 @@ class TextRequest:
         """
         if not isinstance(self.body, ChatCompletionRequest):
             return ReplyText(index)
-        tags = tags_after(tokenizer, prompt, self.params.has_grammar)
+        tags = tags_after(tokenizer, prompt, self.params.has_grammar, self.prefix)
         if tags is None and self.format is None:
             return ReplyText(index)
         is_open = False
         if tags is not None:
-            chat = self.prompts[0]
-            assert isinstance(chat, Chat)
-            is_open = is_open_after(tokenizer, tags, prompt, chat.prefix)
+            is_open = is_open_after(tokenizer, tags, prompt, self.prefix)
         schemas = {}
         for tool in self.body.tools:
             schemas[tool.function.name] = tool.function.parameters or {}
@@ -103,7 +107,7 @@ class TextRequest:
         names: set[str] = set()
         if not isinstance(self.body, ChatCompletionRequest):
             return names
-        tags = tags_after(tokenizer, prompt, self.params.has_grammar)
+        tags = tags_after(tokenizer, prompt, self.params.has_grammar, self.prefix)
         if tags is not None:
             names |= set(tags.tokens)
         if self.format is not None:
@@ -157,9 +161,11 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
     if request.tools and request.tool_choice != "none":
         functions = [tool["function"] for tool in body["tools"] if is_function(tool)]
         tools = [_tool(function) for function in functions]
+    call = ""
     if request.forced_functions:
-        prefix += setup.tools.prefix
-    return Chat(messages, tools, prefix, request.variables)
+        call = setup.tools.prefix
+    messages = with_call_ids(messages, setup.tools)
+    return Chat(messages, tools, prefix, call, request.variables)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:

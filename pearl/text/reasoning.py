@@ -7,17 +7,20 @@ takes replies apart.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import regex
 
-from pearl.errors import ConfigError
+from pearl.errors import ConfigError, RequestError
 from pearl.text.marks import Marks
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
@@ -32,6 +35,7 @@ class Tags:
         marks: a model writes these tags if its chat template contains one of these strings.
         dropped: names of tokens that are left out of all texts, such as the tokens around the answer.
         opening, closing: the texts that begin and end reasoning.
+        turn: the text that begins a reply, if `answer` follows it.
         answer: the text that begins an answer, if the format has such.
     """
 
@@ -42,11 +46,16 @@ class Tags:
     dropped: tuple[str, ...] = ()
     opening: str = ""
     closing: str = ""
+    turn: str = ""
     answer: str = ""
 
     def are_open(self, prompt: str) -> bool:
         """Return whether the text after this prompt begins with reasoning."""
         return regex.search(rf"(?:{self.start})\s*$", prompt) is not None
+
+    def are_closed(self, prompt: str) -> bool:
+        """Return whether this prompt ends with the end of reasoning."""
+        return regex.search(rf"(?:{self.end})\s*$", prompt) is not None
 
     def are_open_within(self, text: str) -> bool:
         """Return whether `text`, the beginning of a reply, ends within reasoning."""
@@ -99,6 +108,7 @@ HARMONY = Tags(
     marks=("<|channel|>analysis",),
     opening="<|channel|>analysis<|message|>",
     closing="<|end|>",
+    turn="<|start|>assistant",
     answer="<|channel|>final<|message|>",
 )
 
@@ -124,21 +134,21 @@ TAGS = {
 }
 
 
-def entry_for(template: str, registry: Mapping[str, Any]) -> Any:
-    """Return the first entry that has a mark in a chat template; None if none has.
+def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that have a mark in a chat template, by their names.
 
     `registry`: `TAGS` or `tools.FORMATS`.
     """
-    for entry in registry.values():
+    entries = {}
+    for name, entry in registry.items():
         if any(mark in template for mark in entry.marks):
-            return entry
-    return None
+            entries[name] = entry
+    return entries
 
 
 def tags_of(template: str) -> Tags | None:
-    """Return the tags that a chat template contains; None if it contains none, as its model does not think."""
-    tags: Tags | None = entry_for(template, TAGS)
-    return tags
+    """Return the first tags of `TAGS` that a chat template contains; None if its model does not think."""
+    return next(iter(entries_for(template, TAGS).values()), None)
 
 
 def check_tags(choice: str) -> str:
@@ -168,14 +178,36 @@ def tags_for(tokenizer: Tokenizer) -> Tags | None:
     return tags_of(tokenizer.chat_template)
 
 
-def tags_after(tokenizer: Tokenizer, prompt: Sequence[int], has_grammar: bool) -> Tags | None:
+def warn_of_unknown_tags(tokenizer: Tokenizer) -> None:
+    """Log a warning if the chat template writes reasoning, but between no tags that are known here."""
+    if tokenizer.reasoning_tags == "none" or tags_for(tokenizer) is not None:
+        return
+    thought = "They ask for a word."
+    reply = {"role": "assistant", "content": "Red.", "reasoning_content": thought}
+    try:
+        text = tokenizer.chat_text([{"role": "user", "content": "?"}, reply]) or ""
+    except RequestError:  # the template takes no such conversation
+        return
+    if thought in text:
+        log.warning(
+            "the chat template writes reasoning between tags that are not known here: it stays in the content; "
+            "--reasoning-tags names them"
+        )
+
+
+def tags_after(
+    tokenizer: Tokenizer, prompt: Sequence[int], has_grammar: bool, prefix: str = ""
+) -> Tags | None:
     """Return the tags in the text after a prompt; None if the text has no reasoning.
 
     A text with a grammar has reasoning only if the prompt has opened it. Otherwise the grammar applies from the first
     token on.
+
+    Args:
+        prefix: the beginning of the reply, if the prompt ends with one.
     """
     tags = tags_for(tokenizer)
-    if tags is not None and has_grammar and not is_open_after(tokenizer, tags, prompt):
+    if tags is not None and has_grammar and not is_open_after(tokenizer, tags, prompt, prefix):
         return None
     return tags
 
@@ -188,8 +220,14 @@ def is_open_after(
     Args:
         prefix: the beginning of the reply, if the prompt ends with one.
     """
+    end = end_of(tokenizer, tags, prompt)
     if prefix:
-        return tags.are_open_within(prefix)
+        return tags.are_open_within(prefix) and not tags.are_closed(end)
+    return tags.are_open(end)
+
+
+def end_of(tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int]) -> str:
+    """Return the end of a prompt as text, with the names of tags."""
     names = Marks(tags.tokens, tokenizer).ids
     end = ""
     ordinary: list[int] = []
@@ -199,4 +237,4 @@ def is_open_after(
             ordinary = []
         else:
             ordinary.append(token)
-    return tags.are_open(end + tokenizer.decode(ordinary))
+    return end + tokenizer.decode(ordinary)

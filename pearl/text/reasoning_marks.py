@@ -17,8 +17,12 @@ def mark_token(tokenizer: Tokenizer, mark: str) -> int | None:
     return None
 
 
-def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
-    """Return the marks of the reasoning in the text after a prompt; None if the model does not think."""
+def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int], prefix: str = "") -> Reasoning | None:
+    """Return the marks of the reasoning in the text after a prompt; None if the model does not think.
+
+    Args:
+        prefix: the beginning of the reply, if it is part of the prompt.
+    """
     tags = tags_for(tokenizer)
     if tags is None:
         return None
@@ -30,7 +34,7 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | Non
     end_token = mark_token(tokenizer, tags.closing)
     if end_token is not None:
         end_tokens = (end_token,)
-    is_open = is_open_after(tokenizer, tags, prompt)
+    is_open = is_open_after(tokenizer, tags, prompt, prefix)
     return Reasoning(start, start_token, (tags.closing,), end_tokens, is_open)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
+from pearl.errors import RequestError
 from pearl.text.calls import (
     NEVER,
     Block,
@@ -29,12 +30,13 @@ from pearl.text.calls import (
     read_known_object,
     read_object,
     read_python,
+    value_in,
 )
-from pearl.text.marks import ANY
-from pearl.text.reasoning import HARMONY, entry_for
+from pearl.text.marks import ANY, Marks
+from pearl.text.reasoning import HARMONY, entries_for
 
 if TYPE_CHECKING:
-    from pearl.text.stream import Tokenizer
+    from pearl.text.stream import Tokenizer, Tools
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class Format:
             request. For formats whose `start` is also found in texts without calls.
         shown: names that may be special tokens of a vocabulary. These are decoded to their names, other special tokens
             to nothing.
+        call_id: the form of the ids that calls have in a conversation, if the template writes a call's id in place of
+            its function. It contains {name} and {number}, which counts the calls from 0.
         is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply` reads.
     """
 
@@ -66,6 +70,7 @@ class Format:
     key: str = "arguments"
     leads: bool = False
     shown: tuple[str, ...] = ()
+    call_id: str = ""
     is_harmony: bool = False
 
     def read_forced(self, cursor: Cursor, schemas: Schemas) -> Reading:
@@ -78,18 +83,28 @@ _OBJECTS_BETWEEN = r"[\s,;]*(?=\{)"
 _MARKUP = rf"[^{{<{ANY}]{{0,60}}"  # a word of prose, a bracket, or the beginning of a code fence
 _END_OF_OBJECTS = r"[\s\]})`,;]*"
 
-_HERMES = Format(
-    ("<tool_call>",),
-    _e("<tool_call>"),
-    Block(
-        rf"{_e('<tool_call>')}{_MARKUP}(?=\{{)",
-        read_object,
-        _OBJECTS_BETWEEN,
-        rf"{_END_OF_OBJECTS}{_e('</tool_call>')}",
-    ),
-    prefix="<tool_call>\n",
-    shown=("<tool_call>", "</tool_call>"),
-)
+
+def _objects(start: str, end: str, prefix: str = "") -> Format:
+    """Return a format of objects in JSON between two names; without `end`, of a list of them."""
+    names = [start]
+    closing = r"\s*\]"
+    if end:
+        names.append(end)
+        closing = rf"{_END_OF_OBJECTS}{_e(end)}"
+    return Format(
+        (start,),
+        _e(start),
+        Block(
+            rf"{_e(start)}{_MARKUP}(?=\{{)",
+            read_object,
+            _OBJECTS_BETWEEN,
+            closing,
+        ),
+        prefix=prefix,
+        shown=tuple(names),
+    )
+
+
 _QWEN_CALL = TaggedCall(
     r"<function=([^>\n]{1,200})>\s*(?=<parameter=|</function>)",
     r"\s*<parameter=([^>\n]+)>",
@@ -107,7 +122,11 @@ def _qwen_block(start: str, end: str) -> Block:
 # All formats, by their names in `--tool-parser`. If a template has marks of several, the first one counts.
 FORMATS = {
     "harmony": Format(  # gpt-oss
-        ("to=functions.",), NEVER, Block(NEVER, read_object), is_harmony=True, shown=HARMONY.tokens
+        ("to=functions.", "<|channel|>commentary"),
+        NEVER,
+        Block(NEVER, read_object),
+        is_harmony=True,
+        shown=HARMONY.tokens,
     ),
     "seed": Format(
         ("<seed:tool_call>",),
@@ -171,7 +190,10 @@ FORMATS = {
         ),
         shown=("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
-    "hermes": _HERMES,
+    "tool_calls": _objects("<tool_calls>", "</tool_calls>"),  # MiniMax M1, Hunyuan A13B, Apriel
+    "nemotron": _objects("<TOOLCALL>", "</TOOLCALL>"),  # Nano 2
+    "granite": _objects("<|tool_call|>", ""),  # 3.1 to 3.3
+    "hermes": _objects("<tool_call>", "</tool_call>", prefix="<tool_call>\n"),
     "mistral": Format(
         ("[TOOL_CALLS]",),
         _e("[TOOL_CALLS]"),
@@ -210,6 +232,22 @@ FORMATS = {
             "<｜tool▁calls▁end｜>",
         ),
     ),
+    "dsml": Format(  # DeepSeek V3.2 and V4
+        ("｜DSML｜",),
+        "<｜DSML｜(?:function|tool)_calls>",
+        Block(
+            r"<｜DSML｜(?:function|tool)_calls>\s*(?=<｜DSML｜invoke name=)",
+            TaggedCall(
+                r'<｜DSML｜invoke name="([^"\n]+)">\s*(?=<｜DSML｜parameter name=|</｜DSML｜invoke>)',
+                r'\s*<｜DSML｜parameter name="([^"\n]+)"(?: string="(?:true|false)")?>',
+                r"</｜DSML｜parameter>(?=\s*(?:<｜DSML｜parameter name=|</｜DSML｜invoke>))",
+                r"\s*</｜DSML｜invoke>",
+            ),
+            r"\s*(?=<｜DSML｜invoke name=)",
+            r"\s*</｜DSML｜(?:function|tool)_calls>",
+        ),
+        shown=("｜DSML｜",),
+    ),
     "kimi": Format(  # K2
         ("<|tool_calls_section_begin|>",),
         _e("<|tool_calls_section_begin|>"),
@@ -230,20 +268,11 @@ FORMATS = {
             "<|tool_call_end|>",
             "<|tool_calls_section_end|>",
         ),
+        call_id="functions.{name}:{number}",
     ),
-    "cohere": Format(  # Command A and R7B
-        ("<|START_ACTION|>",),
-        _e("<|START_ACTION|>"),
-        Block(
-            rf"{_e('<|START_ACTION|>')}\s*\[?\s*(?=\{{)",
-            read_object,
-            _OBJECTS_BETWEEN,
-            rf"{_END_OF_OBJECTS}{_e('<|END_ACTION|>')}",
-        ),
-        shown=("<|START_ACTION|>", "<|END_ACTION|>"),
-    ),
+    "cohere": _objects("<|START_ACTION|>", "<|END_ACTION|>"),  # Command A and R7B
     "lfm2": Format(
-        ("<|tool_call_start|>",),
+        ("<|tool_call_start|>", "List of tools: "),
         _e("<|tool_call_start|>"),
         Block(
             rf"{_e('<|tool_call_start|>')}\s*(?=\[)",
@@ -272,16 +301,72 @@ FORMATS = {
         shown=("<|python_tag|>",),
     ),
 }
-_PROBE = {
+# A call that a chat template is made to write.
+_PROBE: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+    "function": {
+        "name": "lookup",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
 }
+_QUESTION = {"role": "user", "content": "?"}
+_CALLED: dict[str, Any] = {"name": "lookup", "arguments": {"key": "crimson"}}
+_TALK = (
+    _QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a1b2c3d4e", "type": "function", "function": _CALLED}],
+    },
+    {"role": "tool", "name": "lookup", "tool_call_id": "a1b2c3d4e", "content": "1"},
+)
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
     """Return whether the chat template describes tools to the model."""
-    question = [{"role": "user", "content": "?"}]
-    return tokenizer.chat_text(question, [_PROBE]) != tokenizer.chat_text(question)
+    prompt = _prompt(tokenizer, [_QUESTION], [_PROBE])
+    return prompt is not None and prompt != _prompt(tokenizer, [_QUESTION])
+
+
+def _prompt(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Tools = None
+) -> str | None:
+    """Return the prompt of a conversation; None if the chat template does not take it."""
+    try:
+        return tokenizer.chat_text(messages, tools)
+    except RequestError:
+        return None
+
+
+def reads_template(format: Format, tokenizer: Tokenizer) -> bool:
+    """Return whether a format reads the call back that the chat template writes, if it writes one.
+
+    A template may have a format's mark and another format: MiniMax M3 writes <tool_call>, too, but no JSON in it.
+    """
+    text = _prompt(tokenizer, with_call_ids(_TALK, format), [_PROBE])
+    if text is None or _CALLED["arguments"]["key"] not in text:
+        return True
+    if format.is_harmony:
+        return "to=functions.lookup" in text
+    calls = []
+    for start in regex.finditer(format.start, text):
+        calls.append(_read_probe(format, text[start.start() :]))
+    return _CALLED in calls
+
+
+def _read_probe(format: Format, text: str) -> dict[str, Any]:
+    """Return the call with which a text begins."""
+    cursor = Cursor(Marks(()))
+    cursor.text = text
+    cursor.is_last = True
+    name = ""
+    arguments = ""
+    for part in format.read(cursor, {"lookup": _PROBE["function"]["parameters"]}):
+        if part is not None:
+            name += part.name
+            arguments += part.arguments
+    return {"name": name, "arguments": value_in(arguments)}
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
@@ -291,14 +376,40 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
     template = tokenizer.tool_template or tokenizer.chat_template
     if not template or not knows_tools(tokenizer):
         return FORMATS["hermes"]
-    format: Format | None = entry_for(template, FORMATS)
-    if format is None:
-        log.warning(
-            "the chat template tells its model of tools in a format that is not known here: calls are read as "
-            "Hermes' <tool_call>{...}</tool_call>, all else is text; --tool-parser names another format"
-        )
-        return FORMATS["hermes"]
-    return format
+    formats = entries_for(template, FORMATS)
+    for format in formats.values():
+        if reads_template(format, tokenizer):
+            return format
+    name = next(iter(formats), "hermes")
+    log.warning(
+        "the chat template writes calls of tools in a format that is not known here: calls are read as those of %r, "
+        "all else is text; --tool-parser names another format",
+        name,
+    )
+    return FORMATS[name]
+
+
+def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[dict[str, Any]]:
+    """Return the messages with the ids of calls that the format's template takes; whatever ids the client gave them."""
+    if not format.call_id:
+        return list(messages)
+    renamed = []
+    ids: dict[Any, str] = {}
+    number = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            id = format.call_id.format(name=call["function"]["name"], number=number)
+            number += 1
+            ids[call.get("id")] = id
+            calls.append(call | {"id": id})
+        if calls:
+            message = message | {"tool_calls": calls}
+        answered = message.get("tool_call_id")
+        if answered in ids:
+            message = message | {"tool_call_id": ids[answered]}
+        renamed.append(message)
+    return renamed
 
 
 # ---- for templates that leave tools out ----

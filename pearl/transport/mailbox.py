@@ -26,15 +26,15 @@ class Mailbox:
 
     Args:
         outgoing: applied to each message before it is sent.
-        incoming: applied to each received message; if it raises a `ProtocolError` or `TransportError`, that error takes
-            the place of the message.
+        incoming: applied in the thread to each received message. `receive` returns its result, or the `ProtocolError`
+            or `TransportError` that it raises; if the result is None, `receive` returns nothing for this message.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         outgoing: Callable[[Message], Message] = lambda message: message,
-        incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
+        incoming: Callable[[Peer, Message], Message | None] = lambda peer, message: message,
     ) -> None:
         self._endpoint = endpoint
         self._outgoing = outgoing
@@ -97,7 +97,9 @@ class Mailbox:
                     time.sleep(_FULL_SECONDS)
                     continue
                 for peer, message in self._read():
-                    self._inbox.put((peer, self._checked(peer, message)))
+                    checked = self._checked(peer, message)
+                    if checked is not None:
+                        self._inbox.put((peer, checked))
                 self._endpoint.wait(_WAIT_SECONDS)
         except BaseException as error:
             self._failure = error
@@ -114,7 +116,7 @@ class Mailbox:
     def _read(self) -> list[Received]:
         return self._endpoint.receive(0)
 
-    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
+    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault | None:
         if isinstance(message, Exception):
             return message
         try:

