@@ -10,6 +10,32 @@ from pearl.text.tokenizer import FileTokenizer
 from tests.tokenizers import byte_level_files, read
 
 TEMPLATE = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}{# MARK #}"
+HARMONY_TEXTS = {
+    "a call in analysis": (
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis to=functions.add "
+        '<|constrain|>json<|message|>{"x": 1}<|call|>',
+        ("Look.", "", [{"name": "add", "arguments": '{"x": 1}'}]),
+    ),
+    "a recipient before the channel": (
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+        ("", "", [{"name": "add", "arguments": '{"x": 1}'}]),
+    ),
+    "a preamble, and two analyses": (
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Done.<|return|>",
+        ("One.\n\nTwo.", "I look.\n\nDone.", []),
+    ),
+    "words": (
+        "<|channel|>final<|message|>finally, assistantfinal 42 commentary",
+        ("", "finally, assistantfinal 42 commentary", []),
+    ),
+    "no header": ("finally, 42", ("", "finally, 42", [])),
+    "no arguments": (
+        "<|channel|>commentary to=functions.add<|message|><|call|>",
+        ("", "", [{"name": "add", "arguments": "{}"}]),
+    ),
+}
 OTHER_TAGS = {
     "mistral": "[THINK]Hm.[/THINK]Yes.",
     "gemma": "<|channel>thought\nHm.\n<channel|>Yes.",

@@ -34,7 +34,8 @@ from tests.tiny import tiny_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PAIR = ["--target", TOY, "--draft", TOY]
-SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
+BRIEFLY = ["--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
+SHORT = [*PAIR, *BRIEFLY]
 WANTED = wanted("123", 30)
 
 
@@ -62,10 +63,12 @@ def refused(pearl_here: Run) -> Callable[..., str]:
 # ---- texts ----
 
 
-def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
+def test_text_goes_to_stdout_and_all_else_to_stderr(toy: Engine) -> None:
     run = pearl(
         "generate",
-        *SHORT,
+        "--connect",
+        str(toy.directory),
+        *BRIEFLY,
         "--method",
         "pearl",
         "--look-ahead",
