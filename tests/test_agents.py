@@ -522,8 +522,9 @@ def test_a_request_chooses_its_speculation(served: Served) -> None:
             answer = served.post(path, **fields, speculation=speculation).json()
             assert text_of(answer) == plain
             if path != "responses":
-                events = served.events(path, **fields, speculation=speculation)
-                assert streamed_text(events) == plain
+                assert (
+                    streamed_text(served.events(path, **fields, speculation=speculation)) == plain
+                )
             sources[speculation] = answer["usage"]["pearl"]["tokens_by_source"]
         assert set(sources["off"]) == set(sources[False]) == {"direct"}
         assert "accepted" in sources["sd"]

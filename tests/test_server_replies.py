@@ -11,9 +11,9 @@ import pytest
 from pearl.server.listen import bind
 from pearl.text.tokenizer import FileTokenizer
 from pearl.text.tools import FORMATS
-from tests.called import joined
-from tests.replies import CALLS as TWO_CALLS
-from tests.replies import HARMONY_TEXTS, NO_CALLS, SCHEMAS, TEXTS, Case, with_tokens
+from tests.called import CALLS as TWO_CALLS
+from tests.called import NO_CALLS, SCHEMAS, TEXTS, joined
+from tests.replies import HARMONY_TEXTS, Case, with_tokens
 from tests.served import Served, message
 
 PARAMETERS = {

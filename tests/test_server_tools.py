@@ -16,8 +16,7 @@ from pearl.server.requests import read_request
 from pearl.server.schemas import ChatCompletionRequest
 from pearl.text.reply import ReplyParser, TagParser, parser_of
 from pearl.text.tools import FORMATS, forced_schema, format_of, in_words
-from tests.called import ADD, POINT, TOOLS, joined
-from tests.replies import CALLS, NO_CALLS, SCHEMAS, TEXTS
+from tests.called import ADD, CALLS, NO_CALLS, POINT, SCHEMAS, TEXTS, TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
 NAMED = {"type": "function", "function": {"name": "add"}}

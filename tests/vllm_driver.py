@@ -29,7 +29,7 @@ def mend_temperatures() -> None:
     """Make vLLM 0.32.0 for CPUs apply temperatures to drafted tokens. See findings/vllm_cpu_temperature.sh."""
     from vllm.utils import cpu_triton_utils
 
-    def spread(output: Any, values: Any, ends: Any, old: int, new: int, **_: Any) -> None:
+    def spread(output: Any, values: Any, ends: Any, old: int, new: int, *_: Any) -> None:
         start = 0
         for value, end in zip(values.tolist(), ends.tolist(), strict=True):
             output[start:end] = new if value == old else value

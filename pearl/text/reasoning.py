@@ -135,7 +135,10 @@ TAGS = {
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `TAGS` or `tools.FORMATS` of which a chat template has a mark, by their names."""
+    """Return the entries that have a mark in a chat template, by their names.
+
+    `registry`: `TAGS` or `tools.FORMATS`.
+    """
     entries = {}
     for name, entry in registry.items():
         if any(mark in template for mark in entry.marks):
@@ -144,7 +147,7 @@ def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tags_of(template: str) -> Tags | None:
-    """Return the tags that a chat template knows, the first of several; None if its model does not think."""
+    """Return the first tags of `TAGS` that a chat template contains; None if its model does not think."""
     return next(iter(entries_for(template, TAGS).values()), None)
 
 
@@ -197,10 +200,11 @@ def tags_after(
 ) -> Tags | None:
     """Return the tags in the text after a prompt; None if the text has no reasoning.
 
-    A text with a grammar has none unless the prompt has opened it: else the grammar binds from the first token on.
+    A text with a grammar has reasoning only if the prompt has opened it. Otherwise the grammar applies from the first
+    token on.
 
     Args:
-        prefix: the beginning of the reply, if it is part of the prompt.
+        prefix: the beginning of the reply, if the prompt ends with one.
     """
     tags = tags_for(tokenizer)
     if tags is not None and has_grammar and not is_open_after(tokenizer, tags, prompt, prefix):

@@ -51,13 +51,15 @@ class Format:
     Attributes:
         marks: a model writes this format if its chat template contains one of these strings.
         start: an expression that matches where calls may begin.
-        read: takes calls out of a text that begins with `start`.
-        prefix: begins a reply that must be a call: {"name": ..., `key`: ...} follows it.
-        leads: whether calls stand at the beginning of the content or nowhere, and name a function that the request
-            has, for texts without calls have `start`, too.
-        shown: names in the expressions that a vocabulary may have as tokens; special ones have no text otherwise.
-        call_id: the ids that calls have in a conversation, where the template writes a call's id for its function:
-            a text with {name} and {number}, which counts the calls from 0.
+        read: reads calls from a text that begins with `start`.
+        prefix: the beginning of a reply that must be a call. The model continues it with {"name": ..., `key`: ...}.
+        key: the name of the field with the arguments.
+        leads: whether calls count only at the beginning of the content, and only if they name a function of the
+            request. For formats whose `start` is also found in texts without calls.
+        shown: names that may be special tokens of a vocabulary. These are decoded to their names, other special tokens
+            to nothing.
+        call_id: the form of the ids that calls have in a conversation, if the template writes a call's id in place of
+            its function. It contains {name} and {number}, which counts the calls from 0.
         is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply` reads.
     """
 
@@ -322,7 +324,7 @@ _TALK = (
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template tells its model of tools."""
+    """Return whether the chat template describes tools to the model."""
     prompt = _prompt(tokenizer, [_QUESTION], [_PROBE])
     return prompt is not None and prompt != _prompt(tokenizer, [_QUESTION])
 
