@@ -93,11 +93,10 @@ def _measured(
     wide_head = kind_of(config).make(config, weights, wide_target, "")
     logits: list[torch.Tensor] = []
     with torch.inference_mode():
-        for drafting, states in ((head, features), (wide_head, features.float().cpu())):
-            assert isinstance(drafting, DFlashHead)
-            drafting.extend(tokens[1:].to(drafting.device), states[:_READ], 0)
-            rows = drafting.block_states(int(tokens[-1]), 0)
-            logits.append(drafting.logits(rows).cpu())
+        for each, states in ((head, features), (wide_head, features.float().cpu())):
+            assert isinstance(each, DFlashHead)
+            each.extend(tokens[1:].to(each.device), states[:_READ], 0)
+            logits.append(each.logits(each.block_states(int(tokens[-1]), 0)).cpu())
         times = []
         for _ in range(scale.repeats):
             times.append(seconds(partial(_propose, head), scale.device))
