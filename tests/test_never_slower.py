@@ -59,7 +59,7 @@ def gain(prompt: Sequence[int], answer: Sequence[int], times: dict[int, float]) 
 @pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize(("model", "name"), SETS)
 def test_guesses_that_do_not_pay_are_not_fed(model: str, name: str, cores: str) -> None:
-    """From the first token on. Sizes that had not been measured passed for cheap, and guesses that gain nothing paid."""
+    """From the first token on. Sizes that had not been measured passed for cheap, and nothing had to be gained."""
     gains = [gain(prompt, answer, CORES[cores]) for prompt, answer in ANSWERS[model][name]]
     assert min(gains) >= 0.96
     assert harmonic_mean(gains) >= 0.98
