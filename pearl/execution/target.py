@@ -258,17 +258,14 @@ class TargetExecutor:
         index.has_head = guess.head
         index.learn(guess.committed)
         anchors = anchored(index.tokens, guess.committed, guess.trust, guess.alternatives)
-        most = guess.most
         is_tree = self.runner.capabilities.tree_nodes > 0
         if is_tree:
             # The unfed tokens, the last committed one and the pending ones, are nodes too.
-            most_nodes = self.runner.capabilities.tree_nodes - len(anchors)
+            room = self.runner.capabilities.tree_nodes - len(anchors)
         else:
             anchors = anchors[-1:]
-            most_nodes = most
-        for alternative in guess.alternatives:
-            most += len(alternative.tokens)
-        most = max(0, min(most, most_nodes))
+            room = guess.most
+        most = max(0, min(room, guess.most_in_all))
         payoff = guess.payoff(num_fed, most)
         tree = guess_tree(index, anchors, guess.most, guess.limit, is_tree, most, payoff)
         return tree.first(payoff.count)

@@ -203,6 +203,11 @@ class Guess(Struct, frozen=True):
     alternatives: tuple[Alternative, ...] = ()
     head: bool = True
 
+    @property
+    def most_in_all(self) -> int:
+        """Maximum number of guesses, from the text and of `alternatives`."""
+        return self.most + sum([len(alternative.tokens) for alternative in self.alternatives])
+
 
 class Forward(OfRequest, frozen=True):
     """Feed `tokens` from position `start` on, and guesses; keep the rows of the last `rows` tokens and of the guesses.

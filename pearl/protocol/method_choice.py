@@ -7,8 +7,8 @@ the best once its mean is half a standard error above the best's.  A way that lo
 have been generated that the trial costs only a small share of them.
 `ngram` is the first best way: without useful guesses it is the same as the target alone.
 
-A trial costs what it is expected to be slower, and the change itself.  It must be worth a small share of the text that
-is left: so a short text is lent only to a way that the measured forward times predict to be faster.
+A trial costs the change, and the time by which its stretch is slower.  A way is tried only where that should be a small
+share of the text that is left: so a short text tries only a way that the measured forward times predict to be faster.
 
 A busy machine can slow one way to a fifth within a second, and leave another as fast as before.  So a way is left
 within ten tokens if its rate falls below 0.7 of another way's: a trial is left for the best way, and the best way is
@@ -179,7 +179,7 @@ class Auto:
         self._comparisons.clear()
         self._has_draft = has_draft
         self._made = {ONE_CORE: one_core} if ONE_CORE in self.ways else {}
-        self._predicted = {**(predicted or {}), **self._made}
+        self._predicted = dict(predicted or {}) | self._made
         self._is_fleeing = False
         self._usual = self._usual or alone
         self._has_drafted = False
@@ -350,14 +350,16 @@ class Auto:
             return None
         for method in self.ways:
             may_draft = self._has_draft and left_for_reading >= 2 * _TOKENS
-            if method == self.best or not (may_draft or not METHODS[method].drafts):
-                continue
-            if self._waited[method] < self._patience(method):
-                continue
-            budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * self._waited[method])
-            if self._cost(self._slowdown(method)) <= budget:
+            has_room = may_draft or not METHODS[method].drafts
+            if method != self.best and has_room and self._is_affordable(method, left):
                 return method
         return None
+
+    def _is_affordable(self, method: str, left: int) -> bool:
+        """Return whether a trial should cost little of the text that is left, or of what has been written without one."""
+        waited = self._waited[method]
+        budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * waited)
+        return waited >= self._patience(method) and self._cost(self._slowdown(method)) <= budget
 
     def _patience(self, method: str) -> float:
         """Return how many tokens to wait between two trials of a way: the slower the way was, the more."""

@@ -4,9 +4,9 @@
 // Where another process wants a helper's core, the helper can still lose its time slice in the middle of a piece, and the
 // caller has to wait for milliseconds, in which it could have computed a hundred pieces. So a helper that was late computes
 // in turns: it sleeps between two pieces before its time slice ends, and for as long as it has computed. The kernel has no
-// reason to interrupt such a thread, and gives it its core as soon as it wakes. A helper that is late again makes longer
-// pauses, up to a second; after a while without it makes shorter ones. So the caller is about as fast as alone at worst,
-// however busy the other cores are, and has half of a core that another process wants too.
+// reason to interrupt such a thread. One that still holds up the caller makes longer pauses, up to a second; after a while
+// without it makes shorter ones. So the caller is about as fast as alone at worst, however busy the other cores are, and
+// may have half of a core that another process wants too.
 #define _GNU_SOURCE
 #include "native.h"
 
@@ -127,10 +127,9 @@ static int64_t left_of_turn(const Helper *own) {
     return atomic_load(&own->level) ? TURN - (now() - own->turn) : PATIENCE;
 }
 
+// A thread that wakes late from a pause holds up nobody, and has a whole turn before it.
 static void pause_between_turns(Helper *own) {
-    const int64_t pause = (int64_t)PAUSE << (atomic_load(&own->level) - 1), began = now();
-    sleep_for(pause);
-    if (now() - began > pause + LATE) slow_down(own);
+    sleep_for((int64_t)PAUSE << (atomic_load(&own->level) - 1));
     begin_turn(own);
 }
 
@@ -153,7 +152,9 @@ static void sleep_until_next(uint32_t region, Helper *own) {
     sleep_while(&pool.region, region);
     atomic_fetch_sub(&pool.asleep, 1);
     const uint32_t missed = atomic_load(&pool.region) - region;
-    if (missed >= REMEMBERED || (missed && now() - atomic_load(&pool.began[(region + 1) % REMEMBERED]) > LATE)) slow_down(own);
+    const int64_t began = atomic_load(&pool.began[(region + 1) % REMEMBERED]);
+    const int is_late = missed >= REMEMBERED || (missed && now() - began > LATE);
+    if (is_late && !atomic_load(&own->level)) slow_down(own);  // with turns it is late, and holds up nobody
     begin_turn(own);
 }
 
