@@ -356,7 +356,7 @@ class Auto:
         return None
 
     def _is_affordable(self, method: str, left: int) -> bool:
-        """Return whether a trial should cost little of the text that is left, or of what has been written without one."""
+        """Return whether a trial should cost little of the text that is left, or of what was written since the last."""
         waited = self._waited[method]
         budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * waited)
         return waited >= self._patience(method) and self._cost(self._slowdown(method)) <= budget
