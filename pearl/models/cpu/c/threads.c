@@ -2,11 +2,9 @@
 // whoever computes them. The caller goes on as soon as all pieces are done: it does not wait for a helper that took none.
 //
 // Where another process wants a helper's core, the helper can still lose its time slice in the middle of a piece, and the
-// caller has to wait for milliseconds, in which it could have computed a hundred pieces. So a helper that was late computes
-// in turns: it sleeps between two pieces before its time slice ends, and for as long as it has computed. The kernel has no
-// reason to interrupt such a thread. One that still holds up the caller makes longer pauses, up to a second; after a while
-// without it makes shorter ones. So the caller is about as fast as alone at worst, however busy the other cores are, and
-// may have half of a core that another process wants too.
+// caller has to wait for milliseconds, in which it could have computed a hundred pieces. Or the helper wakes too late, and
+// what it computes is lost to the caller's own share of time. Such a helper rests: it takes no pieces for a while, twice as
+// long each time that it is late again. So the caller is about as fast as alone, however busy the other cores are.
 #define _GNU_SOURCE
 #include "native.h"
 
@@ -23,22 +21,15 @@
 #define PATIENCE 1000000      // a helper spins after its last piece: the next one usually comes sooner
 #define ENDING 50000          // the caller spins for the last pieces of helpers
 #define LATE 500000           // so late, in waking or with a piece, is a helper only if others use its core
-#define TURN 500000           // a helper that was late computes for so long without a pause
-#define PAUSE 550000          // its shortest pause: longer than a turn, so that it has a claim to its core when it wakes
-#define MOST_DOUBLED 11       // times that a pause is doubled
-#define SLICE 600000          // helpers ask for time slices that end after a turn
-#define SHORTEST_CARE 20000000
-#define LONGEST_CARE 1000000000
+#define SHORTEST_REST 20000000
+#define LONGEST_REST 1000000000
 #define REMEMBERED 256        // regions, whose beginnings are known
 #define PIECES_LATE 4         // pieces whose time a helper may take for one: its core may be a slower one
 
 typedef struct {
     _Alignas(64) _Atomic int32_t is_computing;
-    _Atomic int32_t level;                // 0: it makes no pauses; from 2 on each level doubles them
-    _Atomic int64_t careful_until, care;  // when the level falls; care: how long that takes
-    int64_t turn;                         // the helper's own: when its turn began
-    int64_t taken;                        // pieces in this turn
-    int32_t id;                           // native
+    _Atomic int64_t rests_until, rest;  // rest: its length
+    int32_t id;                         // native
 } Helper;
 
 static struct {
@@ -102,41 +93,20 @@ static int64_t take(uint32_t thread) {
     return -1;
 }
 
-// Takes in that a helper was late: it makes pauses, or longer ones.
-static void slow_down(Helper *helper) {
-    const int64_t time = now(), last = atomic_load(&helper->care);
-    const int is_again = time - atomic_load(&helper->careful_until) < LONGEST_CARE;
-    int64_t care = is_again ? 2 * last : SHORTEST_CARE;
-    care = care < LONGEST_CARE ? care : LONGEST_CARE;
-    atomic_store(&helper->care, care);
-    atomic_store(&helper->careful_until, time + care);
-    const int32_t level = atomic_load(&helper->level);
-    if (level <= MOST_DOUBLED) atomic_store(&helper->level, level + 1);
-}
-
-static void begin_turn(Helper *own) {
-    own->turn = now(), own->taken = 0;
-    const int32_t level = atomic_load(&own->level);
-    if (!level || own->turn < atomic_load(&own->careful_until)) return;
-    atomic_store(&own->careful_until, own->turn + atomic_load(&own->care));
-    atomic_store(&own->level, level - 1);
-}
-
-// What is left of a helper's turn; it is endless while the helper makes no pauses.
-static int64_t left_of_turn(const Helper *own) {
-    return atomic_load(&own->level) ? TURN - (now() - own->turn) : PATIENCE;
-}
-
-// A thread that wakes late from a pause holds up nobody, and has a whole turn before it.
-static void pause_between_turns(Helper *own) {
-    sleep_for((int64_t)PAUSE << (atomic_load(&own->level) - 1));
-    begin_turn(own);
+static void let_rest(Helper *helper) {
+    const int64_t time = now(), last = atomic_load(&helper->rest);
+    const int is_again = time - atomic_load(&helper->rests_until) < LONGEST_REST;
+    int64_t rest = is_again ? 2 * last : SHORTEST_REST;
+    rest = rest < LONGEST_REST ? rest : LONGEST_REST;
+    atomic_store(&helper->rest, rest);
+    atomic_store(&helper->rests_until, time + rest);
 }
 
 static void take_part(int thread) {
     Helper *own = &pool.helpers[thread];
+    for (int64_t rest; (rest = atomic_load(&own->rests_until) - now()) > 0;) sleep_for(rest);
     atomic_store(&own->is_computing, 1);
-    for (int64_t piece; left_of_turn(own) > 0 && (piece = take(thread)) >= 0; own->taken++) {
+    for (int64_t piece; (piece = take(thread)) >= 0;) {
         const int64_t delay = atomic_load(&pool.delay);
         if (delay) sleep_for(delay);
         pool.compute(pool.work, piece, thread);
@@ -152,34 +122,12 @@ static void sleep_until_next(uint32_t region, Helper *own) {
     sleep_while(&pool.region, region);
     atomic_fetch_sub(&pool.asleep, 1);
     const uint32_t missed = atomic_load(&pool.region) - region;
-    const int64_t began = atomic_load(&pool.began[(region + 1) % REMEMBERED]);
-    const int is_late = missed >= REMEMBERED || (missed && now() - began > LATE);
-    if (is_late && !atomic_load(&own->level)) slow_down(own);  // with turns it is late, and holds up nobody
-    begin_turn(own);
-}
-
-// Linux has slices of a thread's own from 6.12 on; there a thread with a shorter one than its neighbour's need not wait for
-// the end of the neighbour's.
-static void ask_for_short_slices(void) {
-#if defined(SYS_sched_setattr) && defined(SYS_sched_getattr)
-    struct {
-        uint32_t size, policy;
-        uint64_t flags;
-        int32_t nice;
-        uint32_t priority;
-        uint64_t runtime, deadline, period;
-    } attributes;
-    if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0)) return;
-    attributes.runtime = SLICE;
-    syscall(SYS_sched_setattr, 0, &attributes, 0);
-#endif
+    if (missed >= REMEMBERED || (missed && now() - atomic_load(&pool.began[(region + 1) % REMEMBERED]) > LATE)) let_rest(own);
 }
 
 static void *help(void *number) {
     const int thread = (int)(intptr_t)number;
-    Helper *own = &pool.helpers[thread];
-    own->id = (int32_t)syscall(SYS_gettid);
-    ask_for_short_slices();
+    pool.helpers[thread].id = (int32_t)syscall(SYS_gettid);
     atomic_fetch_add(&pool.started, 1);
     for (;;) {
         const uint32_t region = atomic_load(&pool.region), threads = atomic_load(&pool.threads);
@@ -188,11 +136,8 @@ static void *help(void *number) {
             continue;
         }
         take_part(thread);
-        if (ends(&pool.region, region, 1, left_of_turn(own))) continue;
-        if (atomic_load(&own->level) && own->taken)
-            pause_between_turns(own);
-        else
-            sleep_until_next(region, own);
+        if (ends(&pool.region, region, 1, PATIENCE)) continue;
+        sleep_until_next(region, &pool.helpers[thread]);
     }
     return 0;
 }
@@ -208,7 +153,7 @@ static void finish(uint32_t pieces, int threads, int64_t usual) {
         if (now() - began > LATE + usual) break;
     }
     for (int thread = 1; thread < threads && atomic_load(&pool.done) != pieces; thread++)
-        if (atomic_load(&pool.helpers[thread].is_computing)) slow_down(&pool.helpers[thread]);
+        if (atomic_load(&pool.helpers[thread].is_computing)) let_rest(&pool.helpers[thread]);
     for (uint32_t done; (done = atomic_load(&pool.done)) != pieces;) sleep_while(&pool.done, done);
     atomic_store(&pool.is_awaited, 0);
 }
