@@ -448,7 +448,9 @@ class GuessTree(NamedTuple):
 
     def first(self, count: int) -> GuessTree:
         """Return the tree of the first `count` guesses."""
-        return GuessTree(*[column[:count] for column in self])
+        return GuessTree(
+            self.tokens[:count], self.parents[:count], self.chances[:count], self.sources[:count]
+        )
 
 
 def guess_tree(
