@@ -73,19 +73,23 @@ def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> N
     return _StoreOnly(tokens, store)
 
 
+def no_time(fed: int) -> float:
+    """Return 0, the time of every forward: then each forward feeds all guesses."""
+    return 0.0
+
+
 def replay(
     texts: Iterable[Generated],
     store: Datastore | None,
     most: int,
     *,
-    seconds: Seconds = lambda fed: 1.0,
+    seconds: Seconds = no_time,
     make: MakeIndex = text_index,
 ) -> Replayed:
     """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second: all of them
-            where these cost nothing.
+        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second.
         make: makes the index of a text from its prompt and the datastore.
     """
     total = Replayed()
