@@ -15,11 +15,21 @@ PROMPT = (1, 2, 3)
 
 
 def write(
-    auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1
+    auto: Auto,
+    rates: dict[str, float],
+    tokens: int,
+    noise: float = 0.0,
+    seed: int = 1,
+    predicted: dict[str, float] | None = None,
 ) -> tuple[float, dict]:
-    """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
+    """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step.
+
+    `predicted`: what the forward times say of ways with a draft; by default what they make.
+    """
+    drafting = {way: rates[way] for way in ("pearl", "sd", "ssd")}
     chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)
-    way = auto.begin(left, 0.9 * rates["ngram"], rates.get("ar", 0.0))
+    alone = 0.9 * rates["ngram"]
+    way = auto.begin(left, alone, rates.get("ar", 0.0), predicted=predicted or drafting)
     auto.step(at, 0, left, False)
     while left > 0:
         at, left = at + 2 / rates[way] * max(0.2, chance.gauss(1, noise)), left - 2

@@ -154,7 +154,10 @@ class ScriptTarget:
         if command.guess is None:
             return FedTokens(command.start, command.tokens)
         tokens, parents, sources = self._guess(command.guess)
-        count = command.guess.worth((0.5,) * len(tokens), len(command.tokens))
+        payoff = command.guess.payoff(len(command.tokens), len(tokens))
+        for _ in tokens:
+            payoff.offer(0.5)
+        count = payoff.count
         length, chain = len(self.indexed), len(command.tokens)
         nodes = list(range(-1, chain - 1))
         for parent in parents[:count]:

@@ -62,6 +62,45 @@ def test_twenty_texts_find_the_fastest_way_at_little_cost(
     assert seconds < 1.05 * texts * tokens / max(rates.values())
 
 
+AVX2: dict[str, float] = {"ngram": 50, "pearl": 40, "sd": 30, "ssd": 35, "ar": 28}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("predicted", [{}, {"pearl": 50.0, "sd": 45.0, "ssd": 50.0}])
+def test_no_short_text_is_lent_to_a_way_that_should_not_pay(
+    predicted: dict[str, float], noise: float
+) -> None:
+    """Each of the first texts tried another way for 24 of its 64 tokens: two in three tokens a second were made."""
+    auto = many_cores()
+    for seed in range(20):
+        _, ways = write(auto, AVX2, 64, noise, seed, predicted)
+        assert ways["ngram"] == 64
+    assert auto.best == "ngram"
+
+
+@pytest.mark.parametrize("pearl", [60.0, 100.0])
+def test_a_way_that_should_pay_is_found_by_short_texts(pearl: float) -> None:
+    auto = many_cores()
+    rates = AVX2 | {"pearl": pearl}
+    slowest = min(64 / write(auto, rates, 64, seed=seed)[0] for seed in range(40))
+    assert auto.best == "pearl"
+    assert slowest > 0.9 * rates["ngram"]
+
+
+def test_what_forward_times_predict_of_ways_is_what_they_make() -> None:
+    speeds = Speeds(1.0, 0.7, ForwardTimes([(fed, 4.0) for fed in range(1, 20)]))
+    predicted = speeds.predicted_rates()
+    pair = alpha_pair(VOCAB, 0.7, order=3)
+    for way in ("pearl", "sd"):
+        target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
+        options = asked(way, 2000, "ratio", 1.0).options.changed(branches=0, draft_lookup=0)
+        options = options.changed(look_ahead=0, siblings=0, window="fixed")
+        submit = Submit(1, PROMPT, len(PROMPT) + 2000, options)
+        outcome = simulate(submit, target, draft, Timing(1.0, lambda _: 4.0))
+        assert 2000 / outcome.seconds == pytest.approx(predicted[way], rel=0.1)
+    assert Speeds().predicted_rates() == Speeds(1.0).predicted_rates() == {}
+
+
 def test_a_change_of_the_machine_is_found() -> None:
     auto = Auto()
     rates: dict[str, float] = {"ngram": 40, "pearl": 50, "sd": 30, "ssd": 35}
@@ -199,7 +238,7 @@ def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gai
     assert again.t_target(8) == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("real", "least", "most"), [(1.5, 600, 2000), (3.0, 1, 40)])
+@pytest.mark.parametrize(("real", "least", "most"), [(1.5, 600, 2000), (3.0, 1, 4)])
 def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most: int) -> None:
     """A size that is not fed is not measured: one outlier was enough for it never to be fed again."""
     times = ForwardTimes([(1, 1.0), (4, 3.0)])
@@ -217,8 +256,9 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
 # ---- whole texts, simulated ----
 
 
-def test_no_choice_changes_a_text() -> None:
-    """Every way writes a part of it, whichever is the fastest."""
+def test_no_choice_changes_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way writes a part of it, whichever is the fastest, as none is known to be slow."""
+    monkeypatch.setattr(Speeds, "predicted_rates", lambda speeds: {})
     timings = [
         Timing(1.0, lambda _: 4.0),
         Timing(1.0, lambda _: 1.0),
@@ -402,12 +442,14 @@ def test_the_best_window_is_theorem_1s_ratio_within_bounds() -> None:
     assert speeds(0.2, 0.9).best_window() == 1
 
 
-def test_target_times_are_interpolated_not_extrapolated() -> None:
+def test_target_times_are_interpolated_and_go_on_beyond_the_largest_size() -> None:
+    """A forward of 17 tokens was expected to take as long as one of 8, and so was fed for nothing."""
     known = Speeds()
     assert known.t_target(3) == 0
     known.observe_target(2, 1.0)
     known.observe_target(6, 3.0)
-    assert [known.t_target(n) for n in (1, 2, 3, 4, 6, 9)] == [1.0, 1.0, 1.5, 2.0, 3.0, 3.0]
+    assert [known.t_target(n) for n in (1, 2, 3, 4, 6, 9)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.5]
+    assert ForwardTimes([(1, 2.0)]).seconds(9) == 2.0, "nothing is known of further tokens"
 
 
 def test_the_first_forward_of_a_size_does_not_set_its_time_by_itself() -> None:

@@ -52,7 +52,7 @@ def runner(text: Sequence[int], wrong: Sequence[int] = (), says: int = GARBAGE) 
 class Foresees(TargetExecutor):
     """It guesses the next four tokens of `TEXT`, and a wrong one beside the first."""
 
-    def _guess(self, request: object, guess: Guess) -> GuessTree:
+    def _guess(self, request: object, guess: Guess, num_fed: int) -> GuessTree:
         place = guess.base + len(guess.tokens)
         right = TEXT[place : min(place + 4, guess.limit)]
         tokens = (*right, GARBAGE) if right else ()

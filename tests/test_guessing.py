@@ -28,6 +28,7 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Forwarded, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
+from pearl.protocol.window import Payoff
 from pearl.spec.methods import METHODS
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.datastores import VOCAB, make
@@ -307,7 +308,8 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     assert draws[0] == agreed
     executor.execute(Open(prompt, resolved("ouroboros", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, prompt[:-1], 0, request=1))
-    guess = replace(guess_after((*prompt, *window), pending=4), worth=lambda chances, fed: 0)
+    guess = guess_after((*prompt, *window), pending=4)
+    guess = replace(guess, payoff=lambda fed, most: Payoff(1.0, [1.0, *[99.0] * most]))
     executor.execute(
         Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, guess, request=1)
     )

@@ -6,6 +6,7 @@ from typing import Any
 from pearl.drafting.ngram import GuessTree
 from pearl.protocol.events import Guess
 from pearl.protocol.messages import Source
+from pearl.protocol.window import Payoff
 from tests.opened import OpenExecutor
 
 
@@ -15,8 +16,8 @@ class TreeExecutor(OpenExecutor):
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
 
-    def _guess(self, request: Any, guess: Guess) -> GuessTree:
-        super()._guess(request, guess)
+    def _guess(self, request: Any, guess: Guess, num_fed: int) -> GuessTree:
+        super()._guess(request, guess, num_fed)
         count = len(self.tokens)
         sources = [Source.NGRAM] * count
         return GuessTree([*self.tokens], [*self.parents], [0.5] * count, sources)
@@ -28,5 +29,5 @@ def guess_after(text: Sequence[int], known: int = 0, pending: int = 0, trust: fl
     return Guess(known, tuple(text[known:]), committed, 99, (trust,) * pending, 16, all_of)
 
 
-def all_of(chances: Sequence[float], fed: int) -> int:
-    return len(chances)
+def all_of(fed: int, most: int) -> Payoff:
+    return Payoff(1.0, [1.0] * (most + 1))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
+from pearl.protocol.window import Payoff
 from pearl.spec.methods import MAX_LOOK_AHEAD
 
 LONGEST = 4  # tokens of the longest indexed n-gram; a longer match is found token by token
@@ -445,6 +446,12 @@ class GuessTree(NamedTuple):
     chances: list[float]
     sources: list[Source]
 
+    def first(self, count: int) -> GuessTree:
+        """Return the tree of the first `count` guesses."""
+        return GuessTree(
+            self.tokens[:count], self.parents[:count], self.chances[:count], self.sources[:count]
+        )
+
 
 def guess_tree(
     index: NgramIndex,
@@ -453,6 +460,7 @@ def guess_tree(
     limit: int,
     branches: bool = True,
     nodes: int = MAX_LOOK_AHEAD,
+    payoff: Payoff | None = None,
 ) -> GuessTree:
     """Grow a tree of up to `nodes` guesses after the anchors, likeliest first, so that parents come before children.
 
@@ -463,6 +471,7 @@ def guess_tree(
         most: most guesses that may come from the index.
         limit: guesses are made for positions before this one.
         branches: whether a token may have several children; if not, only its likeliest candidate is used.
+        payoff: is offered each guess; the tree grows no further where no more guesses can pay.
     """
     widest = index.ranks if branches else 1
     ids = count()
@@ -480,6 +489,8 @@ def guess_tree(
     tree = GuessTree([], [], [], [])
     while waiting and len(tree.tokens) < nodes and -waiting[0].negative >= _LEAST_CHANCE:
         negative, _, parent, position, candidate = heapq.heappop(waiting)
+        if payoff is not None and not payoff.may_pay(-negative):
+            break
         if candidate.source not in _OF_DRAFT:
             if not most:
                 continue
@@ -489,6 +500,8 @@ def guess_tree(
         tree.parents.append(parent)
         tree.chances.append(-negative)
         tree.sources.append(candidate.source)
+        if payoff is not None:
+            payoff.offer(-negative)
         if position + 1 < limit and (most or candidate.prepared):
             wait(_following(index, candidate)[:widest], node_id, position + 1, -negative)
     return tree

@@ -249,9 +249,9 @@ class TargetExecutor:
             options.predicted,
         )
 
-    def _guess(self, request: _Request, guess: Guess) -> GuessTree:
-        """Return the tree of guesses that `guess` asks for; for a runner that takes no trees,
-        a chain after the text.
+    def _guess(self, request: _Request, guess: Guess, num_fed: int) -> GuessTree:
+        """Return the tree of guesses that `guess` asks for, as far as it pays to feed it beside `num_fed` tokens; for a
+        runner that takes no trees, a chain after the text.
         """
         if request.index is None:
             request.index = self._make_index(request)
@@ -264,31 +264,33 @@ class TargetExecutor:
         is_tree = self.runner.capabilities.tree_nodes > 0
         if is_tree:
             # The unfed tokens, the last committed one and the pending ones, are nodes too.
-            most_nodes = self.runner.capabilities.tree_nodes - len(anchors)
+            room = self.runner.capabilities.tree_nodes - len(anchors)
         else:
             anchors = anchors[-1:]
-            most_nodes = guess.most
-        return guess_tree(index, anchors, guess.most, guess.limit, is_tree, most_nodes)
+            room = guess.most
+        most = max(0, min(room, guess.most_in_all))
+        payoff = guess.payoff(num_fed, most)
+        tree = guess_tree(index, anchors, guess.most, guess.limit, is_tree, most, payoff)
+        return tree.first(payoff.count)
 
     def _fed(self, request: _Request, command: Forward) -> FedTokens:
         """Return the command's tokens with the guesses, after and next to them, that are worth feeding."""
         fed = FedTokens(command.start, command.tokens)
         if command.guess is None:
             return fed
-        tree = self._guess(request, command.guess)
         num_fed = len(command.tokens)
-        count = command.guess.worth(tree.chances, num_fed)
-        if not count:
+        tree = self._guess(request, command.guess, num_fed)
+        if not tree.tokens:
             return fed
         length = command.guess.base + len(command.guess.tokens)
         parents = list(range(-1, num_fed - 1))
-        for parent in tree.parents[:count]:
+        for parent in tree.parents:
             if parent < length:  # a position of the text
                 parents.append(parent - command.start)
             else:  # a guess
                 parents.append(parent - length + num_fed)
-        tokens = command.tokens + tuple(tree.tokens[:count])
-        guessers = tuple(tree.sources[:count])
+        tokens = command.tokens + tuple(tree.tokens)
+        guessers = tuple(tree.sources)
         if parents == list(range(-1, len(tokens) - 1)):
             return FedTokens(command.start, tokens, None, guessers)
         return FedTokens(command.start, tokens, tuple(parents), guessers)

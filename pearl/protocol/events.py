@@ -9,7 +9,7 @@ question and answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, StrEnum
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from pearl.protocol.fed_tokens import FedTokens
 from pearl.protocol.messages import FinishReason, Message
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.speeds import Cores
+from pearl.protocol.window import Payoff
 
 
 class Phase(StrEnum):
@@ -187,9 +188,8 @@ class Guess(Struct, frozen=True):
         limit: the first position that needs no guess.
         trust: for each pending token, the probability that it is right if the pending tokens before it are.
         most: maximum number of guesses from the text.
-        worth: function (chances, fed tokens) -> how many of the guesses to feed. The chance of a guess is the estimated
-            probability that the target commits all tokens of the path to the guess, and the guess itself. Chances never
-            rise.
+        payoff: function (fed tokens, most guesses) -> what decides how many guesses to feed. The chance of a guess is
+            the estimated probability that the target commits all tokens of the path to the guess, and the guess itself.
         head: whether the target's head guesses too, if there is one.
     """
 
@@ -199,9 +199,14 @@ class Guess(Struct, frozen=True):
     limit: int
     trust: tuple[float, ...]
     most: int
-    worth: Callable[[Sequence[float], int], int]
+    payoff: Callable[[int, int], Payoff]
     alternatives: tuple[Alternative, ...] = ()
     head: bool = True
+
+    @property
+    def most_in_all(self) -> int:
+        """Maximum number of guesses, from the text and of `alternatives`."""
+        return self.most + sum([len(alternative.tokens) for alternative in self.alternatives])
 
 
 class Forward(OfRequest, frozen=True):

@@ -10,7 +10,7 @@ from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.events import Alternative, Guess
 from pearl.protocol.request import Request
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.window import worthwhile
+from pearl.protocol.window import LEAST_GAIN, Payoff
 
 
 class LookAhead:
@@ -39,22 +39,22 @@ class LookAhead:
             request.submit.limit - 1,
             self._trust,
             request.options.look_ahead,
-            self.num_worthwhile,
+            self.payoff,
             alternatives,
             request.method.takes_head,
         )
 
-    def num_worthwhile(self, chances: Sequence[float], fed: int) -> int:
-        """Return how many guesses to feed together with `fed` tokens of the text. `chances`: see `Guess.worth`."""
-        if not chances:
-            return 0
+    def payoff(self, fed: int, most: int) -> Payoff:
+        """Return what decides how many of at most `most` guesses are fed together with `fed` tokens of the text."""
         seq = self._request.sequence
-        if not self._request.runs_ahead:
-            # A guess helps only if the draft's own token turns out the same.
-            chances = [chance * self._speeds.acceptance for chance in chances]
         pending = self._trust[: max(0, seq.fed - seq.committed)]
         expected = sum(accumulate(pending, mul, initial=1.0))
-        return worthwhile(chances, fed + self._request.beside, expected, self._speeds.target.hoped)
+        if not self._request.runs_ahead:
+            # A guess helps only if the draft's own token turns out the same.
+            expected /= self._speeds.bounded_acceptance
+        fed += self._request.beside
+        seconds = list(map(self._speeds.target.hoped, range(fed, fed + most + 1)))
+        return Payoff(expected, seconds, LEAST_GAIN)
 
     def _acceptance(self, seen: Seen | None) -> float:
         """Return the probability that a pending token is right if the tokens before it are."""

@@ -7,6 +7,9 @@ the best once its mean is half a standard error above the best's.  A way that lo
 have been generated that the trial costs only a small share of them.
 `ngram` is the first best way: without useful guesses it is the same as the target alone.
 
+A trial costs the change, and the time by which its stretch is slower.  A way is tried only where that should be a small
+share of the text that is left: so a short text tries only a way that the measured forward times predict to be faster.
+
 A busy machine can slow one way to a fifth within a second, and leave another as fast as before.  So a way is left
 within ten tokens if its rate falls below 0.7 of another way's: a trial is left for the best way, and the best way is
 left for a trial of the faster way.  Where the target may compute on several cores, one of the ways is `ar`, the target
@@ -18,9 +21,9 @@ Only for rules under which the text does not depend on what was proposed, and fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import fmean
 from typing import NamedTuple
 
@@ -47,6 +50,9 @@ _NOISE = 0.25
 _MEMORY = 16
 # Trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it.
 _SHARE = 0.01
+# One trial may cost this share of the text that is left, or that share of the tokens since the way's last trial.
+_SHARE_OF_TEXT = 0.04
+_SHARE_OF_WAIT = 0.004
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
@@ -108,6 +114,7 @@ class Auto:
         self._comparisons: list[Comparison] = []  # of this text
         # Rate of each way's last stretch in this text; for `ar` at first an estimate.
         self._made: dict[str, float] = {}
+        self._predicted: Mapping[str, float] = {}
         self._is_fleeing = False  # the way in use is on trial because the best way has become slow
         # The stretch being timed: its start, the end of its last step, its tokens and steps.
         # `_skipped`: tokens before that stretch.
@@ -155,17 +162,24 @@ class Auto:
         return {method: exp(fmean(gains)) for method, gains in logs.items()}
 
     def begin(
-        self, left: int, alone: float = 0.0, one_core: float = 0.0, has_draft: bool = True
+        self,
+        left: int,
+        alone: float = 0.0,
+        one_core: float = 0.0,
+        has_draft: bool = True,
+        predicted: Mapping[str, float] | None = None,
     ) -> str:
         """Begin a text of at most `left` new tokens; return its way.
 
         `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
         `one_core`: the same, on one core.
+        `predicted`: tokens per second of ways that have not been tried, by the measured forward times.
         """
         self._reference = self._trial = None
         self._comparisons.clear()
         self._has_draft = has_draft
         self._made = {ONE_CORE: one_core} if ONE_CORE in self.ways else {}
+        self._predicted = dict(predicted or {}) | self._made
         self._is_fleeing = False
         self._usual = self._usual or alone
         self._has_drafted = False
@@ -337,16 +351,37 @@ class Auto:
         for method in self.ways:
             may_draft = self._has_draft and left_for_reading >= 2 * _TOKENS
             has_room = may_draft or not METHODS[method].drafts
-            if method != self.best and has_room and self._waited[method] >= self._patience(method):
+            if method != self.best and has_room and self._is_affordable(method, left):
                 return method
         return None
 
+    def _is_affordable(self, method: str, left: int) -> bool:
+        """Return whether a trial should cost little of the text that is left, or of what was written since the last."""
+        waited = self._waited[method]
+        budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * waited)
+        return waited >= self._patience(method) and self._cost(self._slowdown(method)) <= budget
+
     def _patience(self, method: str) -> float:
         """Return how many tokens to wait between two trials of a way: the slower the way was, the more."""
-        estimate = self.estimates[method]
-        if not estimate.count:
+        count = self.estimates[method].count
+        if not count:
             return 0
-        lost = self.estimates[self.best].score - estimate.score
-        slowdown = min(exp(max(0.0, lost)), 1 / _CLEARLY)  # a slower way is left early
-        cost = _TOKENS * (slowdown - 1) + _SWITCH
-        return min(max(cost * estimate.count / _SHARE, _LEAST_PATIENCE), _MOST_PATIENCE)
+        cost = self._cost(max(1.0, self._slowdown(method)))
+        return min(max(cost * count / _SHARE, _LEAST_PATIENCE), _MOST_PATIENCE)
+
+    def _slowdown(self, method: str) -> float:
+        """Return the best way's rate / the expected rate of `method`; 0 for a way of which nothing is known."""
+        estimate = self.estimates[method]
+        if estimate.count:
+            return exp(self.estimates[self.best].score - estimate.score)
+        predicted = self._predicted.get(method)
+        if not predicted:
+            return 0.0
+        reference = self._reference or self.rates.get(self.best, inf)  # inf: not measured yet
+        return reference / predicted
+
+    @staticmethod
+    def _cost(slowdown: float) -> float:
+        """Return the tokens that a trial is expected to cost; below 0: that it gains."""
+        slowdown = min(slowdown, 1 / _CLEARLY)  # a slower way is left early
+        return _TOKENS * (slowdown - 1) + _SWITCH

@@ -60,7 +60,8 @@ class AutoText:
             max_new = submit.limit - len(submit.prompt)
             alone = self._speeds.rate_alone(self._speeds.cores)
             one_core = self._speeds.rate_alone(Cores.ONE)
-            self._use(auto.begin(max_new, alone, one_core, has_draft), do)
+            predicted = self._speeds.predicted_rates()
+            self._use(auto.begin(max_new, alone, one_core, has_draft, predicted), do)
         elif has_draft:
             self._use(auto.best, do)
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from pearl.protocol.acceptance_estimates import Foresight
 from pearl.protocol.method_choice import HEAD, ONE_CORE, WAYS, Auto, Estimate
-from pearl.protocol.window import expected_rate
+from pearl.protocol.window import expected_rate, expected_rate_in_turn
 from pearl.spec.methods import MAX_WINDOW
 
 _DEFAULT_WINDOW = 4  # until both speeds are known
@@ -30,8 +30,10 @@ _MAX_WEIGHT = 0.75
 # kernels for later ones.
 _OUTLIER = 2.0
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
+# A retry that takes at least 0.9 of the estimate doubles the number for its size: it costs more than it brings in.
 _LASTS = 256
 _DECAY = 0.998
+_AS_SLOW = 0.9
 _LEAST_LEFT = 0.5
 _ACCEPTANCE_WEIGHT = 0.02  # of one judged token: acceptance varies from token to token by nature
 
@@ -73,6 +75,8 @@ class ForwardTimes:
         self.like = like
         self._seen: dict[int, int] = {}  # number of the last forward of each size
         self._once: set[int] = set()  # sizes seen once
+        # Forwards after which a size is retried, where that is not `_LASTS`.
+        self._waits: dict[int, int] = {}
         self._forwards = 0
         self._sorted: _Table | None = None
 
@@ -97,6 +101,9 @@ class ForwardTimes:
             self._once.add(fed)
         age = self._forwards - self._seen.get(fed, self._forwards)
         weight = min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age)
+        if age > _LASTS:
+            is_as_slow = seconds > _AS_SLOW * expected
+            self._waits[fed] = 2 * self._wait(fed) if is_as_slow else _LASTS
         self._known[fed] = _blend(expected, seconds, weight)
         self._forwards += 1
         self._seen[fed] = self._forwards
@@ -116,8 +123,8 @@ class ForwardTimes:
     def seconds(self, fed: int) -> float:
         """Return the time of a forward of `fed` tokens, measured or interpolated; 0 if nothing is known.
 
-        Never more than the time of a larger forward, as seldom measured times may be outliers. Beyond the measured
-        sizes, the time of the nearest size.
+        Never more than the time of a larger forward, as seldom measured times may be outliers. Beyond the largest
+        measured size each token takes as long as within the measured sizes.
         """
         table = self._sorted or self._table()
         return _interpolate(table.sizes, table.times, fed)
@@ -130,6 +137,9 @@ class ForwardTimes:
         table = self._sorted or self._table()
         return partial(_interpolate, table.sizes, table.hoped)
 
+    def _wait(self, size: int) -> int:
+        return self._waits.get(size, _LASTS)
+
     def _bound(self, fed: int) -> float:
         """Return the most that the first forward of a size counts as.
 
@@ -138,7 +148,8 @@ class ForwardTimes:
         table = self._table()
         if not table.sizes:
             return inf
-        return _interpolate(table.sizes, table.times, fed) * max(1.0, fed / table.sizes[-1])
+        seconds = _interpolate(table.sizes, table.times, fed)
+        return max(seconds, table.times[-1] * fed / table.sizes[-1])
 
     def _table(self) -> _Table:
         if self._sorted is None:
@@ -150,7 +161,7 @@ class ForwardTimes:
             hoped: list[float] = []
             smaller = times[:1] + times  # never less than a smaller forward takes
             for size, seconds, least in zip(sizes, times, smaller, strict=False):
-                age = max(0, self._forwards - self._seen.get(size, 0) - _LASTS)
+                age = max(0, self._forwards - self._seen.get(size, 0) - self._wait(size))
                 share = max(_LEAST_LEFT, _DECAY**age)
                 hoped.append(max(seconds * share, least))
             self._sorted = _Table(sizes, times, hoped)
@@ -172,7 +183,10 @@ def _interpolate(sizes: Sequence[int], times: Sequence[float], fed: int) -> floa
         return 0.0
     index = bisect_left(sizes, fed)
     if index == len(sizes):
-        return times[-1]
+        slope = 0.0
+        if len(sizes) > 1:
+            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+        return times[-1] + slope * (fed - sizes[-1])
     if index == 0 or sizes[index] == fed:
         return times[index]
     share = (fed - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
@@ -316,12 +330,38 @@ class Speeds:
         """
         if not self.ratio:
             return _DEFAULT_WINDOW
-        # Past twice the ratio the draft alone sets the pace. Limited before rounding: the ratio may be infinite.
         t1 = self.t_target(beside + 1)
-        largest = int(min(MAX_WINDOW, 2 * t1 / self.t_draft + 2))
-        acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
         rates: list[float] = []
-        for c in range(1, largest + 1):
+        for c in self._windows(t1):
             t_target_c = self.t_target(beside + c)
-            rates.append(expected_rate(c, acceptance, self.t_draft, t1, t_target_c))
+            rates.append(expected_rate(c, self.bounded_acceptance, self.t_draft, t1, t_target_c))
         return 1 + rates.index(max(rates))
+
+    def predicted_rates(self) -> dict[str, float]:
+        """Return the tokens per second that each way with a draft should make by the measured times; none if unknown.
+
+        What branches and guesses add is left out, but for `ssd`: there drafting takes no time, if it is foreseen.
+        """
+        target = self.on(Cores.OWN)
+        t1 = target.seconds(1)
+        if not t1 or not self.t_draft:
+            return {}
+        rates: dict[str, list[float]] = {"pearl": [], "sd": [], "ssd": []}
+        for c in self._windows(t1):
+            drafting = c * self.t_draft
+            in_turn = target.seconds(c + 1)
+            a = self.bounded_acceptance
+            rates["pearl"].append(expected_rate(c, a, self.t_draft, t1, target.seconds(c)))
+            rates["sd"].append(expected_rate_in_turn(c, a, drafting, in_turn))
+            hidden = min(drafting, in_turn)
+            rates["ssd"].append(expected_rate_in_turn(c, a, drafting - hidden, in_turn))
+        return {way: max(by_window) for way, by_window in rates.items()}
+
+    def _windows(self, t_target: float) -> range:
+        """Return the windows to choose from. Past twice the speed ratio the draft alone sets the pace."""
+        # Limited before rounding: the ratio may be infinite.
+        return range(1, 1 + int(min(MAX_WINDOW, 2 * t_target / self.t_draft + 2)))
+
+    @property
+    def bounded_acceptance(self) -> float:
+        return min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking

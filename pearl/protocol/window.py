@@ -36,6 +36,22 @@ def expected_rate(
     return tokens / ((1 - post) * pre_seconds + post * post_seconds)
 
 
+def expected_rate_in_turn(
+    window: int, acceptance: float, drafting: float, t_target: float
+) -> float:
+    """Return the committed tokens per second where a window is drafted, then verified with a bonus token, under i.i.d.
+    acceptance.
+
+    Args:
+        window: c, tokens.
+        acceptance: a, in [0, 1].
+        drafting: seconds of drafting that the target waits for.
+        t_target: seconds of a target forward that is fed c + 1 tokens.
+    """
+    tokens = sum([acceptance**count for count in range(window + 1)])
+    return tokens / (drafting + t_target)
+
+
 def whole_blocks(c: int, block: int) -> int:
     """Return the multiple of `block` nearest to `c`; at least one block."""
     return max(1, (2 * c + block) // (2 * block)) * block
@@ -46,26 +62,65 @@ def _whole(tokens: int, block: int) -> int:
     return max(1, -(-tokens // block)) * block
 
 
+# A target forward with guesses must be expected to make so many times the tokens per second of one without. Chances and
+# times are estimates, those of the guesses that look best err upwards, and a tree takes time outside of the forward.
+LEAST_GAIN = 1.05
+
+
+class Payoff:
+    """Decides how many guesses to feed with a forward for the most expected tokens per second.
+
+    Guesses are offered one by one, the likeliest first.
+
+    Args:
+        expected: expected tokens of the forward without guesses.
+        seconds: seconds of the forward with 0, 1, 2 and so on guesses; there may be no more guesses than it has times.
+        least_gain: tokens per second with guesses / without, below which none are fed.
+
+    Attributes:
+        count: the number of guesses to feed, the first of those offered.
+    """
+
+    def __init__(self, expected: float, seconds: Sequence[float], least_gain: float = 1.0) -> None:
+        self.count = 0
+        self._offered = 0
+        self._expected = expected
+        self._seconds = seconds
+        self._rate = least_gain * expected / seconds[0] if seconds[0] else 0.0
+
+    def offer(self, chance: float) -> None:
+        """Take in the next guess, and the probability that it is right."""
+        self._offered += 1
+        self._expected += chance
+        seconds = self._seconds[self._offered]
+        if self._expected > self._rate * seconds:
+            self.count = self._offered
+            self._rate = self._expected / seconds if seconds else 0.0
+
+    def may_pay(self, chance: float) -> bool:
+        """Return whether further guesses may pay if none is likelier than `chance`."""
+        expected = self._expected
+        for seconds in self._seconds[self._offered + 1 :]:
+            expected += chance
+            if expected > self._rate * seconds:
+                return True
+        return False
+
+
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return how many guesses to feed with `fed` tokens for the most expected tokens per second.
+    """Return how many of some tokens to feed with `fed` others for the most expected tokens per second.
 
     Args:
-        chances: probability that each guess is right, never rising.
-        expected: expected tokens of the forward without guesses.
+        chances: probability that each is right, never rising.
+        expected: expected tokens of the forward without them.
         t_target: seconds of a forward by the number of tokens fed.
     """
-    best = 0
-    seconds = t_target(fed)
-    rate = expected / seconds if seconds else 0.0
-    for count, chance in enumerate(chances, start=1):
-        expected += chance
-        seconds = t_target(fed + count)
-        if expected > rate * seconds:
-            best = count
-            rate = expected / seconds if seconds else 0.0
-    return best
+    payoff = Payoff(expected, [t_target(fed + count) for count in range(len(chances) + 1)])
+    for chance in chances:
+        payoff.offer(chance)
+    return payoff.count
 
 
 @dataclass(frozen=True)

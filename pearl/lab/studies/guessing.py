@@ -14,7 +14,7 @@ from pearl.drafting.datastore import Datastore
 from pearl.drafting.fused_guesses import Guesser, MakeIndex, text_index
 from pearl.drafting.ngram import Candidate, NgramIndex, anchored, guess_tree
 from pearl.protocol.messages import Source
-from pearl.protocol.window import worthwhile
+from pearl.protocol.window import LEAST_GAIN, Payoff
 
 Seconds = Callable[[int], float]  # number of tokens fed -> seconds of the forward
 
@@ -73,19 +73,23 @@ def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> N
     return _StoreOnly(tokens, store)
 
 
+def no_time(fed: int) -> float:
+    """Return 0, the time of every forward: then each forward feeds all guesses."""
+    return 0.0
+
+
 def replay(
     texts: Iterable[Generated],
     store: Datastore | None,
     most: int,
     *,
-    seconds: Seconds | None = None,
+    seconds: Seconds = no_time,
     make: MakeIndex = text_index,
 ) -> Replayed:
     """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second. If None,
-            each forward feeds all guesses.
+        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second.
         make: makes the index of a text from its prompt and the datastore.
     """
     total = Replayed()
@@ -97,17 +101,17 @@ def replay(
             index.extend(text.tokens[len(index) : committed])
             index.learn(committed)
             anchors = anchored(index.tokens, committed, ())
-            tokens, parents, chances, sources = guess_tree(index, anchors, most, end - 1)
-            count = len(tokens)
-            if seconds is not None:
-                count = worthwhile(chances, 1, 1.0, seconds)
-            nodes = _follow(text.tokens[committed:], committed, parents[:count], tokens[:count])
-            total.accepted.update(sources[node] for node in nodes)
+            times = [seconds(fed) for fed in range(1, most + 2)]
+            payoff = Payoff(1.0, times, LEAST_GAIN)
+            tree = guess_tree(index, anchors, most, end - 1, nodes=most, payoff=payoff)
+            tree = tree.first(payoff.count)
+            nodes = _follow(text.tokens[committed:], committed, tree.parents, tree.tokens)
+            total.accepted.update(tree.sources[node] for node in nodes)
             added = min(len(nodes) + 1, end - committed)
             committed += added
             total.steps += 1
             total.tokens += added
-            total.fed[1 + count] += 1
+            total.fed[1 + payoff.count] += 1
     return total
 
 

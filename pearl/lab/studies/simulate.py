@@ -287,7 +287,7 @@ def known_speeds(timing: Timing) -> Speeds:
 def interpolated(times: dict[int, float]) -> Callable[[int], float]:
     """Return a function from the number of tokens fed to seconds of a forward.
 
-    The function is linear between the sizes in `times`, and constant beyond them.
+    The function is linear between the sizes in `times`. Beyond them each token takes their mean time per token.
     """
     speeds = Speeds()
     for fed, seconds in times.items():

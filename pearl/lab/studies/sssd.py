@@ -25,7 +25,14 @@ from pearl.engine import Engine
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies.estimate import bootstrap
 from pearl.lab.studies.figures import Plot, Report, Table
-from pearl.lab.studies.guessing import Generated, Replayed, Seconds, replay, store_alone
+from pearl.lab.studies.guessing import (
+    Generated,
+    Replayed,
+    Seconds,
+    no_time,
+    replay,
+    store_alone,
+)
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.simulate import interpolated
 from pearl.lab.studies.theory import free_in_theory, roofline_seconds
@@ -201,10 +208,10 @@ def fed(
 ) -> Fed:
     """Replay texts. Each forward feeds up to `size` tokens or, if `size` is None, the fastest number."""
     limit = LOOK_AHEAD
-    times: Seconds | None = seconds
+    times = seconds
     if size is not None:
         limit = size - 1
-        times = None
+        times = no_time
     alone = None
     if store is not None:
         alone = replay(texts, store, limit, seconds=times, make=store_alone)
