@@ -18,6 +18,7 @@ from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities
 from tests.block_heads import (
+    ALL_SLIDING,
     ANCHOR,
     FIELDS,
     HIDDEN,
@@ -27,6 +28,7 @@ from tests.block_heads import (
     target_weights,
     text_and_states,
     weights_of,
+    width_of_states,
     write_all,
     write_block_head,
 )
@@ -62,10 +64,7 @@ def loaded(directory: Path, features: int = 3 * HIDDEN) -> Head:
 
 
 def head_of(directory: Path, kind: str, name: str = "none") -> Head:
-    config = config_of(kind, name)
-    return loaded(
-        write_block_head(directory, kind, name), len(config["aux_hidden_state_layer_ids"]) * HIDDEN
-    )
+    return loaded(write_block_head(directory, kind, name), width_of_states(config_of(kind, name)))
 
 
 @torch.inference_mode()
@@ -117,8 +116,8 @@ def test_all_logits_are_those_of_speculators(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "out")
     for kind, name in CASES:
         config = config_of(kind, name)
-        features = len(config["aux_hidden_state_layer_ids"]) * HIDDEN
-        block = proposal(loaded(tmp_path / "heads" / kind / name, features), config)
+        head = loaded(tmp_path / "heads" / kind / name, width_of_states(config))
+        block = proposal(head, config)
         logits = torch.stack(block.logits)
         torch.testing.assert_close(logits, theirs[f"{kind}/{name}"], rtol=1e-4, atol=1e-4)
         confidence = theirs.get(f"{kind}/{name}.confidence")
@@ -247,8 +246,68 @@ def altered(
         ("dspark", {}, {"markov_head_type": "tree"}, {}, "markov_head_type 'tree' is not computed"),
         ("dspark", {}, {"markov_rank": 9}, {}, r"proj.weight has the shape \[1, 40\], not"),
         ("dspark", {"confidence_head.proj.bias": None}, {}, {}, "no confidence_head.proj.bias"),
+        (
+            "xpress",
+            {},
+            {"xpress_rank": 9},
+            {},
+            r"down_g.weight has the shape \[8, 32\], not \[9, 32\]",
+        ),
+        ("xpress", {"refiner_head.mix_l": None}, {}, {}, "it has no refiner_head.mix_l"),
+        ("xpress", {}, {"mask_token_id": None}, {}, "no mask_token_id: set it"),
+        ("peagle", {}, {"mask_token_id": None}, {}, "no mask_token_id: add the token"),
+        ("peagle", {}, {"mask_token_id": 999}, {}, "mask_token_id 999 is not in its vocabulary"),
+        ("peagle", {"mask_hidden": None}, {}, {}, "it has no mask_hidden"),
+        (
+            "peagle",
+            {"mask_hidden": torch.zeros(1, 1, 32)},
+            {},
+            {},
+            r"its mask_hidden has the shape \[1, 1, 32\], not \[1, 1, 96\]",
+        ),
+        (
+            "peagle",
+            {"fc_norm.0.weight": torch.ones(32)},
+            {},
+            {},
+            "nothing reads its tensor fc_norm",
+        ),
+        (
+            "peagle",
+            {
+                "layers.0.self_attn.q_norm.weight": torch.ones(8),
+                "layers.0.self_attn.k_norm.weight": torch.ones(8),
+            },
+            {},
+            {"model_type": "qwen3", **ALL_SLIDING},
+            "sliding_window 4 is shorter than its block of 5 tokens",
+        ),
+        ("mtp", {}, {}, {"model_type": "qwen3_5_text"}, "qwen3_5_text.*stitch-mtp"),
+        ("mtp", {}, {}, {"hidden_act": "mish"}, "activation 'mish' is not computed"),
+        ("mtp", {}, {"num_nextn_predict_layers": 2}, {}, "it has 2 layers, not one"),
+        ("mtp", {}, {}, {"hidden_size": 48}, "reads 48 numbers.*it is of another model"),
+        (
+            "mtp",
+            {"mtp_layers.0.token_layernorm.weight": None},
+            {},
+            {},
+            "it has no mtp_layers.0.token_layernorm.weight",
+        ),
+        (
+            "mtp",
+            {"mtp_layers.1.input_proj.weight": torch.ones(2, 2)},
+            {},
+            {},
+            "nothing reads its tensor mtp_layers.1.input_proj.weight",
+        ),
         ("dflash2", {}, {"conv_group_size": 5}, {}, "conv_group_size 5 does not divide"),
-        ("dflash2", {}, {"selector_rank": 4}, {}, r"predecessor_codebook has the shape \[267, 8\]"),
+        (
+            "dflash2",
+            {},
+            {"selector_rank": 4},
+            {},
+            r"hidden_projection.weight has the shape \[8, 32\]",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -260,7 +319,10 @@ def test_what_is_not_computed_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        loaded(altered(tmp_path / "head", kind, tensors, settings, **inner))
+        loaded(
+            altered(tmp_path / "head", kind, tensors, settings, **inner),
+            width_of_states(config_of(kind)),
+        )
 
 
 def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
@@ -298,6 +360,10 @@ def texts() -> dict[float, list[list[int]]]:
         ("dspark", "none"),
         ("dspark", "rnn"),
         ("dflash2", "none"),
+        ("xpress", "none"),
+        ("peagle", "none"),
+        ("peagle", "draft_vocab_size"),
+        ("mtp", "none"),
     ],
 )
 def test_no_text_changes(
