@@ -87,7 +87,7 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "conv_kernel_size": ({"conv_kernel_size": 3}, {}),
         "conv_group_size": ({"conv_group_size": 16}, {}),
         "selector_rank": ({"selector_rank": 9}, {}),
-        "selector_top_k": ({"selector_top_k": 1}, {}),
+        "selector_top_k": ({"selector_top_k": 60}, {}),
         "sample_from_anchor": ({"sample_from_anchor": True}, {}),
         "sliding_window": ({}, ALL_SLIDING),
         "sliding_window_non_causal": ({"sliding_window_non_causal": False}, ALL_SLIDING),
@@ -122,6 +122,7 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "gelu": ({}, {"hidden_act": "gelu"}),
         "gelu_pytorch_tanh": ({}, {"hidden_act": "gelu_pytorch_tanh"}),
         "relu": ({}, {"hidden_act": "relu"}),
+        "sliding_window": ({}, _SLIDING | {"layer_types": ["sliding_attention"] * 4}),
     },
 }
 _OWN: dict[str, dict[str, Any]] = {
@@ -349,6 +350,8 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             tensors[name] = torch.rand(shape, generator=random) + 0.5
         else:
             tensors[name] = torch.randn(shape, generator=random) * shape[-1] ** -0.5
+        if "codebook" in name:
+            tensors[name] *= 2  # so that a selector's scores outweigh some logits
     known = config.get("draft_vocab_size", VOCAB)
     if known < VOCAB:
         ids = torch.arange(known) * 2 + 5

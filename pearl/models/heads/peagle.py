@@ -45,8 +45,8 @@ class BlockSettings(NamedTuple):
     def of(config: Config) -> BlockSettings:
         """Read config.json. Raises `ValueError` if it does not name the mask token."""
         size = _SIZE
-        for method in (config.get("speculators_config") or {}).get("proposal_methods", ()):
-            size = int(method["speculative_tokens"])
+        if "speculators_config" in config:
+            size = int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
         for name in _MASK_TOKENS:
             if config.get(name) is not None:
                 return BlockSettings(size, int(config[name]))
