@@ -14,6 +14,7 @@ from pearl.config import SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
 from pearl.errors import ModelError
+from pearl.models.cpu import native
 from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities
@@ -82,6 +83,15 @@ def proposal(head: Head, config: dict[str, Any], slot: int = 1) -> Watched:
 # ---- numbers ----
 
 
+@pytest.fixture(params=["our C", "torch"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways in which a head attends: the second one is that of a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "takes_model", lambda device, config: False)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("attention")
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_each_setting_computes_what_its_trainer_does(kind: str, name: str, tmp_path: Path) -> None:
     block = proposal(head_of(tmp_path / "head", kind, name), config_of(kind, name))
