@@ -17,12 +17,13 @@ from pearl.errors import ModelError
 from pearl.models.cpu import native
 from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
-from pearl.models.runner import Capabilities
+from pearl.models.runner import Capabilities, feed_chain
 from tests.block_heads import (
     ALL_SLIDING,
     ANCHOR,
     FIELDS,
     HIDDEN,
+    LAYERS,
     VOCAB,
     Watched,
     config_of,
@@ -33,7 +34,7 @@ from tests.block_heads import (
     write_all,
     write_block_head,
 )
-from tests.tiny import CPU, tiny_model
+from tests.tiny import CPU, on_cpu, tiny_model
 
 # [token, logit] of the likeliest token of each level, and the confidences: by speculators 0.9.0 (torch 2.14.1,
 # transformers 5.19.0, attention "eager") with the checkpoints of `write_all`, as `tests/speculators_logits.py` printed
@@ -137,6 +138,35 @@ def test_all_logits_are_those_of_speculators(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FIELDS)
+def test_torch_computes_what_our_c_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(native, "takes_model", lambda device, config: False)
+    block = proposal(head_of(tmp_path / "head", kind), config_of(kind))
+    for row, (token, logit) in zip(
+        block.logits, RECORDED[f"{kind}/none"]["likeliest"], strict=True
+    ):
+        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
+
+
+def test_xpress_needs_no_passes_over_the_block(tmp_path: Path) -> None:
+    """Drawn one after the other, the tokens are what as many passes over all rows settle on."""
+    head, config = head_of(tmp_path / "head", "xpress"), config_of("xpress")
+    greedy = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
+    block = Block(head.ids, greedy, ANCHOR + 1, head.deepest)
+    proposal(head, config)
+    with torch.inference_mode():
+        head.propose(block, 1)
+        tokens = [0] * head.deepest
+        for _ in range(head.deepest):  # each pass reads the tokens of the pass before
+            before = Watched(head.ids, torch.tensor(tokens))
+            head.propose(before, 1)
+            tokens = [int(head.ids[logits.argmax()]) for logits in before.logits]
+    assert tokens == [level[0].token for level in block.levels]
+
+
+@pytest.mark.parametrize("kind", FIELDS)
 def test_a_block_leaves_the_cache_as_it_was(kind: str, tmp_path: Path) -> None:
     """In each slot, however the text was cut, and after a rollback; a proposal ends where no more is wanted."""
     head, config = head_of(tmp_path / "head", kind), config_of(kind)
@@ -216,6 +246,30 @@ def test_heads_of_specforge(nested: str, tmp_path: Path) -> None:
     found = proposal(loaded(directory), config_of("dspark"))
     assert all(map(torch.equal, found.logits, wanted.logits))
     assert found.confidences == wanted.confidences
+
+
+@pytest.mark.parametrize("name", ["none", "norm_before_residual", "num_hidden_layers"])
+def test_p_eagle_heads_of_specforge(name: str, tmp_path: Path) -> None:
+    """Their rope is plain whatever the target's is, and their mask token must be added to config.json."""
+    theirs, config = head_of(tmp_path / "theirs", "peagle", name), config_of("peagle", name)
+    directory = write_block_head(tmp_path / "head", "peagle", name)
+    written = {
+        **config["transformer_layer_config"],
+        "architectures": ["PEagleDraftModel"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": config["norm_before_residual"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    }
+    (directory / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ModelError, match="no mask_token_id: add the token"):
+        loaded(directory)
+    (directory / "config.json").write_text(json.dumps(written | {"mask_token_id": 3}))
+    head = loaded(directory)
+    assert head.deepest == 8, "the trainer's default"
+    wanted = proposal(theirs, config)
+    found = proposal(head, config)
+    for row, expected in zip(found.logits, wanted.logits, strict=False):
+        torch.testing.assert_close(row, expected)
 
 
 # ---- refusals ----
@@ -342,6 +396,23 @@ def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
         load_draft_head(str(directory), str(target()), CPU, None, 1, lambda what: None)
 
 
+def test_a_layer_for_multi_token_prediction_drafts_in_another_process(tmp_path: Path) -> None:
+    """Like the head in the target's process: it reads the target's output matrix, too."""
+    directory = write_block_head(tmp_path / "head", "mtp")
+    ids, states = text_and_states(config_of("mtp"))
+    path = str(target())
+    draft = load_draft_head(str(directory), path, CPU, None, 1, lambda what: None)
+    own = on_cpu(path, features=(LAYERS,))
+    head = load_head(str(directory), own, lambda what: None)
+    with torch.inference_mode():
+        head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 0)
+        block = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 5])
+        head.propose(block, 0)
+        draft.extend(0, states[:ANCHOR], 0)
+        rows = feed_chain(draft, ids[: ANCHOR + 4].tolist(), 4)
+    torch.testing.assert_close(rows, torch.stack(block.logits), rtol=1e-4, atol=1e-4)
+
+
 # ---- texts ----
 
 
@@ -386,6 +457,16 @@ def test_no_text_changes(
     with Engine(str(target()), draft, head=head, slots=2) as engine:
         for temperature, expected in texts.items():
             for method in ("head", "pearl", "auto"):
+                assert written(engine, method, temperature) == expected, method
+
+
+def test_no_text_changes_by_a_layer_that_drafts(
+    texts: dict[float, list[list[int]]], tmp_path: Path
+) -> None:
+    head = str(write_block_head(tmp_path / "head", "mtp"))
+    with Engine(str(target()), head, slots=2) as engine:
+        for temperature, expected in texts.items():
+            for method in ("pearl", "sd"):
                 assert written(engine, method, temperature) == expected, method
 
 
