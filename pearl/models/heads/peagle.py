@@ -1,8 +1,9 @@
 """P-EAGLE: an EAGLE-3 head that proposes a block of tokens with one forward.
 
-The text's last token guesses the next one, as in EAGLE-3.  Behind it stand rows for mask tokens, each of
+The text's last token guesses the next one, as in EAGLE-3.  After it come rows for mask tokens, each of
 which guesses a token further on.  A mask row reads the embedding of `mask_token_id`, and `mask_hidden` in
-place of the target's hidden states.  It sees the text and the mask rows before it.
+place of the target's hidden states.  It sees the text and the mask rows before it.  The text's new tokens
+are computed in the same forward.
 
 There are two layouts: that of vLLM's speculators, and SpecForge's, whose checkpoints do not say which
 token the mask token is.
@@ -91,6 +92,20 @@ def _as_trained(config: Config) -> Config:
     return {**config, "rope_parameters": plain, "rope_scaling": None}
 
 
+class Waiting(NamedTuple):
+    """The last tokens that a slot was given, which the next proposal computes together with its mask rows.
+
+    Attributes:
+        start: how many tokens the slot had before them.
+        tokens: [n].
+        states: [n, hidden], those of the target before each token, as the layers read them.
+    """
+
+    start: int
+    tokens: torch.Tensor
+    states: torch.Tensor
+
+
 class PeagleHead:
     """See `Head`.
 
@@ -113,24 +128,37 @@ class PeagleHead:
         self._mask_tokens = torch.full((count,), settings.mask_token, device=self.device)
         fused = head.fused(mask_states[0].to(self.device))
         self._mask_states = fused.expand(count, -1)
-        self._outputs: dict[int, torch.Tensor] = {}  # by slot: [1, hidden], for the last token read
+        self._last: dict[int, Waiting] = {}  # by slot
+        self._uncomputed: set[int] = set()  # slots whose last tokens no proposal has computed
 
     def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
         """See `Head.extend`."""
-        head = self._head
-        self._outputs[slot] = head.read(tokens, head.fused(features), slot)[-1:]
+        if slot in self._uncomputed:
+            self._compute(slot)
+        start = self.lengths[slot]
+        self._last[slot] = Waiting(start, tokens, self._head.fused(features))
+        self._uncomputed.add(slot)
+        self.lengths[slot] = start + len(tokens)
+
+    def _compute(self, slot: int) -> None:
+        """Cache the slot's last tokens, but for those that were dropped."""
+        start, tokens, states = self._last[slot]
+        end = self.lengths[slot]
+        if end > start:
+            self.lengths[slot] = start
+            self._head.read(tokens[: end - start], states[: end - start], slot)
 
     def propose(self, block: Block, slot: int) -> None:
         """See `Head.propose`."""
+        start, tokens, states = self._last[slot]
         head = self._head
-        (logits,) = head.logits(self._outputs[slot])
-        block.add(logits)
-        if not block.wants_more:
-            return
-        length = self.lengths[slot]
-        outputs = head.read(self._mask_tokens, self._mask_states, slot)
-        self.lengths[slot] = length
-        for logits in head.logits(outputs):
+        self.lengths[slot] = start
+        outputs = head.read(
+            torch.cat((tokens, self._mask_tokens)), torch.cat((states, self._mask_states)), slot
+        )
+        self.lengths[slot] = start + len(tokens)
+        self._uncomputed.discard(slot)
+        for logits in head.logits(outputs[-self.deepest :]):
             block.add(logits)
             if not block.wants_more:
                 return
