@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pearl.config import SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.cpu import native
+from pearl.models.cpu.runner import CpuRunner
+from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
@@ -58,6 +63,14 @@ class FakeTarget:
         self.vocab_size = VOCAB
         self.context = 64
         self.capabilities = Capabilities(slots=2, features=features)
+
+
+def target() -> Path:
+    return tiny_model("llama-tied", layers=4, chat=True)
+
+
+def target_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
 
 
 def loaded(directory: Path, features: int = 3 * HIDDEN) -> Head:
@@ -201,6 +214,33 @@ def test_a_confidence_is_the_probability_of_a_drawn_token(tmp_path: Path) -> Non
     probs = watched.logits[0].softmax(-1).topk(3)
     assert [guess.token for guess in level] == head.ids[probs.indices].tolist()
     assert [guess.prob for guess in level[1:]] == pytest.approx(probs.values[1:].tolist())
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_target_of_our_kernels(kind: str, tmp_path: Path) -> None:
+    """Its head reads the states that the kernels keep, and makes the same proposal."""
+    directory = str(write_block_head(tmp_path / "head", kind))
+    text = text_and_states(config_of(kind))[0].tolist()[: ANCHOR + 1]
+    greedy = lambda logits, position: int(logits.argmax())  # noqa: E731
+    levels = []
+    runners: list[ForwardRunner] = [
+        CpuRunner(target_model(), 256, taps=(1, 2, 3)),
+        KernelRunner(target_model(), 256, taps=(1, 2, 3), record=not_recorded),
+    ]
+    for runner in runners:
+        head = load_head(directory, runner, lambda what: None)
+        feed_chain(runner, text, 1, prompt=True)
+        block = Block(head.ids, greedy, len(text), head.deepest)
+        with torch.inference_mode():
+            head.extend(torch.tensor(text[1:]), runner.features()[:-1], 0)
+            head.propose(block, 0)
+        levels.append(block.levels)
+    for ours, theirs in zip(*levels, strict=True):
+        assert [guess.token for guess in ours] == [guess.token for guess in theirs]
+        assert [guess.prob for guess in ours] == pytest.approx(
+            [guess.prob for guess in theirs], abs=1e-4
+        )
 
 
 # ---- SpecForge ----
@@ -414,10 +454,6 @@ def test_a_layer_for_multi_token_prediction_drafts_in_another_process(tmp_path: 
 
 
 # ---- texts ----
-
-
-def target() -> Path:
-    return tiny_model("llama-tied", layers=4, chat=True)
 
 
 def written(engine: Engine, method: str, temperature: float) -> list[list[int]]:
