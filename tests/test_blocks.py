@@ -150,19 +150,6 @@ def test_all_logits_are_those_of_speculators(tmp_path: Path) -> None:
             assert block.confidences == pytest.approx(confidence.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-def test_torch_computes_what_our_c_does(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(native, "takes_model", lambda device, config: False)
-    block = proposal(head_of(tmp_path / "head", kind), config_of(kind))
-    for row, (token, logit) in zip(
-        block.logits, RECORDED[f"{kind}/none"]["likeliest"], strict=True
-    ):
-        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
-
-
 def test_xpress_needs_no_passes_over_the_block(tmp_path: Path) -> None:
     """Drawn one after the other, the tokens are what as many passes over all rows settle on."""
     head, config = head_of(tmp_path / "head", "xpress"), config_of("xpress")
@@ -223,10 +210,11 @@ def test_a_target_of_our_kernels(kind: str, tmp_path: Path) -> None:
     directory = str(write_block_head(tmp_path / "head", kind))
     text = text_and_states(config_of(kind))[0].tolist()[: ANCHOR + 1]
     greedy = lambda logits, position: int(logits.argmax())  # noqa: E731
+    taps = (LAYERS,) if kind == "mtp" else (1, 2, 3)
     levels = []
     runners: list[ForwardRunner] = [
-        CpuRunner(target_model(), 256, taps=(1, 2, 3)),
-        KernelRunner(target_model(), 256, taps=(1, 2, 3), record=not_recorded),
+        CpuRunner(target_model(), 256, taps=taps),
+        KernelRunner(target_model(), 256, taps=taps, record=not_recorded),
     ]
     for runner in runners:
         head = load_head(directory, runner, lambda what: None)

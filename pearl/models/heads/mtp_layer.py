@@ -51,7 +51,7 @@ def target_layers(config: Config) -> tuple[int, ...] | None:
     return (int(config["transformer_layer_config"]["num_hidden_layers"]),)
 
 
-def _layer_of(config: Config) -> tuple[Forward, dict[str, Any]]:
+def layer_of(config: Config) -> tuple[Forward, dict[str, Any]]:
     """Return how the layer is computed, and its configuration in the form of a model's.
 
     Raises `ValueError` for a layer that is not computed.
@@ -79,7 +79,7 @@ def make(
     rounding: Rounding,
 ) -> MtpLayerHead:
     """See `HeadKind`."""
-    forward, layer = _layer_of(config)
+    forward, layer = layer_of(config)
     own = {name: tensor for name, tensor in tensors.items() if name not in _COPIES}
     weights = as_weights(own, target)
     hidden = int(layer["hidden_size"])
@@ -89,7 +89,7 @@ def make(
             f"it reads {hidden} numbers, its target has {target.features} hidden states and an "
             f"embedding of {width}: it is of another model"
         )
-    shapes = _shapes(forward, layer)
+    shapes = shapes_of(forward, layer)
     check_shapes(weights, shapes, shapes_of_biases(shapes))
     placed = {_place(name): tensor for name, tensor in weights.items()}
     check_biases(placed, 1)
@@ -101,7 +101,7 @@ def _place(name: str) -> str:
     return name.replace(_LAST_NORM, "norm.weight").replace(_LAYER, _PLACE)
 
 
-def _shapes(forward: Forward, layer: Mapping[str, Any]) -> Shapes:
+def shapes_of(forward: Forward, layer: Mapping[str, Any]) -> Shapes:
     """Return the shape of each tensor that the layer needs."""
     hidden = int(layer["hidden_size"])
     shapes: Shapes = {_LAST_NORM: (hidden,)}

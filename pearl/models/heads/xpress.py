@@ -32,14 +32,14 @@ _RANK = 256  # if config.json does not say
 _MLP_RATIO = 2
 
 
-def _refiner_shapes(config: Config, size: int, hidden: int, vocab_size: int, known: int) -> Shapes:
+def refiner_shapes(config: Config, hidden: int, vocab_size: int, known: int) -> Shapes:
     """Return the shapes of the refiner's tensors.
 
     Args:
-        size: rows of a block.
         vocab_size: the target's.
         known: tokens of the head's vocabulary.
     """
+    size = int(config["block_size"])
     rank = int(config.get("xpress_rank", _RANK))
     inner = rank * int(config.get("xpress_mlp_ratio", _MLP_RATIO))
     shapes: Shapes = {
@@ -66,7 +66,7 @@ def make(
     settings = BlockSettings.of(config)
     hidden = int(settings.layer["hidden_size"])
     known = len(tensors.get("lm_head.weight", range(target.vocab_size)))
-    shapes = _refiner_shapes(config, settings.size, hidden, target.vocab_size, known)
+    shapes = refiner_shapes(config, hidden, target.vocab_size, known)
     weights = checked(settings, tensors, target, shapes)
     return XPressHead(settings, weights, target, rounding)
 
