@@ -39,10 +39,7 @@ _LAST_NORM = f"{_LAYER}final_layernorm.weight"
 _HIDDEN_NORM = "hidden_layernorm.weight"
 _TOKEN_NORM = "token_layernorm.weight"
 _PROJECTION = "input_proj.weight"
-_COPIES = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-)  # of the target's, in checkpoints of old versions
+_COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's: old versions saved them
 _COMPUTED = ("attention_bias", "use_sliding_window")
 
 
