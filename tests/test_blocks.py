@@ -18,8 +18,10 @@ from pearl.errors import ModelError
 from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.forward.slot_attention import BlockAttention
 from pearl.models.gpu.recordings import not_recorded
 from pearl.models.gpu.runner import KernelRunner
+from pearl.models.heads.dflash import BlockSettings
 from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
@@ -274,6 +276,41 @@ def test_heads_of_specforge(nested: str, tmp_path: Path) -> None:
     found = proposal(loaded(directory), config_of("dspark"))
     assert all(map(torch.equal, found.logits, wanted.logits))
     assert found.confidences == wanted.confidences
+
+
+# [token, logit] of the likeliest token of each level: `DFlashDraftModel` of specforge 0.2.0 (torch 2.14.1, transformers
+# 5.19.0, attention "eager", masks of `create_dflash_sdpa_mask`) with the weights of `write_block_head`.
+OF_SPECFORGE = {
+    "sliding_window": ((80, 2.3862), (80, 2.6196), (80, 2.524), (80, 2.5395)),
+    "layer_types": ((265, 3.5569), (265, 3.7835), (265, 3.656), (265, 3.5747)),
+}
+
+
+@pytest.mark.usefixtures("attention")
+@pytest.mark.parametrize("name", OF_SPECFORGE)
+def test_windows_of_specforge_move_with_the_rows(name: str, tmp_path: Path) -> None:
+    head = loaded(as_specforge(tmp_path / "head", "dflash", name))
+    block = proposal(head, config_of("dflash", name))
+    for row, (token, logit) in zip(block.logits, OF_SPECFORGE[name], strict=True):
+        assert int(row.argmax()) == token
+        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
+
+
+def test_windows_of_two_trainers(tmp_path: Path) -> None:
+    """What the rows of a block at position 10 see of the text before it.
+
+    As `create_anchor_block_mask_mod` of speculators 0.9.0 says, and `create_dflash_sdpa_mask` of specforge 0.2.0.
+    """
+    directory = as_specforge(tmp_path / "head", "dflash", "sliding_window")
+    written = json.loads((directory / "config.json").read_text())
+    seen = []
+    for config in (config_of("dflash", "sliding_window"), written):
+        attention = BlockAttention(Any, 0, 10, Any, BlockSettings.of(config).mask)  # type: ignore[arg-type]
+        positions = torch.arange(15)
+        is_hidden = attention._is_hidden(0, positions, positions[10:, None])
+        assert torch.equal(is_hidden[:, 10:], torch.ones(5, 5, dtype=torch.bool).triu(1))
+        seen.append([(~row).nonzero().flatten().tolist() for row in is_hidden[:, :10]])
+    assert seen == [[[6, 7, 8, 9]] * 5, [[7, 8, 9], [8, 9], [9], [], []]]
 
 
 @pytest.mark.parametrize("name", ["none", "norm_before_residual", "num_hidden_layers"])
