@@ -26,6 +26,9 @@ _PIECE = 512  # tokens of a prompt that are computed together
 class DecoderHead(DraftHead):
     """The decoder layers of a head, and a cache for each slot; see `DraftHead`.
 
+    Attributes:
+        windows: the attention window of each layer, in tokens; 0: none.
+
     Args:
         forward: how the family of the layers is computed.
         layer: the configuration of the layers, as a model's.
@@ -58,7 +61,7 @@ class DecoderHead(DraftHead):
             output=None if "lm_head.weight" in tensors else target.output(),
         )
         self._layers = layers
-        self.windows = layers.scoring.windows  # of each layer; 0: none
+        self.windows = layers.scoring.windows
         self.dtype = layers.dtype
         self.hidden = layers.embedding.shape[1]
         self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")

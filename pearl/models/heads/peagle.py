@@ -65,8 +65,8 @@ def make(
 ) -> PeagleHead:
     """See `HeadKind`."""
     settings = BlockSettings.of(config)
-    others = dict(tensors)
-    mask = {_MASK: others.pop(_MASK)} if _MASK in others else {}
+    mask = {name: tensor for name, tensor in tensors.items() if name == _MASK}
+    others = {name: tensor for name, tensor in tensors.items() if name != _MASK}
     head = eagle3.make(_as_trained(config), others, target, rounding)
     check_shapes(mask, {_MASK: (1, 1, target.features)}, {})
     vocab_size = len(others.get("embed_tokens.weight", target.embedding))
