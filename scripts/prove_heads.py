@@ -43,19 +43,19 @@ def _of_dflash(config: Config, target: HeadTarget) -> Shapes:
 
 
 def _of_dspark(config: Config, target: HeadTarget) -> Shapes:
-    own = DSparkSettings.of(config).shapes(_hidden(target), target, target.vocab_size)
-    return _of_dflash(config, target) | own
+    further = DSparkSettings.of(config).shapes(_hidden(target), target, target.vocab_size)
+    return _of_dflash(config, target) | further
 
 
 def _of_dflash2(config: Config, target: HeadTarget) -> Shapes:
     hidden = _hidden(target)
-    own = DFlash2Settings.of(config, hidden).shapes(1, hidden, target.vocab_size)
-    return _of_dflash(config, target) | own
+    further = DFlash2Settings.of(config, hidden).shapes(1, hidden, target.vocab_size)
+    return _of_dflash(config, target) | further
 
 
 def _of_xpress(config: Config, target: HeadTarget) -> Shapes:
-    own = refiner_shapes(config, _hidden(target), target.vocab_size, target.vocab_size)
-    return _of_dflash(config, target) | own
+    further = refiner_shapes(config, _hidden(target), target.vocab_size, target.vocab_size)
+    return _of_dflash(config, target) | further
 
 
 def _of_peagle(config: Config, target: HeadTarget) -> Shapes:
@@ -137,8 +137,8 @@ def _measured(
         for _ in range(scale.repeats):
             times.append(seconds(partial(_propose, head), scale.device))
     are_known = logits.isfinite() & wide_logits.isfinite()
-    both = torch.stack((logits[are_known], wide_logits[are_known]))
-    agreement = float(torch.corrcoef(both)[0, 1])
+    pairs = torch.stack((logits[are_known], wide_logits[are_known]))
+    agreement = float(torch.corrcoef(pairs)[0, 1])
     must = f"above {_LEAST_AGREEMENT}"
     detail = f"a proposal in {median(times) * 1e3:.2f} ms"
     what = f"{name}: correlation with float32"

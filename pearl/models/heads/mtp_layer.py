@@ -77,8 +77,8 @@ def make(
 ) -> MtpLayerHead:
     """See `HeadKind`."""
     forward, layer = layer_of(config)
-    own = {name: tensor for name, tensor in tensors.items() if name not in _COPIES}
-    weights = as_weights(own, target)
+    layer_tensors = {name: tensor for name, tensor in tensors.items() if name not in _COPIES}
+    weights = as_weights(layer_tensors, target)
     hidden = int(layer["hidden_size"])
     width = target.embedding.shape[1]
     if not hidden == width == target.features:

@@ -66,10 +66,10 @@ def make(
     """See `HeadKind`."""
     settings = BlockSettings.of(config)
     mask = {name: tensor for name, tensor in tensors.items() if name == _MASK}
-    others = {name: tensor for name, tensor in tensors.items() if name != _MASK}
-    head = eagle3.make(_as_trained(config), others, target, rounding)
+    eagle_tensors = {name: tensor for name, tensor in tensors.items() if name != _MASK}
+    head = eagle3.make(_as_trained(config), eagle_tensors, target, rounding)
     check_shapes(mask, {_MASK: (1, 1, target.features)}, {})
-    vocab_size = len(others.get("embed_tokens.weight", target.embedding))
+    vocab_size = len(eagle_tensors.get("embed_tokens.weight", target.embedding))
     if settings.mask_token >= vocab_size:
         raise ValueError(
             f"its mask_token_id {settings.mask_token} is not in its vocabulary of {vocab_size} tokens"

@@ -32,12 +32,12 @@ _RANK = 256  # if config.json does not say
 _MLP_RATIO = 2
 
 
-def refiner_shapes(config: Config, hidden: int, vocab_size: int, known: int) -> Shapes:
+def refiner_shapes(config: Config, hidden: int, vocab_size: int, num_logits: int) -> Shapes:
     """Return the shapes of the refiner's tensors.
 
     Args:
         vocab_size: the target's.
-        known: tokens of the head's vocabulary.
+        num_logits: tokens of the head's vocabulary.
     """
     size = int(config["block_size"])
     rank = int(config.get("xpress_rank", _RANK))
@@ -51,7 +51,7 @@ def refiner_shapes(config: Config, hidden: int, vocab_size: int, known: int) -> 
         "mlp_gate.weight": (inner, rank),
         "mlp_up.weight": (inner, rank),
         "mlp_down.weight": (rank, inner),
-        "readout.weight": (known, rank),
+        "readout.weight": (num_logits, rank),
     }
     return {_REFINER + name: shape for name, shape in shapes.items()}
 
@@ -65,8 +65,8 @@ def make(
     """See `HeadKind`."""
     settings = BlockSettings.of(config)
     hidden = int(settings.layer["hidden_size"])
-    known = len(tensors.get("lm_head.weight", range(target.vocab_size)))
-    shapes = refiner_shapes(config, hidden, target.vocab_size, known)
+    num_logits = len(tensors.get("lm_head.weight", range(target.vocab_size)))
+    shapes = refiner_shapes(config, hidden, target.vocab_size, num_logits)
     weights = checked(settings, tensors, target, shapes)
     return XPressHead(settings, weights, target, rounding)
 
@@ -106,12 +106,12 @@ class XPressHead(DFlashHead):
         first = self._settings.first
         states = self.block_states(anchor, slot)
         all_logits = self.logits(states)
-        known = self._of_states(states)
+        state_inputs = self._of_states(states)
         inputs: list[torch.Tensor] = []  # of each row so far [rank]
         token = self._befores[slot] if first else anchor
         for row, logits in enumerate(all_logits):
             embedded = self._refiner["token_embed.weight"][token]
-            inputs.append(self._project("in_proj", torch.cat((known[row], embedded))))
+            inputs.append(self._project("in_proj", torch.cat((state_inputs[row], embedded))))
             if row < first:
                 token = anchor
                 continue
