@@ -18,8 +18,9 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
 "$folder/env/bin/pip" install --quiet torch==2.13.0
-"$folder/env/bin/pip" install --quiet transformers==5.19.0 datasets==5.1.0 loguru==0.7.3 openai==3.57.0 psutil==7.2.2 pydantic==2.14.4
-"$folder/env/bin/pip" install --quiet --no-deps speculators==0.9.0  # others are for training
+"$folder/env/bin/pip" install --quiet transformers==5.19.0 datasets==5.1.0 accelerate==1.15.0 pydantic==2.14.4 \
+    pydantic-settings==2.16.3 loguru==0.7.3 openai==3.57.0
+"$folder/env/bin/pip" install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 
 cat > "$folder/masks.py" <<'END'
 import sys
