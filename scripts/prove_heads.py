@@ -1,4 +1,4 @@
-"""The step of `prove_gpu.py` about block drafters: a line for each kind, with random weights."""
+"""The step of `prove_gpu.py` about heads: a line for each kind but EAGLE-3, with random weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from prove_bits import Measurement, Scale, tokens_of
 from torch.nn.functional import linear
 
 from pearl.models.families import Config, Shapes
-from pearl.models.heads.dflash import BlockSettings, DFlashHead
+from pearl.models.heads import mtp_layer
+from pearl.models.heads.dflash import BlockSettings
 from pearl.models.heads.dflash2 import DFlash2Settings
 from pearl.models.heads.dspark import DSparkSettings
-from pearl.models.heads.head import Block, HeadTarget
+from pearl.models.heads.eagle3 import HeadSettings
+from pearl.models.heads.head import Block, Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
+from pearl.models.heads.xpress import refiner_shapes
 from pearl.models.runner import feed_chain
 
 _READ = 64  # tokens of the text
@@ -26,36 +29,70 @@ _LEAST_AGREEMENT = 0.99  # correlation of logits with those in float32
 
 
 class Drafter(NamedTuple):
-    """A kind of block drafter: its settings in config.json, and the tensors that it has beside DFlash's.
+    """A kind of head: its settings in config.json, and the shapes of its tensors.
 
-    `shapes(config, target)` returns the shapes of these tensors.
+    `shapes(config, target)` returns these shapes.
     """
 
     settings: Config
     shapes: Callable[[Config, HeadTarget], Shapes]
 
 
-def _none(config: Config, target: HeadTarget) -> Shapes:
-    return {}
+def _of_dflash(config: Config, target: HeadTarget) -> Shapes:
+    return BlockSettings.of(config).shapes(target.features)
 
 
 def _of_dspark(config: Config, target: HeadTarget) -> Shapes:
-    hidden = target.embedding.shape[1]
-    return DSparkSettings.of(config).shapes(hidden, target, target.vocab_size)
+    further = DSparkSettings.of(config).shapes(_hidden(target), target, target.vocab_size)
+    return _of_dflash(config, target) | further
 
 
 def _of_dflash2(config: Config, target: HeadTarget) -> Shapes:
-    hidden = target.embedding.shape[1]
-    return DFlash2Settings.of(config, hidden).shapes(1, hidden, target.vocab_size)
+    hidden = _hidden(target)
+    further = DFlash2Settings.of(config, hidden).shapes(1, hidden, target.vocab_size)
+    return _of_dflash(config, target) | further
+
+
+def _of_xpress(config: Config, target: HeadTarget) -> Shapes:
+    further = refiner_shapes(config, _hidden(target), target.vocab_size, target.vocab_size)
+    return _of_dflash(config, target) | further
+
+
+def _of_peagle(config: Config, target: HeadTarget) -> Shapes:
+    shapes = HeadSettings.of(config, ()).shapes(target.features, target.vocab_size)
+    return shapes | {"mask_hidden": (1, 1, target.features)}
+
+
+def _of_mtp(config: Config, target: HeadTarget) -> Shapes:
+    return mtp_layer.shapes_of(*mtp_layer.layer_of(config))
+
+
+def _hidden(target: HeadTarget) -> int:
+    return target.embedding.shape[1]
 
 
 _CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}
 _SELECTOR = {"selector_rank": 64, "selector_top_k": 16}
 DRAFTERS = {
-    "dflash": Drafter({}, _none),
+    "dflash": Drafter({}, _of_dflash),
     "dspark": Drafter({"markov_rank": 64, "sample_from_anchor": True}, _of_dspark),
     "dflash2": Drafter(_CONVOLUTIONS | _SELECTOR, _of_dflash2),
+    "xpress": Drafter({"xpress_rank": 64}, _of_xpress),
+    "peagle": Drafter({}, _of_peagle),
+    "mtp": Drafter({}, _of_mtp),
 }
+
+
+class Seen(Block):
+    """Keeps the logits of the levels, whose tokens are all token 0."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head.ids, lambda logits, position: 0, _READ, head.deepest)
+        self.logits: list[torch.Tensor] = []
+
+    def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
+        self.logits.append(logits.cpu())
+        return super().add(logits, confidence)
 
 
 def heads(scale: Scale) -> Iterator[Measurement]:
@@ -71,8 +108,12 @@ def heads(scale: Scale) -> Iterator[Measurement]:
         slots=1,
         output=partial(_output_of, runner.embedding.to(scale.dtype)),
     )
+    features = runner.features()
     for name, drafter in DRAFTERS.items():
-        yield _measured(scale, name, drafter, target, torch.tensor(tokens), runner.features())
+        if name == "mtp":  # it reads the states of one layer
+            features = features[:, : _hidden(target)]
+            target = target._replace(features=_hidden(target))
+        yield _measured(scale, name, drafter, target, torch.tensor(tokens), features)
 
 
 def _measured(
@@ -84,30 +125,35 @@ def _measured(
     features: torch.Tensor,
 ) -> Measurement:
     config = _config(name, drafter, target)
-    shapes = BlockSettings.of(config).shapes(target.features)
-    shapes |= drafter.shapes(config, target)
-    weights = _random(shapes)
+    weights = _random(drafter.shapes(config, target))
     head = kind_of(config).make(config, weights, target, "")
     embedding = target.embedding.float().cpu()
     wide_target = target._replace(embedding=embedding, output=partial(_output_of, embedding))
     wide_head = kind_of(config).make(config, weights, wide_target, "")
-    logits: list[torch.Tensor] = []
     with torch.inference_mode():
-        for each, states in ((head, features), (wide_head, features.float().cpu())):
-            assert isinstance(each, DFlashHead)
-            each.extend(tokens[1:].to(each.device), states[:_READ], 0)
-            logits.append(each.logits(each.block_states(int(tokens[-1]), 0)).cpu())
+        logits = _logits(head, tokens, features)
+        wide_logits = _logits(wide_head, tokens, features.float().cpu())
         times = []
         for _ in range(scale.repeats):
             times.append(seconds(partial(_propose, head), scale.device))
-    agreement = float(torch.corrcoef(torch.stack([part.flatten() for part in logits]))[0, 1])
+    are_known = logits.isfinite() & wide_logits.isfinite()
+    pairs = torch.stack((logits[are_known], wide_logits[are_known]))
+    agreement = float(torch.corrcoef(pairs)[0, 1])
     must = f"above {_LEAST_AGREEMENT}"
     detail = f"a proposal in {median(times) * 1e3:.2f} ms"
     what = f"{name}: correlation with float32"
     return Measurement(what, agreement, "", must, agreement > _LEAST_AGREEMENT, detail, name)
 
 
-def _propose(head: Any) -> None:
+def _logits(head: Head, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a proposal after `tokens`, [levels, vocab]."""
+    head.extend(tokens[1:].to(head.device), features[:_READ], 0)
+    block = Seen(head)
+    head.propose(block, 0)
+    return torch.stack(block.logits)
+
+
+def _propose(head: Head) -> None:
     head.propose(Block(head.ids, lambda logits, _: int(logits.argmax()), _READ, head.deepest), 0)
 
 

@@ -1,4 +1,4 @@
-"""Tiny block drafters in the layout of speculators 0.9.0, and a target for them."""
+"""Tiny heads of all kinds but EAGLE-3 in the layout of speculators 0.9.0, and a target for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from pearl.models.heads.head import Block
+from tests import eagle3
 
 VOCAB, KNOWN, HIDDEN, INNER, HEADS, KV_HEADS = 267, 96, 32, 64, 4, 2
 TOKENS = 24
 ANCHOR = 9  # position of the last token of the text
 _SLIDING = {"use_sliding_window": True, "sliding_window": 4}
-_ALL_SLIDING = _SLIDING | {"layer_types": ["sliding_attention"]}
+ALL_SLIDING = _SLIDING | {"layer_types": ["sliding_attention"]}
+_WIDE = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 6}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -39,6 +41,8 @@ _MIXED = _SLIDING | {
     "layer_types": ["full_attention", "sliding_attention"],
 }
 Settings = tuple[dict[str, Any], dict[str, Any]]  # of a head, and of its layers
+# EAGLE-3's settings that change nothing of a P-EAGLE head, or are another name of one.
+_NOT_OF_PEAGLE = ("norm_output", "the trainer's defaults", "gelu_new")
 # Every setting of each kind that changes its numbers.
 FIELDS: dict[str, dict[str, Settings]] = {
     "dflash": {
@@ -48,8 +52,8 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "sample_from_anchor": ({"sample_from_anchor": True}, {}),
         "mask_token_id": ({"mask_token_id": 7}, {}),
         "aux_hidden_state_layer_ids": ({"aux_hidden_state_layer_ids": [4, 1]}, {}),
-        "sliding_window": ({}, _ALL_SLIDING),
-        "sliding_window_non_causal": ({"sliding_window_non_causal": True}, _ALL_SLIDING),
+        "sliding_window": ({}, ALL_SLIDING),
+        "sliding_window_non_causal": ({"sliding_window_non_causal": True}, ALL_SLIDING),
         "layer_types": ({}, _MIXED),
         "model_type": ({}, {"model_type": "llama", "mlp_bias": True}),
         "num_hidden_layers": ({}, {"num_hidden_layers": 3}),
@@ -76,7 +80,7 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "rnn after the anchor": ({"markov_head_type": "rnn", "sample_from_anchor": False}, {}),
         "enable_confidence_head": ({"enable_confidence_head": False}, {}),
         "confidence_head_with_markov": ({"confidence_head_with_markov": False}, {}),
-        "sliding_window": ({}, _ALL_SLIDING),
+        "sliding_window": ({}, ALL_SLIDING),
     },
     "dflash2": {
         "none": ({}, {}),
@@ -85,9 +89,40 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "selector_rank": ({"selector_rank": 9}, {}),
         "selector_top_k": ({"selector_top_k": 60}, {}),
         "sample_from_anchor": ({"sample_from_anchor": True}, {}),
-        "sliding_window": ({}, _ALL_SLIDING),
-        "sliding_window_non_causal": ({"sliding_window_non_causal": False}, _ALL_SLIDING),
+        "sliding_window": ({}, ALL_SLIDING),
+        "sliding_window_non_causal": ({"sliding_window_non_causal": False}, ALL_SLIDING),
         "num_hidden_layers": ({}, {"num_hidden_layers": 2}),
+    },
+    "xpress": {
+        "none": ({}, {}),
+        "draft_vocab_size": ({"draft_vocab_size": KNOWN}, {}),
+        "sample_from_anchor": ({"sample_from_anchor": True}, {}),
+        "block_size": ({"block_size": 7}, {}),
+        "xpress_rank": ({"xpress_rank": 9}, {}),
+        "xpress_mlp_ratio": ({"xpress_mlp_ratio": 3}, {}),
+        "sliding_window": ({}, ALL_SLIDING),
+        "num_hidden_layers": ({}, {"num_hidden_layers": 2}),
+    },
+    "peagle": {
+        **{name: both for name, both in eagle3.FIELDS.items() if name not in _NOT_OF_PEAGLE},
+        "sliding_window": ({}, _WIDE | {"layer_types": ["sliding_attention"]}),
+        "layer_types": ({}, _WIDE | _MIXED | {"sliding_window": 6}),
+        "mask_token_id": ({"mask_token_id": 7}, {}),
+        "speculative_tokens": ({"speculative_tokens": 3}, {}),
+    },
+    "mtp": {
+        "none": ({}, {}),
+        "head_dim": ({}, {"head_dim": 16}),
+        "num_key_value_heads": ({}, {"num_key_value_heads": 4}),
+        "attention_bias": ({}, {"attention_bias": True}),
+        "rms_norm_eps": ({}, {"rms_norm_eps": 0.01}),
+        "rope_theta": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e2}}),
+        "llama3 rope": ({}, {"rope_parameters": _LLAMA3}),
+        "yarn": ({}, {"rope_parameters": _YARN}),
+        "gelu": ({}, {"hidden_act": "gelu"}),
+        "gelu_pytorch_tanh": ({}, {"hidden_act": "gelu_pytorch_tanh"}),
+        "relu": ({}, {"hidden_act": "relu"}),
+        "sliding_window": ({}, _SLIDING | {"layer_types": ["sliding_attention"] * 4}),
     },
 }
 _OWN: dict[str, dict[str, Any]] = {
@@ -108,13 +143,24 @@ _OWN: dict[str, dict[str, Any]] = {
         "selector_rank": 8,
         "selector_top_k": 6,
     },
+    "xpress": {
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": False,
+        "xpress_rank": 8,
+        "xpress_mlp_ratio": 2,
+        "num_jacobi_passes": 6,
+    },
+    "mtp": {"num_nextn_predict_layers": 1},
 }
+LAYERS = 4  # of the target
 
 
 def config_of(kind: str, name: str = "none") -> dict[str, Any]:
     """The config.json of a head with the settings of `FIELDS[kind][name]`, as speculators writes it."""
     top, inner = FIELDS[kind][name]
-    count = inner.get("num_hidden_layers", 1)
+    if kind == "peagle":
+        return _peagle_config(top, inner)
+    count = inner.get("num_hidden_layers", LAYERS if kind == "mtp" else 1)
     layer = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -137,13 +183,19 @@ def config_of(kind: str, name: str = "none") -> dict[str, Any]:
         "vocab_size": VOCAB,
         **inner,
     }
-    return {
+    block: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "aux_hidden_state_layer_ids": [1, 2, 3],
         "block_size": 5,
         "draft_vocab_size": VOCAB,
-        "dtype": "float32",
         "mask_token_id": 3,
+        "target_hidden_size": None,
+    }
+    if kind == "mtp":
+        block = {"architectures": ["MTPDraftModel"]}
+    return {
+        **block,
+        "dtype": "float32",
         **_OWN[kind],
         "speculators_config": {
             "algorithm": kind,
@@ -153,17 +205,34 @@ def config_of(kind: str, name: str = "none") -> dict[str, Any]:
         },
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "target_hidden_size": None,
         "transformer_layer_config": layer,
         **top,
     }
 
 
+def _peagle_config(top: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The same for P-EAGLE, whose settings are EAGLE-3's and a mask token."""
+    settings = {"mask_token_id": 3, "embed_requires_grad": True, "speculative_tokens": 5, **top}
+    size = settings.pop("speculative_tokens")
+    config = eagle3.config_with(settings, inner)
+    config["speculators_config"]["algorithm"] = "peagle"
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = size
+    return config | {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
+
+
+def width_of_states(config: dict[str, Any]) -> int:
+    """The width of the target's hidden states that a head reads for each token."""
+    kind = config["speculators_model_type"]
+    if kind == "peagle":
+        return eagle3.num_states(config) * HIDDEN
+    if kind == "mtp":
+        return HIDDEN
+    return len(config["aux_hidden_state_layer_ids"]) * HIDDEN
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of a head's tensors; those of its vocabulary are not among them."""
-    layer = config["transformer_layer_config"]
     known = config["draft_vocab_size"]
-    queries, keys = HEADS * layer["head_dim"], layer["num_key_value_heads"] * layer["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, len(config["aux_hidden_state_layer_ids"]) * HIDDEN),
         "hidden_norm.weight": (HIDDEN,),
@@ -171,30 +240,65 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if known < VOCAB:
         shapes["lm_head.weight"] = (known, HIDDEN)
-    for number in range(layer["num_hidden_layers"]):
-        matrices = {
-            "self_attn.q_proj": (queries, HIDDEN),
-            "self_attn.k_proj": (keys, HIDDEN),
-            "self_attn.v_proj": (keys, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, queries),
-            "mlp.gate_proj": (INNER, HIDDEN),
-            "mlp.up_proj": (INNER, HIDDEN),
-            "mlp.down_proj": (HIDDEN, INNER),
-        }
-        for matrix, shape in matrices.items():
-            shapes[f"layers.{number}.{matrix}.weight"] = shape
-            if layer["attention_bias"] and matrix.startswith("self_attn"):
-                shapes[f"layers.{number}.{matrix}.bias"] = shape[:1]
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"layers.{number}.{norm}.weight"] = (HIDDEN,)
-        for norm in ("q_norm", "k_norm"):
-            shapes[f"layers.{number}.self_attn.{norm}.weight"] = (layer["head_dim"],)
+    for number in range(config["transformer_layer_config"]["num_hidden_layers"]):
+        shapes |= _layer_shapes(config, f"layers.{number}.")
     kind = config["speculators_model_type"]
     if kind == "dspark":
         shapes |= _dspark_shapes(config, known)
     if kind == "dflash2":
         shapes |= _dflash2_shapes(config)
+    if kind == "xpress":
+        shapes |= _xpress_shapes(config, known)
     return shapes
+
+
+def _layer_shapes(config: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    layer = config["transformer_layer_config"]
+    queries, keys = HEADS * layer["head_dim"], layer["num_key_value_heads"] * layer["head_dim"]
+    matrices = {
+        "self_attn.q_proj": (queries, HIDDEN),
+        "self_attn.k_proj": (keys, HIDDEN),
+        "self_attn.v_proj": (keys, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, queries),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for matrix, shape in matrices.items():
+        shapes[f"{prefix}{matrix}.weight"] = shape
+        if layer["attention_bias"] and matrix.startswith("self_attn"):
+            shapes[f"{prefix}{matrix}.bias"] = shape[:1]
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"{prefix}{norm}.weight"] = (HIDDEN,)
+    for norm in ("q_norm", "k_norm"):
+        shapes[f"{prefix}self_attn.{norm}.weight"] = (layer["head_dim"],)
+    return shapes
+
+
+def _mtp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    prefix = "mtp_layers.0."
+    shapes = _layer_shapes(config, prefix)
+    for norm in ("hidden_layernorm", "token_layernorm", "final_layernorm"):
+        shapes[f"{prefix}{norm}.weight"] = (HIDDEN,)
+    shapes[f"{prefix}input_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+    return shapes
+
+
+def _xpress_shapes(config: dict[str, Any], known: int) -> dict[str, tuple[int, ...]]:
+    rank, size = config["xpress_rank"], config["block_size"]
+    inner = rank * config["xpress_mlp_ratio"]
+    return {
+        "refiner_head.token_embed.weight": (VOCAB, rank),
+        "refiner_head.down_h.weight": (rank, HIDDEN),
+        "refiner_head.down_g.weight": (rank, HIDDEN),
+        "refiner_head.in_proj.weight": (rank, 3 * rank),
+        "refiner_head.mix_l": (rank, size, size),
+        "refiner_head.mlp_gate.weight": (inner, rank),
+        "refiner_head.mlp_up.weight": (inner, rank),
+        "refiner_head.mlp_down.weight": (rank, inner),
+        "refiner_head.readout.weight": (known, rank),
+    }
 
 
 def _dspark_shapes(config: dict[str, Any], known: int) -> dict[str, tuple[int, ...]]:
@@ -234,16 +338,21 @@ def _dflash2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of such a head, always the same."""
+    kind = config["speculators_model_type"]
     random = torch.Generator().manual_seed(0)
+    if kind == "peagle":
+        mask = torch.randn(1, 1, width_of_states(config), generator=random)
+        return eagle3.weights_of(config) | {"mask_hidden": mask}
     tensors = {}
-    for name, shape in sorted(_shapes(config).items()):
+    shapes = _mtp_shapes(config) if kind == "mtp" else _shapes(config)
+    for name, shape in sorted(shapes.items()):
         if "norm" in name:
             tensors[name] = torch.rand(shape, generator=random) + 0.5
         else:
             tensors[name] = torch.randn(shape, generator=random) * shape[-1] ** -0.5
         if "codebook" in name:
             tensors[name] *= 2  # so that a selector's scores outweigh some logits
-    known = config["draft_vocab_size"]
+    known = config.get("draft_vocab_size", VOCAB)
     if known < VOCAB:
         ids = torch.arange(known) * 2 + 5
         tensors["d2t"] = ids - torch.arange(known)
@@ -264,10 +373,9 @@ def text_and_states(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]
     """A text [TOKENS] and hidden states of a target [TOKENS, states]."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (TOKENS,), generator=random)
-    if config["draft_vocab_size"] < VOCAB:
+    if config.get("draft_vocab_size", VOCAB) < VOCAB:
         ids = ids // 3 * 2 + 5
-    width = len(config["aux_hidden_state_layer_ids"]) * HIDDEN
-    return ids, torch.randn(TOKENS, width, generator=random)
+    return ids, torch.randn(TOKENS, width_of_states(config), generator=random)
 
 
 def target_weights() -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,7 +93,11 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def config_of(name: str) -> dict[str, Any]:
     """The config.json of a head with the settings of `FIELDS[name]`, as speculators writes it."""
-    top, inner = FIELDS[name]
+    return config_with(*FIELDS[name])
+
+
+def config_with(top: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The same with settings of the head and of its layers."""
     layer = {
         "model_type": "llama",
         "attention_bias": False,

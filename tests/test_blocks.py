@@ -26,19 +26,22 @@ from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
 from tests.block_heads import (
+    ALL_SLIDING,
     ANCHOR,
     FIELDS,
     HIDDEN,
+    LAYERS,
     VOCAB,
     Watched,
     config_of,
     target_weights,
     text_and_states,
     weights_of,
+    width_of_states,
     write_all,
     write_block_head,
 )
-from tests.tiny import CPU, tiny_model
+from tests.tiny import CPU, on_cpu, tiny_model
 
 # [token, logit] of the likeliest token of each level, and the confidences: by speculators 0.9.0 (torch 2.14.1,
 # transformers 5.19.0, attention "eager") with the checkpoints of `write_all`, as `tests/speculators_logits.py` printed
@@ -78,10 +81,7 @@ def loaded(directory: Path, features: int = 3 * HIDDEN) -> Head:
 
 
 def head_of(directory: Path, kind: str, name: str = "none") -> Head:
-    config = config_of(kind, name)
-    return loaded(
-        write_block_head(directory, kind, name), len(config["aux_hidden_state_layer_ids"]) * HIDDEN
-    )
+    return loaded(write_block_head(directory, kind, name), width_of_states(config_of(kind, name)))
 
 
 @torch.inference_mode()
@@ -126,8 +126,9 @@ def test_each_setting_changes_a_guess() -> None:
     alike: dict[str, list[str]] = {}
     for kind, name in CASES:
         alike.setdefault(json.dumps(RECORDED[f"{kind}/{name}"]), []).append(name)
-    # The layers are Qwen3's whatever model type they have; gelu's approximation is too near.
-    known = [["none", "model_type"], ["gelu", "gelu_pytorch_tanh"]]
+    # DFlash's layers are Qwen3's whatever model type they have; gelu's approximation is too near; the layer for
+    # multi-token prediction sees the whole text whatever windows its target has.
+    known = [["none", "model_type"], ["gelu", "gelu_pytorch_tanh"], ["none", "sliding_window"]]
     assert [names for names in alike.values() if len(names) > 1] == known
 
 
@@ -142,13 +143,29 @@ def test_all_logits_are_those_of_speculators(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "out" / "logits")
     for kind, name in CASES:
         config = config_of(kind, name)
-        features = len(config["aux_hidden_state_layer_ids"]) * HIDDEN
-        block = proposal(loaded(tmp_path / "out" / kind / name, features), config)
+        head = loaded(tmp_path / "out" / kind / name, width_of_states(config))
+        block = proposal(head, config)
         logits = torch.stack(block.logits)
         torch.testing.assert_close(logits, theirs[f"{kind}/{name}"], rtol=1e-4, atol=1e-4)
         confidence = theirs.get(f"{kind}/{name}.confidence")
         if confidence is not None:
             assert block.confidences == pytest.approx(confidence.tolist(), abs=1e-4)
+
+
+def test_xpress_needs_no_passes_over_the_block(tmp_path: Path) -> None:
+    """Drawn one after the other, the tokens are what as many passes over all rows settle on."""
+    head, config = head_of(tmp_path / "head", "xpress"), config_of("xpress")
+    greedy = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
+    block = Block(head.ids, greedy, ANCHOR + 1, head.deepest)
+    proposal(head, config)
+    with torch.inference_mode():
+        head.propose(block, 1)
+        tokens = [0] * head.deepest
+        for _ in range(head.deepest):  # each pass reads the tokens of the pass before
+            before = Watched(head.ids, torch.tensor(tokens))
+            head.propose(before, 1)
+            tokens = [int(head.ids[logits.argmax()]) for logits in before.logits]
+    assert tokens == [level[0].token for level in block.levels]
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -195,10 +212,11 @@ def test_a_target_of_our_kernels(kind: str, tmp_path: Path) -> None:
     directory = str(write_block_head(tmp_path / "head", kind))
     text = text_and_states(config_of(kind))[0].tolist()[: ANCHOR + 1]
     greedy = lambda logits, position: int(logits.argmax())  # noqa: E731
+    taps = (LAYERS,) if kind == "mtp" else (1, 2, 3)
     levels = []
     runners: list[ForwardRunner] = [
-        CpuRunner(target_model(), 256, taps=(1, 2, 3)),
-        KernelRunner(target_model(), 256, taps=(1, 2, 3), record=not_recorded),
+        CpuRunner(target_model(), 256, taps=taps),
+        KernelRunner(target_model(), 256, taps=taps, record=not_recorded),
     ]
     for runner in runners:
         head = load_head(directory, runner, lambda what: None)
@@ -295,6 +313,63 @@ def test_windows_of_two_trainers(tmp_path: Path) -> None:
     assert seen == [[[6, 7, 8, 9]] * 5, [[7, 8, 9], [8, 9], [9], [], []]]
 
 
+# The same by `PEagleDraftModel` of specforge 0.2.0, with the rope of the test below in its configuration.
+P_EAGLE_OF_SPECFORGE = {
+    "none": (
+        (7, 3.4562),
+        (77, 2.1044),
+        (77, 1.9611),
+        (77, 1.875),
+        (77, 1.825),
+        (77, 1.7752),
+        (77, 1.6674),
+        (7, 1.6098),
+    ),
+    "norm_before_residual": (
+        (7, 2.5093),
+        (77, 2.0409),
+        (77, 1.884),
+        (77, 1.7853),
+        (77, 1.7439),
+        (77, 1.702),
+        (77, 1.587),
+        (7, 1.5411),
+    ),
+    "num_hidden_layers": (
+        (0, 2.6594),
+        (7, 2.8034),
+        (7, 2.8425),
+        (7, 2.7331),
+        (7, 2.586),
+        (7, 2.5442),
+        (7, 2.6697),
+        (7, 2.7547),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", P_EAGLE_OF_SPECFORGE)
+def test_p_eagle_heads_of_specforge(name: str, tmp_path: Path) -> None:
+    """Their rope is plain whatever the target's is, and their mask token must be added to config.json."""
+    config = config_of("peagle", name)
+    directory = write_block_head(tmp_path / "head", "peagle", name)
+    written = {
+        **config["transformer_layer_config"],
+        "architectures": ["PEagleDraftModel"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": config["norm_before_residual"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    }
+    (directory / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ModelError, match="no mask_token_id: add the token"):
+        loaded(directory)
+    (directory / "config.json").write_text(json.dumps(written | {"mask_token_id": 3}))
+    block = proposal(loaded(directory), config)
+    for row, (token, logit) in zip(block.logits, P_EAGLE_OF_SPECFORGE[name], strict=True):
+        assert int(row.argmax()) == token
+        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
+
+
 # ---- refusals ----
 
 
@@ -334,6 +409,60 @@ def altered(
         ("dspark", {}, {"markov_head_type": "tree"}, {}, "markov_head_type 'tree' is not computed"),
         ("dspark", {}, {"markov_rank": 9}, {}, r"proj.weight has the shape \[1, 40\], not"),
         ("dspark", {"confidence_head.proj.bias": None}, {}, {}, "no confidence_head.proj.bias"),
+        (
+            "xpress",
+            {},
+            {"xpress_rank": 9},
+            {},
+            r"down_g.weight has the shape \[8, 32\], not \[9, 32\]",
+        ),
+        ("xpress", {"refiner_head.mix_l": None}, {}, {}, "it has no refiner_head.mix_l"),
+        ("xpress", {}, {"mask_token_id": None}, {}, "no mask_token_id: set it"),
+        ("peagle", {}, {"mask_token_id": None}, {}, "no mask_token_id: add the token"),
+        ("peagle", {}, {"mask_token_id": 999}, {}, "mask_token_id 999 is not in its vocabulary"),
+        ("peagle", {"mask_hidden": None}, {}, {}, "it has no mask_hidden"),
+        (
+            "peagle",
+            {"mask_hidden": torch.zeros(1, 1, 32)},
+            {},
+            {},
+            r"its mask_hidden has the shape \[1, 1, 32\], not \[1, 1, 96\]",
+        ),
+        (
+            "peagle",
+            {"fc_norm.0.weight": torch.ones(32)},
+            {},
+            {},
+            "nothing reads its tensor fc_norm",
+        ),
+        (
+            "peagle",
+            {
+                "layers.0.self_attn.q_norm.weight": torch.ones(8),
+                "layers.0.self_attn.k_norm.weight": torch.ones(8),
+            },
+            {},
+            {"model_type": "qwen3", **ALL_SLIDING},
+            "sliding_window 4 is shorter than its block of 5 tokens",
+        ),
+        ("mtp", {}, {}, {"model_type": "qwen3_5_text"}, "qwen3_5_text.*stitch-mtp"),
+        ("mtp", {}, {}, {"hidden_act": "mish"}, "activation 'mish' is not computed"),
+        ("mtp", {}, {"num_nextn_predict_layers": 2}, {}, "it has 2 layers, not one"),
+        ("mtp", {}, {}, {"hidden_size": 48}, "reads 48 numbers.*it is of another model"),
+        (
+            "mtp",
+            {"mtp_layers.0.token_layernorm.weight": None},
+            {},
+            {},
+            "it has no mtp_layers.0.token_layernorm.weight",
+        ),
+        (
+            "mtp",
+            {"mtp_layers.1.input_proj.weight": torch.ones(2, 2)},
+            {},
+            {},
+            "nothing reads its tensor mtp_layers.1.input_proj.weight",
+        ),
         ("dflash2", {}, {"conv_group_size": 5}, {}, "conv_group_size 5 does not divide"),
         (
             "dflash2",
@@ -353,13 +482,33 @@ def test_what_is_not_computed_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        loaded(altered(tmp_path / "head", kind, tensors, settings, **inner))
+        loaded(
+            altered(tmp_path / "head", kind, tensors, settings, **inner),
+            width_of_states(config_of(kind)),
+        )
 
 
 def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
     directory = write_block_head(tmp_path / "head", "dflash")
     with pytest.raises(ModelError, match=r"proposes blocks.*Name it as --head"):
         load_draft_head(str(directory), str(target()), CPU, None, 1, lambda what: None)
+
+
+def test_a_layer_for_multi_token_prediction_drafts_in_another_process(tmp_path: Path) -> None:
+    """Like the head in the target's process: it reads the target's output matrix, too."""
+    directory = write_block_head(tmp_path / "head", "mtp")
+    ids, states = text_and_states(config_of("mtp"))
+    path = str(target())
+    draft = load_draft_head(str(directory), path, CPU, None, 1, lambda what: None)
+    own = on_cpu(path, features=(LAYERS,))
+    head = load_head(str(directory), own, lambda what: None)
+    with torch.inference_mode():
+        head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 0)
+        block = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 5])
+        head.propose(block, 0)
+        draft.extend(0, states[:ANCHOR], 0)
+        rows = feed_chain(draft, ids[: ANCHOR + 4].tolist(), 4)
+    torch.testing.assert_close(rows, torch.stack(block.logits), rtol=1e-4, atol=1e-4)
 
 
 # ---- texts ----
@@ -387,6 +536,10 @@ def texts() -> dict[float, list[list[int]]]:
         ("dspark", "none"),
         ("dspark", "rnn"),
         ("dflash2", "none"),
+        ("xpress", "none"),
+        ("peagle", "none"),
+        ("peagle", "draft_vocab_size"),
+        ("mtp", "none"),
     ],
 )
 def test_no_text_changes(
@@ -398,6 +551,16 @@ def test_no_text_changes(
     with Engine(str(target()), draft, head=head, slots=2) as engine:
         for temperature, expected in texts.items():
             for method in ("head", "pearl", "auto"):
+                assert written(engine, method, temperature) == expected, method
+
+
+def test_no_text_changes_by_a_layer_that_drafts(
+    texts: dict[float, list[list[int]]], tmp_path: Path
+) -> None:
+    head = str(write_block_head(tmp_path / "head", "mtp"))
+    with Engine(str(target()), head, slots=2) as engine:
+        for temperature, expected in texts.items():
+            for method in ("pearl", "sd"):
                 assert written(engine, method, temperature) == expected, method
 
 

@@ -243,6 +243,17 @@ def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
         assert torch.equal(q.in_bytes(group).dequantised(), q.dequantised())
 
 
+@pytest.mark.parametrize("inputs", [6, 9, 24])
+def test_inputs_that_our_c_does_not_take_are_multiplied_by_torch(inputs: int) -> None:
+    """Our C would read past each row."""
+    torch.manual_seed(inputs)
+    layer = torch.nn.Linear(inputs, 40, bias=False)
+    x = torch.randn(3, inputs)
+    wanted = layer(x).detach()
+    found = linear_layers.matrix(layer, dtype=torch.float32, is_native=True)(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("x", "weight"), list(itertools.product((torch.float32, torch.bfloat16), repeat=2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,8 @@ _STACKS = {
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _FILE = "model.safetensors"
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 
 
 class Unsupported(Exception):
@@ -104,7 +104,7 @@ def read_decoder(
     device: torch.device,
     progress: Progress = silent,
     keeps_bits: bool = False,
-    only_embedding: bool = False,
+    only: Collection[str] = (),
 ) -> Decoder:
     """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's dtype.
 
@@ -113,7 +113,7 @@ def read_decoder(
 
     Args:
         keeps_bits: keep quantised matrices, as `QuantisedMatrix`; otherwise dequantise them to `dtype`.
-        only_embedding: read the embedding alone.
+        only: read these of `EMBEDDING` and `OUTPUT` alone; empty: read all weights.
     """
     config = _config(directory)
     scheme = config.pop("quantization_config", None)
@@ -126,7 +126,7 @@ def read_decoder(
     stored: GgufWeights | _Source
     if table is None:
         stored = _source(directory, forward, scheme, shapes, progress)
-        if not only_embedding and stored.has_scales_of_cache:
+        if not only and stored.has_scales_of_cache:
             log.warning(
                 "%s: keys and values stay whole, and the scales of a smaller cache unused",
                 directory,
@@ -139,9 +139,9 @@ def read_decoder(
         dtype = None
         if stored_dtype == "float16":
             stored_dtype = "bfloat16"
-    if only_embedding:
-        shapes = {_EMBEDDING: shapes[_EMBEDDING]}
-        config["tie_word_embeddings"] = False
+    if only:
+        shapes = {name: shape for name, shape in shapes.items() if name in only}
+        config["tie_word_embeddings"] = config["tie_word_embeddings"] and OUTPUT in only
     builder = _Builder(stored, shapes, device, dtype or getattr(torch, stored_dtype), keeps_bits)
     decoder = builder.decoder(config)
     decoder.place("model.rotary_emb", rope)
@@ -225,15 +225,15 @@ class _Builder:
         The head is a module of its own, because the runner takes its weight away.
         """
         quantised = self.stored.matrices
-        if _HEAD in quantised:
-            return self._weight(_HEAD)
-        if self.keeps_bits and _EMBEDDING in quantised:
-            return partial(self._matrix, _EMBEDDING)
+        if OUTPUT in quantised:
+            return self._weight(OUTPUT)
+        if self.keeps_bits and EMBEDDING in quantised:
+            return partial(self._matrix, EMBEDDING)
         weight: torch.Tensor = decoder.model.embed_tokens.weight
         return weight
 
     def _weight(self, name: str) -> Weights | Callable[[], Weights]:
-        if self.keeps_bits and name in self.stored.matrices and name != _EMBEDDING:
+        if self.keeps_bits and name in self.stored.matrices and name != EMBEDDING:
             return partial(self._matrix, name)
         return self._plain(name)
 
@@ -312,9 +312,9 @@ class _Source:
             is_quantised = f"{module_of(name)}.weight" in self.matrices
             if name.endswith(".bias") or not (is_quantised or is_of_cache(name)):
                 shapes[name] = tuple(self._opened[file].get_slice(name).get_shape())
-        has_surplus_head = _HEAD in shapes and _HEAD not in self._expected
-        if has_surplus_head and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
-            del shapes[_HEAD]
+        has_surplus_head = OUTPUT in shapes and OUTPUT not in self._expected
+        if has_surplus_head and torch.equal(self.get(OUTPUT), self.get(EMBEDDING)):
+            del shapes[OUTPUT]
         return shapes
 
 

@@ -161,7 +161,12 @@ def takes(weights: Weights) -> bool:
         bits, kind = _case(weights)
         kinds = _OTHER_GROUPS if weights.group % _BLOCK else _WHOLE_BLOCKS
         return kind in kinds.get(bits, ()) and weights.shape[1] % _BLOCK == 0
-    return weights.is_floating_point() and weights.shape[1] % _LEAST == 0
+    return weights.is_floating_point() and takes_inputs(weights.shape[1])
+
+
+def takes_inputs(count: int) -> bool:
+    """Return whether `Native` can multiply by a matrix with so many inputs. It would read past other rows."""
+    return count % _LEAST == 0
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int]:

@@ -217,13 +217,13 @@ def matrix(
 
     Args:
         dtype: the dtype of the model, and so of most rows.
-        is_native: lay the weights out for our C; else for our kernels.
+        is_native: lay the weights out for our C, if it takes their number of inputs; else for our kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
         wide: with our C, return float32 results whatever the dtype of the rows.
     """
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
-    if not is_native:
+    if not (is_native and native.takes_inputs(weights[0].shape[1])):
         return for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):

@@ -24,17 +24,9 @@ from typing import Any
 
 import torch
 
-from pearl.models.checkpoints.direct import Weight
-from pearl.models.checkpoints.rope import rope_of
-from pearl.models.cpu import native
 from pearl.models.families import Config, Forward, Shapes, weight_shapes
-from pearl.models.feeds import Feed, lay_out
-from pearl.models.forward.attention import Scoring, whole_blocks
-from pearl.models.forward.layers import DecoderLayers
-from pearl.models.forward.linear_layers import Rounding, matrix
-from pearl.models.forward.slot_attention import NativeAttention, TorchAttention
-from pearl.models.forward.slots import Slots
-from pearl.models.heads.chain import DraftHead
+from pearl.models.forward.linear_layers import Rounding
+from pearl.models.heads.decoder_head import DecoderHead
 from pearl.models.heads.head import HeadTarget, Tensors
 from pearl.models.heads.layers import (
     as_a_model,
@@ -43,13 +35,10 @@ from pearl.models.heads.layers import (
     check_shapes,
     check_switches,
     check_vocabulary,
-    decoder_of,
     forward_of_layers,
     shapes_of_biases,
-    token_ids,
 )
 
-_PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # layers of the target that a head reads if its config.json names none
 _FIRST = "layers.0."
 _MIDLAYER = "midlayer."
@@ -72,7 +61,7 @@ _OTHERS = {  # part of a tensor's name -> kind of the checkpoint
     "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
     "medusa": "Medusa heads",
     "lm_head.0": "Medusa heads",
-    "mask_hidden": "a head that drafts in parallel (P-EAGLE)",
+    "mask_hidden": 'a P-EAGLE head (let config.json say so: "architectures": ["PEagleDraftModel"])',
     "model.layers.1.": "a whole model: use it as --draft",
 }
 
@@ -283,12 +272,11 @@ def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
     return shapes
 
 
-class Eagle3Head(DraftHead):
-    """The weights of a head, and a cache for each slot; see `DraftHead`.
+class Eagle3Head(DecoderHead):
+    """See `DecoderHead`.
 
     Args:
         tensors: by their names in speculators.  If the embedding is missing, the target's is used.
-        rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 
     def __init__(
@@ -298,40 +286,13 @@ class Eagle3Head(DraftHead):
         target: HeadTarget,
         rounding: Rounding,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.forward, settings.layer, tensors, target, rounding)
         self._settings = settings
-        self.context = target.context
-        self.features = target.features
-        self.device: torch.device = target.embedding.device
-        on_cpu = self.device.type == "cpu"
-        self._is_native = on_cpu and native.takes_model(self.device, settings.layer)
-        embedding = tensors.get("embed_tokens.weight", target.embedding)
-        decoder = decoder_of(settings.layer, tensors, embedding)
-        layers = DecoderLayers(
-            decoder,
-            self.context,
-            rounding,
-            self._is_native,
-            family=(settings.forward, settings.layer),
-        )
-        self._layers = layers
-        self.dtype = layers.dtype
-        self.hidden = layers.embedding.shape[1]
-        self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
-        fuse = Weight(tensors["fc.weight"], tensors.get("fc.bias"))
-        self._fuse = matrix(fuse, dtype=self.dtype, is_native=self._is_native, rounding=rounding)
+        self._fuse = self._matrix(tensors["fc.weight"], tensors.get("fc.bias"))
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
         self._input_norms: list[list[torch.Tensor]] = []
         for names in settings.input_norms:
             self._input_norms.append([tensors[name].to(self.dtype) for name in names])
-        self.ids = token_ids(tensors, len(tensors["lm_head.weight"]), self.device)
-        room = whole_blocks(self.context)
-        heads = layers.heads
-        shape = (target.slots, len(layers), heads.kv, room, heads.dim)
-        self._slots = Slots(shape, self.dtype, self.device)
-        self.lengths = self._slots.lengths
-        positions = torch.arange(room, device=self.device)
-        self._ropes = layers.angles(rope_of(settings.layer), positions)
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         """See `ChainHead.fused`."""
@@ -341,15 +302,6 @@ class Eagle3Head(DraftHead):
             x = torch.cat(list(parts), -1)
         return self._fuse(x)
 
-    def read(
-        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
-    ) -> torch.Tensor:
-        """See `ChainHead.read`."""
-        outputs = []
-        for piece, before in zip(tokens.split(_PIECE), states.split(_PIECE), strict=True):
-            outputs.append(self._outputs(piece, before, slot, guessed))
-        return torch.cat(outputs)
-
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """See `ChainHead.logits`."""
         layers = self._layers
@@ -357,12 +309,6 @@ class Eagle3Head(DraftHead):
         is_normed = settings.feeds_normed or not settings.norms_logits
         states = layers.normalise(outputs, None if is_normed else layers.norm)
         return layers.head(states).float()
-
-    def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """See `DraftHead.copy`."""
-        for buffer in (self._slots.keys, self._slots.values):
-            buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
-        self.lengths[into] = end
 
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
@@ -380,28 +326,6 @@ class Eagle3Head(DraftHead):
             if number:
                 x = layers.normalise(hidden, layer.attention_norm)
             hidden = layers.layer_states(number, hidden, x, self._ropes, attends)
-        self.lengths[slot] += len(tokens)
         if settings.feeds_normed:
             return layers.normalise(hidden, layers.norm)
         return hidden
-
-    def _attention(
-        self, tokens: torch.Tensor, slot: int, guessed: int
-    ) -> NativeAttention | TorchAttention:
-        """Return the attention of tokens that continue a slot."""
-        layers = self._layers
-        scoring = _widened(layers.scoring, guessed)
-        if self._is_native:
-            table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
-        return TorchAttention(self._slots, slot, self.lengths[slot], scoring)
-
-
-def _widened(scoring: Scoring, guessed: int) -> Scoring:
-    """Widen each window by the number of guesses, so that guesses do not move its start.
-
-    Heads are trained like this: in each step of speculators' trainer a token sees the states that it
-    saw in the first step, and all guesses since.
-    """
-    windows = tuple(window + guessed if window else 0 for window in scoring.windows)
-    return scoring._replace(windows=windows)

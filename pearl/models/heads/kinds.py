@@ -63,11 +63,15 @@ KINDS = {  # by the names that vLLM's speculators gives them
     "dspark": Kind(
         "a block drafter (DSpark)", "pearl.models.heads.dspark", architecture="DSparkDraftModel"
     ),
-    "mtp": Kind("a layer for multi-token prediction in a checkpoint of its own"),
-    "peagle": Kind("a head that drafts in parallel (P-EAGLE)", architecture="PEagleDraftModel"),
-    "xpress": Kind("a block drafter (XPress)"),
+    "mtp": Kind("a layer for multi-token prediction", "pearl.models.heads.mtp_layer"),
+    "peagle": Kind(
+        "a head that drafts in parallel (P-EAGLE)",
+        "pearl.models.heads.peagle",
+        architecture="PEagleDraftModel",
+    ),
+    "xpress": Kind("a block drafter (XPress)", "pearl.models.heads.xpress"),
 }
-_NEXT = "such heads are not read yet; name an EAGLE-3, DFlash or DSpark head"
+_NEXT = "such heads are not read yet; name a head of another kind"
 
 
 def describes_head(config: Config) -> bool:

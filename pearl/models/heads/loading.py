@@ -15,10 +15,23 @@ from safetensors.torch import load_file
 from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
-from pearl.models.checkpoints.direct import Unsupported, files_of, read_decoder
+from pearl.models.checkpoints.direct import (
+    EMBEDDING,
+    OUTPUT,
+    Unsupported,
+    files_of,
+    read_decoder,
+)
 from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
+from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.layers import tapped
-from pearl.models.forward.linear_layers import Matrix, Rounding, multiplies_bf16
+from pearl.models.forward.linear_layers import (
+    Matrix,
+    Rounding,
+    dtype_of_rows,
+    matrix,
+    multiplies_bf16,
+)
 from pearl.models.heads.chain import DraftHead
 from pearl.models.heads.head import Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
@@ -84,8 +97,9 @@ def load_draft_head(
     progress: Progress,
     rounding: Rounding = "",
 ) -> HeadRunner:
-    """Load the head `spec` as a draft for the model `target`, from whose checkpoint only the embedding is read.
+    """Load the head `spec` as a draft for the model `target`.
 
+    Of the target's checkpoint the embedding is read and, for a head without an output matrix, the output matrix.
     Raises `ModelError`, as `load_head` does.
     """
     if is_toy(target):
@@ -95,8 +109,9 @@ def load_draft_head(
         dtype = None
     else:
         dtype = torch.float32
+    read = partial(read_decoder, path, dtype, device, progress, keeps_bits=True)
     try:
-        decoder = read_decoder(path, dtype, device, progress, keeps_bits=True, only_embedding=True)
+        decoder = read(only=(EMBEDDING,))
     except Unsupported as reason:
         log_unsupported(path, reason)
         raise _needs_own_forward(spec) from reason
@@ -113,7 +128,7 @@ def load_draft_head(
         features=features,
         context=context,
         slots=slots,
-        output=partial(_no_output, spec),
+        output=lambda: _output_of(read(only=(EMBEDDING, OUTPUT)), rounding),
     )
     head = _load(spec, head_target, progress, rounding)
     if not isinstance(head, DraftHead):
@@ -121,8 +136,13 @@ def load_draft_head(
     return HeadRunner(head, vocab_size, slots)
 
 
-def _no_output(spec: str) -> Matrix:
-    raise _drafts_no_chain(spec)
+def _output_of(decoder: Decoder, rounding: Rounding) -> Matrix:
+    """Return the matrix that computes a model's logits, as a head in another process than its target needs it."""
+    is_native = decoder.device.type == "cpu"
+    dtype = decoder.dtype
+    if is_native:
+        dtype = dtype_of_rows(dtype)
+    return matrix(decoder.lm_head, dtype=dtype, is_native=is_native, rounding=rounding, wide=True)
 
 
 def _drafts_no_chain(spec: str) -> ModelError:
