@@ -30,8 +30,10 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.invention import invent
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
-from pearl.lab.distill.pair import head, load_teacher, new_draft
+from pearl.lab.distill.pair import head, load_teacher, new_draft, replacing
 from pearl.lab.distill.prompts import training_prompts
+from pearl.lab.distill.states import write_states
+from pearl.models.forward.layers import tapped
 
 HELD_OUT = "held-out"
 _FORMAT = 4  # version of the format of a run's files
@@ -66,7 +68,7 @@ class Distillation:
         self._answered = self._settle(resume)
         self._place = RunPosition()
         self._saved = _read(self._directory / "checkpoint.pt")
-        if not config.head:  # a head begins later, as its vocabulary comes from answers
+        if config.head == "none":  # a head begins later, as its vocabulary comes from answers
             self._begin(DraftLearner(config, new_draft(config, self._teacher)))
 
     def _begin(self, learner: Learner) -> None:
@@ -104,7 +106,9 @@ class Distillation:
         config = self._config
         with _locked(self._directory):
             held_out = self._answers(HELD_OUT, config.held_out)
-            if config.head:
+            if config.is_block:
+                return self._make_block(held_out)
+            if config.head != "none":
                 first = self._answers("round-000", config.answers_per_round)
                 self._begin(HeadLearner(config, self._teacher, first))
             if not (self._directory / "log.jsonl").exists():
@@ -143,8 +147,29 @@ class Distillation:
 
     def _export(self) -> Path:
         about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
-        path = self._directory / ("head" if self._config.head else "draft")
+        path = self._directory / ("draft" if self._config.head == "none" else "head")
         self._learner.export(self._config.target, path, about)
+        return path
+
+    def _make_block(self, held_out: Sequence[RecordedAnswer]) -> Path:
+        """Train a block drafter on the answers of all rounds; return the directory of the head."""
+        from pearl.lab.distill import blocks
+
+        config = self._config
+        states = self._directory / "states"
+        if not states.exists():
+            answers: list[RecordedAnswer] = []
+            for round in range(config.rounds):
+                answers += self._answers(f"round-{round:03d}", config.answers_per_round)
+            layers = tapped(self._teacher.model.config.num_hidden_layers)
+            with replacing(states) as building:
+                write_states(
+                    self._teacher, answers + list(held_out), layers, building, self._watcher
+                )
+        checkpoint = blocks.train(config, states, len(held_out), self._teacher.model.device)
+        path = self._directory / "head"
+        with replacing(path) as building:
+            blocks.export(config, checkpoint, building)
         return path
 
     def _log(self, held_out: Sequence[RecordedAnswer]) -> None:

@@ -1,0 +1,146 @@
+"""Trains block drafters of the target with vLLM's speculators, on answers and states that `states` wrote.
+
+A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens before the last
+one.  Model, loss and trainer are those of speculators; only its choice of a device is ours, as it looks for an
+accelerator and has no way to a CPU.
+
+Source: "DFlash", 2026; "DSpark", 2026; speculators 0.9.0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from speculators.model import SpeculatorModel
+from speculators.train import trainer as speculators_trainer
+from speculators.train.cli import create_transformer_layer_config
+from speculators.train.dataloader import create_train_val_loaders
+from speculators.train.trainer import Trainer, TrainerConfig
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+from pearl.errors import DistillError
+from pearl.lab.distill.config import DistillConfig
+from pearl.lab.distill.states import VERIFIER
+
+_WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
+_LOSS = "kl_div"
+
+
+class _Trainer(Trainer):
+    """speculators' trainer on the device of the target."""
+
+    def __init__(self, device: torch.device, *arguments: Any) -> None:
+        self._device = device
+        super().__init__(*arguments)
+
+    def setup_trainer(self) -> None:
+        """Choose the device: the trainer moves model and batches to `local_rank`."""
+        self.local_rank = self._device
+        self.device_type = self._device.type
+        super().setup_trainer()
+
+
+class _Clock(speculators_trainer._StepTimer):
+    """The trainer's clock without waiting for an accelerator, where there is none."""
+
+    def mark(self, name: str) -> None:
+        self.mark_value(name, time.perf_counter())
+
+    def now(self) -> float | None:
+        return time.perf_counter() if self.enabled else None
+
+
+def train(config: DistillConfig, states: Path, held_out: int, device: torch.device) -> Path:
+    """Train a block drafter; return the directory of the last checkpoint.
+
+    Args:
+        states: a directory that `write_states` wrote.
+        held_out: how many of its last answers are only measured on.
+    """
+    torch.manual_seed(config.seed)
+    verifier = str(states / VERIFIER)
+    kind: Any = SpeculatorModel.registry[config.head]
+    layers = create_transformer_layer_config(
+        verifier_name_or_path=verifier,
+        num_layers=config.head_layers,
+        draft_arch="qwen3",
+        hidden_act="silu",
+        sliding_window=_WINDOW,
+        full_attention_indices=list(range(config.head_layers)),
+    )
+    vocab = layers.vocab_size
+    tokens = min(config.head_tokens or vocab, vocab)
+    counts = torch.load(states / "token_freq.pt", weights_only=True)
+    mask = next(token for token in range(vocab) if token not in counts)
+    options = _options(config, verifier, mask)
+    d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
+    model = kind.from_training_args(layers, t2d=t2d, d2t=d2t, draft_vocab_size=tokens, **options)
+    loaders = _loaders(config, states, held_out, model)
+    for_training, for_measuring = kind.get_trainer_kwargs(**options)
+    trainer_config = TrainerConfig(
+        lr=config.learning_rate,
+        num_epochs=config.passes,
+        save_path=str(states.parent / "training"),
+        resume_from_checkpoint=True,
+        train_call_kwargs=for_training,
+        val_call_kwargs=for_measuring,
+        optimizer=config.optimizer,
+        muon_lr=config.learning_rate,
+        hidden_states_dtype=getattr(torch, config.dtype),
+        log_freq=config.checkpoint_steps,
+    )
+    if device.type == "cpu":
+        speculators_trainer._StepTimer = _Clock
+    trainer = _Trainer(device, model, trainer_config, *loaders)
+    trainer.run_training()
+    return trainer.checkpointer.path / str(config.passes - 1)
+
+
+def _options(config: DistillConfig, verifier: str, mask: int) -> dict[str, Any]:
+    """Return the options that speculators' models and their losses take."""
+    return {
+        "verifier_name_or_path": verifier,
+        "draft_attn_impl": "sdpa",
+        "block_size": config.block_size,
+        "mask_token_id": mask,
+        "markov_rank": config.markov_rank,
+        "max_anchors": config.batch_tokens // config.block_size,
+        "loss_fn": _LOSS,
+        "loss_implementation": "eager",
+    }
+
+
+def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:
+    rows = len(list((states / "hidden_states").iterdir()))
+    return create_train_val_loaders(
+        data_path=str(states),
+        total_seq_len=config.batch_tokens,
+        hidden_states_dtype=getattr(torch, config.dtype),
+        vllm_endpoint="",
+        on_missing="raise",
+        verifier_name_or_path=str(states / VERIFIER),
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=model.config.transformer_layer_config.hidden_size,
+        num_target_layers=len(model.target_layer_ids),
+        num_workers=0,
+        prefetch_factor=1,
+        preprocess=None,
+        train_data_ratio=(rows - held_out + 0.5) / rows,  # rounded down to a number of rows
+        seed=config.seed,
+    )
+
+
+def export(config: DistillConfig, checkpoint: Path, directory: Path) -> None:
+    """Copy a checkpoint of the trainer to `directory`, as a head of the target that the user named."""
+    settings = json.loads((checkpoint / "config.json").read_text())
+    settings["speculators_config"]["verifier"]["name_or_path"] = config.target
+    (directory / "config.json").write_text(json.dumps(settings, indent=1))
+    shutil.copy(checkpoint / "model.safetensors", directory)
