@@ -131,7 +131,9 @@ class DistillConfig(Section):
     def _consistent(self) -> DistillConfig:
         if self.init_from is not None and "layers" in self.model_fields_set:
             raise ConfigError("init_from brings its own layers: leave them out")
-        if self.head != "none" and (self.init_from is not None or "layers" in self.model_fields_set):
+        if self.head != "none" and (
+            self.init_from is not None or "layers" in self.model_fields_set
+        ):
             raise ConfigError("a head begins anew: leave init_from and layers out")
         if self.head != "none" and (self.on_policy or self.divergence != "fkl"):
             raise ConfigError(
