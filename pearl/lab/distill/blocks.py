@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,25 @@ from speculators.train.dataloader import create_train_val_loaders
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-from pearl.errors import DistillError
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.states import VERIFIER
 
 _WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
 _LOSS = "kl_div"
 
+Report = Callable[[int, dict[str, float]], None]
+
 
 class _Trainer(Trainer):
-    """speculators' trainer on the device of the target."""
+    """speculators' trainer on the device of the target.
 
-    def __init__(self, device: torch.device, *arguments: Any) -> None:
+    Args:
+        report: called with the metrics of each epoch on held-out answers.
+    """
+
+    def __init__(self, device: torch.device, report: Report, *arguments: Any) -> None:
         self._device = device
+        self._report = report
         super().__init__(*arguments)
 
     def setup_trainer(self) -> None:
@@ -43,6 +50,11 @@ class _Trainer(Trainer):
         self.local_rank = self._device
         self.device_type = self._device.type
         super().setup_trainer()
+
+    def val_epoch(self, epoch: int) -> dict[str, float] | None:
+        metrics: dict[str, float] = super().val_epoch(epoch)
+        self._report(epoch, metrics)
+        return metrics
 
 
 class _Clock(speculators_trainer._StepTimer):
@@ -55,12 +67,15 @@ class _Clock(speculators_trainer._StepTimer):
         return time.perf_counter() if self.enabled else None
 
 
-def train(config: DistillConfig, states: Path, held_out: int, device: torch.device) -> Path:
-    """Train a block drafter; return the directory of the last checkpoint.
+def train(
+    config: DistillConfig, states: Path, held_out: int, device: torch.device, report: Report
+) -> Path:
+    """Train a block drafter, on from its last checkpoint; return the directory of the new one.
 
     Args:
         states: a directory that `write_states` wrote.
         held_out: how many of its last answers are only measured on.
+        report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
     verifier = str(states / VERIFIER)
@@ -96,7 +111,7 @@ def train(config: DistillConfig, states: Path, held_out: int, device: torch.devi
     )
     if device.type == "cpu":
         speculators_trainer._StepTimer = _Clock
-    trainer = _Trainer(device, model, trainer_config, *loaders)
+    trainer = _Trainer(device, report, model, trainer_config, *loaders)
     trainer.run_training()
     return trainer.checkpointer.path / str(config.passes - 1)
 

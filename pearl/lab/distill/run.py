@@ -166,11 +166,22 @@ class Distillation:
                 write_states(
                     self._teacher, answers + list(held_out), layers, building, self._watcher
                 )
-        checkpoint = blocks.train(config, states, len(held_out), self._teacher.model.device)
+        self._watcher.begin("learning", config.passes)
+        device = self._teacher.model.device
+        checkpoint = blocks.train(config, states, len(held_out), device, self._log_epoch)
         path = self._directory / "head"
         with replacing(path) as building:
             blocks.export(config, checkpoint, building)
         return path
+
+    def _log_epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Report an epoch of a block drafter, and append its metrics on held-out answers to the log."""
+        length = metrics["eal_epoch"]
+        self._watcher.advance(1, f"{length:.2f} tokens a step on held-out answers")
+        entry: dict[str, Any] = {"epoch": epoch}
+        for name, value in sorted(metrics.items()):
+            entry[name.removesuffix("_epoch")] = round(value, 4)
+        self._append(entry)
 
     def _log(self, held_out: Sequence[RecordedAnswer]) -> None:
         """Measure the agreement on held-out answers, report it, and append it to the log."""
@@ -181,8 +192,11 @@ class Distillation:
             "step": self._place.step,
             "tokens": tokens,
             "held_out_agreement": agreement,
-            "unix_time": round(time.time(), 1),
         }
+        self._append(entry)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        entry["unix_time"] = round(time.time(), 1)
         with (self._directory / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
