@@ -67,8 +67,8 @@ def test_speculators_reads_the_answers(tmp_path: Path) -> None:
         top = torch.zeros(len(text) - 2, 4)
         answers.append(RecordedAnswer(text[:2], text[2:], top.int(), top.half()))
     write_states(teacher, answers, LAYERS, tmp_path / "states", Quiet())
-    rows = data.ArrowDataset(200, tmp_path / "states", on_missing="raise")
-    assert len(rows) == 2
+    dataset = data.ArrowDataset(200, tmp_path / "states", on_missing="raise")
+    rows = [dataset[number] for number in range(len(dataset))]
     for text, states, row in zip(TEXTS, states_of(teacher, TEXTS, LAYERS), rows, strict=True):
         assert row["input_ids"].tolist() == text
         assert row["loss_mask"].tolist() == [0, 0] + [1] * (len(text) - 2)
@@ -83,7 +83,7 @@ def test_speculators_reads_the_answers(tmp_path: Path) -> None:
 def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
     """Answers that it sees again and again: it is right about more and more of them."""
     pytest.importorskip("speculators")
-    head = Distillation(settings(tmp_path, head=kind, passes=40), Quiet()).run()
+    head = Distillation(settings(tmp_path, head=kind, passes=12), Quiet()).run()
     config = json.loads((head / "config.json").read_text())
     assert config["speculators_model_type"] == kind
     assert config["block_size"] == 4

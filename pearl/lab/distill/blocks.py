@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,25 @@ class _Clock(speculators_trainer._StepTimer):
 
 
 def train(
-    config: DistillConfig, states: Path, held_out: int, device: torch.device, report: Report
+    config: DistillConfig,
+    states: Path,
+    layers: Sequence[int],
+    held_out: int,
+    device: torch.device,
+    report: Report,
 ) -> Path:
     """Train a block drafter, on from its last checkpoint; return the directory of the new one.
 
     Args:
         states: a directory that `write_states` wrote.
+        layers: the target's layers that it was written for.
         held_out: how many of its last answers are only measured on.
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
     verifier = str(states / VERIFIER)
     kind: Any = SpeculatorModel.registry[config.head]
-    layers = create_transformer_layer_config(
+    layer_config = create_transformer_layer_config(
         verifier_name_or_path=verifier,
         num_layers=config.head_layers,
         draft_arch="qwen3",
@@ -88,13 +94,14 @@ def train(
         sliding_window=_WINDOW,
         full_attention_indices=list(range(config.head_layers)),
     )
-    vocab = layers.vocab_size
+    vocab = layer_config.vocab_size
     tokens = min(config.head_tokens or vocab, vocab)
     counts = torch.load(states / "token_freq.pt", weights_only=True)
     mask = next(token for token in range(vocab) if token not in counts)
-    options = _options(config, verifier, mask)
+    options = _options(config, verifier, mask) | {"target_layer_ids": list(layers)}
     d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
-    model = kind.from_training_args(layers, t2d=t2d, d2t=d2t, draft_vocab_size=tokens, **options)
+    model = kind.from_training_args(layer_config, t2d=t2d, d2t=d2t, draft_vocab_size=tokens, **options)
+    _begin_near_the_target(model)
     loaders = _loaders(config, states, held_out, model)
     for_training, for_measuring = kind.get_trainer_kwargs(**options)
     trainer_config = TrainerConfig(
@@ -114,6 +121,15 @@ def train(
     trainer = _Trainer(device, report, model, trainer_config, *loaders)
     trainer.run_training()
     return trainer.checkpointer.path / str(config.passes - 1)
+
+
+@torch.no_grad()
+def _begin_near_the_target(model: Any) -> None:
+    """Start from the target's last norm, and from the last of the states that the head reads."""
+    model.norm.weight.copy_(model.verifier_norm.weight)
+    hidden = model.hidden_size
+    model.fc.weight.zero_()
+    model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
 
 
 def _options(config: DistillConfig, verifier: str, mask: int) -> dict[str, Any]:

@@ -157,18 +157,20 @@ class Distillation:
 
         config = self._config
         states = self._directory / "states"
+        layers = sorted(set(tapped(self._teacher.model.config.num_hidden_layers)))
         if not states.exists():
             answers: list[RecordedAnswer] = []
             for round in range(config.rounds):
                 answers += self._answers(f"round-{round:03d}", config.answers_per_round)
-            layers = tapped(self._teacher.model.config.num_hidden_layers)
             with replacing(states) as building:
                 write_states(
                     self._teacher, answers + list(held_out), layers, building, self._watcher
                 )
         self._watcher.begin("learning", config.passes)
         device = self._teacher.model.device
-        checkpoint = blocks.train(config, states, len(held_out), device, self._log_epoch)
+        checkpoint = blocks.train(
+            config, states, layers, len(held_out), device, self._log_epoch
+        )
         path = self._directory / "head"
         with replacing(path) as building:
             blocks.export(config, checkpoint, building)
