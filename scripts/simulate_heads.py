@@ -26,6 +26,7 @@ from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_execu
 from pearl.metrics import Sums
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.heads.chain import ChainHead
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.protocol.events import Forwarded
 from pearl.protocol.messages import Submit
@@ -57,33 +58,33 @@ ROWS = {
 }
 
 
-class CountedHead:
-    """A head that counts its forwards."""
+class Counter:
+    """Counts the forwards of a head."""
 
     def __init__(self, head: Any) -> None:
-        self._head = head
         self.forwards = 0
+        # A chain reads tokens one by one; a block drafter proposes a block with one forward.
+        name = "read" if isinstance(head, ChainHead) else "propose"
+        self._compute = getattr(head, name)
+        setattr(head, name, self)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._head, name)
-
-    def read(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.forwards += 1
-        return self._head.read(*arguments, **options)
+        return self._compute(*arguments, **options)
 
 
 class TimedGuesses(Simulation):
     """Adds the time of the head's forwards to the target's, which reads no message between the two."""
 
-    head: CountedHead | None = None
+    counter: Counter | None = None
     t_head = 0.0
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
         event, seconds = super()._compute(actor, command)
-        if isinstance(event, Forwarded) and self.head is not None:
-            seconds += self.head.forwards * self.t_head
+        if isinstance(event, Forwarded) and self.counter is not None:
+            seconds += self.counter.forwards * self.t_head
             event = replace(event, seconds=seconds, at=self._now + seconds)
-            self.head.forwards = 0
+            self.counter.forwards = 0
         return event, seconds
 
 
@@ -106,13 +107,15 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 target.rollback(0)
                 runner.rollback(0)
                 head = None
+                counter = None
                 if row.has_head:
-                    head = CountedHead(load_head(args.head, target, lambda what: None))
+                    head = load_head(args.head, target, lambda what: None)
+                    counter = Counter(head)
                 executors = paired_executors(
                     target, runner, t_draft=partial(_constant, t_draft), head=head
                 )
                 simulation = TimedGuesses(*executors, timing, runner.context, None)
-                simulation.head = head
+                simulation.counter = counter
                 simulation.t_head = args.t_head
                 options = RequestOptions(row.method, **row.guesses)  # type: ignore[arg-type]
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)

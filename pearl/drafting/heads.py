@@ -1,39 +1,26 @@
-"""A head's guesses for the text of one slot: the head reads the committed tokens, and drafts a chain with runners-up.
+"""A head's guesses for the text of one slot: the head reads the committed tokens, and proposes a block with runners-up.
 
-A chain consists of the head's own draws, which use the same random numbers as the target's draws; the chain ends where
-its probability has become small.  The rate at which guesses are right is learned for each rank and for each bin of the
-head's probability.
+A block consists of the head's own draws, which use the same random numbers as the target's draws; it ends where its
+probability has become small.  The rate at which guesses are right is learned for each rank and for each bin of the
+probability that the head gives a guess.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pearl.drafting.ngram import RANKS, Candidate, learn_hit, scaled
-from pearl.models.heads.head import Head
+from pearl.models.heads.head import Block, Draw, Head, Level
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
-_DEEPEST = 8  # tokens of a chain
-_LEAST_CHANCE = 0.15  # a less likely chain is not continued: its next token would seldom be reached
+_LEAST_CHANCE = 0.15  # a less likely block is not continued: its next token would seldom be reached
 _BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # inner bounds for the head's probability
-
-Draw = Callable[[torch.Tensor, int], int]  # (logits [vocab], position) -> token
-
-
-class HeadToken(NamedTuple):
-    """A token, and the probability that the head gives it."""
-
-    token: int
-    prob: float
-
-
-Level = list[HeadToken]  # of one position: the head's own draw first, then the likeliest others
 
 
 class StateLog:
@@ -86,7 +73,6 @@ class HeadText:
         self._head = head
         self._slot = slot
         self._first = 0
-        self._output: torch.Tensor | None = None  # the head's output for the last token read
         head.lengths[slot] = 0
 
     @property
@@ -100,47 +86,21 @@ class HeadText:
         head = self._head
         if log.start != self._read:
             self._first = log.start
-            self._output = None
             head.lengths[self._slot] = 0
-        end = min(committed - 1, log.end, self._first + head.context - _DEEPEST)
+        end = min(committed - 1, log.end, self._first + head.context - head.deepest)
         count = end - self._read
         if count > 0:
             next_tokens = tokens[self._read + 1 : end + 1]
             ids = torch.tensor(next_tokens, device=head.device)
-            self._output = head.read(ids, head.fused(log.take(count)), self._slot)[-1:]
-        return self._output is not None and self._read == committed - 1
+            head.extend(ids, log.take(count), self._slot)
+        return head.lengths[self._slot] > 0 and self._read == committed - 1
 
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
-        """Draft a chain from `position` on: draw a token, read it, draw the next; return each with its runners-up."""
+        """Return the levels that the head proposes from `position` on, which follows the tokens read."""
         head = self._head
-        slot = self._slot
-        output = self._output
-        assert output is not None
-        length = head.lengths[slot]
-        levels: list[Level] = []
-        chain_prob = 1.0
-        while len(levels) < _DEEPEST and chain_prob >= least:
-            (logits,) = head.logits(output)
-            token = draw(logits, position + len(levels))
-            level = self._level(logits, token)
-            levels.append(level)
-            chain_prob *= level[0].prob
-            ids = torch.tensor([token], device=head.device)
-            output = head.read(ids, output, slot, guessed=len(levels))
-        head.lengths[slot] = length
-        return levels
-
-    def _level(self, logits: torch.Tensor, drawn: int) -> Level:
-        """Return the drawn token and the likeliest others of logits over the head's vocabulary."""
-        probs = logits.softmax(-1)
-        top_probs, indices = probs.topk(min(RANKS, len(logits)))
-        ids = self._head.ids[indices]
-        likeliest = dict(zip(ids.tolist(), top_probs.tolist(), strict=True))
-        prob = likeliest.pop(drawn, 0.0) or float(probs[self._head.ids == drawn].sum())
-        level = [HeadToken(drawn, prob)]
-        for token, share in likeliest.items():
-            level.append(HeadToken(token, share))
-        return level[:RANKS]
+        block = Block(head.ids, draw, position, head.deepest, least, RANKS)
+        head.propose(block, self._slot)
+        return block.levels
 
 
 class TargetStates:

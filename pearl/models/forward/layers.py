@@ -234,6 +234,7 @@ class DecoderLayers:
         is_native: whether our C computes the layers. Otherwise matrices are laid out for our kernels, and
             queries and keys are rotated in the dtype of rows.
         family: (forward, configuration) of a model that `described` does not know.
+        output: the matrix that computes logits; None: that of `model`.
         progress: called with the number of layers that are laid out.
     """
 
@@ -245,6 +246,7 @@ class DecoderLayers:
         is_native: bool,
         taps: Sequence[int] = (),
         family: tuple[Forward, dict[str, Any]] | None = None,
+        output: Matrix | None = None,
         progress: Progress = silent,
     ) -> None:
         inner = model.model
@@ -282,7 +284,7 @@ class DecoderLayers:
         self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
         self.in_one_call: Callable[[NativeAttention, torch.Tensor, int, int], None] | None = None
-        self.head = lay_out(model.lm_head, wide=True)
+        self.head = output or lay_out(model.lm_head, wide=True)
         native.give_back()
 
     def _precision(
@@ -409,7 +411,7 @@ class DecoderLayers:
             x: the input of the layer's qkv matrix; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
-        attention_output = self._attend(layer, number, x, ropes, attends)
+        attention_output = self.attend(number, x, ropes, attends)
         hidden = self._add(hidden, layer.out, attention_output, layer.after_attention)
         mlp_input = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
@@ -455,28 +457,38 @@ class DecoderLayers:
             update = update * multiplier
         return hidden + update
 
-    def _attend(
+    def attend(
         self,
-        layer: Layer,
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
         attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
-        """Return the attention output of each row, [n, heads * head_dim]."""
-        heads = self.heads
-        num_rotated = heads.query + heads.kv
-        states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
+        """Return the attention output of each row in a layer, [n, heads * head_dim]."""
+        layer = self.layers[number]
         rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(attends, NativeAttention):
+            states = layer.qkv(x).view(x.shape[0], -1, self.heads.dim)
             return attends.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
-        queries_keys = states[:, :num_rotated]
-        values = states[:, num_rotated:]
+        queries, keys, values = self.queries_keys_values(layer, x)
+        return attends.attend(number, torch.cat([queries, keys], 1), values, rope)
+
+    def queries_keys_values(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return each row's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim].
+
+        They are normalised where the layer has norms for them, and not rotated.
+        """
+        heads = self.heads
+        states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
+        queries, keys, values = states.split((heads.query, heads.kv, heads.kv), 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries = self._head_norm(queries_keys[:, : heads.query], layer.q_norm)
-            keys = self._head_norm(queries_keys[:, heads.query :], layer.k_norm)
-            queries_keys = torch.cat([queries, keys], 1)
-        return attends.attend(number, queries_keys, values, rope)
+            queries = self._head_norm(queries, layer.q_norm)
+            keys = self._head_norm(keys, layer.k_norm)
+        return queries, keys, values
 
     def _head_norm(
         self,

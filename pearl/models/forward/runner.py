@@ -70,6 +70,7 @@ class ForwardRunner(ModelRunner):
         self.dtype = layers.dtype
         self.weights = rounding or layers.weights
         self.embedding = layers.embedding
+        self.output = layers.head
         self.capabilities = Capabilities(
             slots=slots,
             row_invariant=True,

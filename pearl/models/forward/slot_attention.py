@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -164,17 +164,12 @@ class TorchAttention:
             values: [n, kv_heads, head_dim].
             rope: tables of all positions; None: nothing is rotated.
         """
-        n, kv_heads, dim = values.shape
+        n, kv_heads, _ = values.shape
         heads = facing.shape[1] - kv_heads
         end = self._start + n
-        rows = slice(self._start, end)
-        if rope is not None:
-            cos, sin = rope
-            facing = facing * cos[rows] + facing.roll(dim // 2, -1) * sin[rows]
+        facing = self.write(layer, facing, values, rope)
         keys = self._slots.keys[self._slot, layer, :, :end]
         all_values = self._slots.values[self._slot, layer, :, :end]
-        keys[:, rows] = facing[:, heads:].transpose(0, 1)
-        all_values[:, rows] = values.transpose(0, 1)
         queries = facing[:, :heads].unflatten(1, (kv_heads, -1))
         queries = queries.permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.bmm(queries, keys.mT) * self._scoring.scale
@@ -184,6 +179,28 @@ class TorchAttention:
         mixed = torch.bmm(shares, all_values).unflatten(1, (-1, n))
         return mixed.permute(2, 0, 1, 3).reshape(n, -1)
 
+    def write(
+        self,
+        layer: int,
+        facing: torch.Tensor,
+        values: torch.Tensor,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to the cache; return `facing` rotated, in the cache's dtype.
+
+        Args:
+            facing: see `attend`; or the keys alone.
+        """
+        n, kv_heads, dim = values.shape
+        rows = slice(self._start, self._start + n)
+        if rope is not None:
+            cos, sin = rope
+            facing = facing * cos[rows] + facing.roll(dim // 2, -1) * sin[rows]
+        facing = facing.to(self._slots.keys.dtype)
+        self._slots.keys[self._slot, layer, :, rows] = facing[:, -kv_heads:].transpose(0, 1)
+        self._slots.values[self._slot, layer, :, rows] = values.transpose(0, 1)
+        return facing
+
     def _shares(
         self,
         layer: int,
@@ -191,15 +208,78 @@ class TorchAttention:
     ) -> torch.Tensor:
         """Return the softmax of scores [kv_heads, group, n, end] over the positions that each row sees."""
         kv_heads, group, n, end = scores.shape
-        window = self._scoring.windows[layer]
         positions = torch.arange(end, device=scores.device)
-        own_positions = positions[self._start :, None]
-        is_hidden = positions > own_positions
-        if window:
-            is_hidden |= positions <= own_positions - window
+        is_hidden = self._is_hidden(layer, positions, positions[self._start :, None])
         scores = scores.masked_fill(is_hidden, -torch.inf)
         sinks = self._scoring.sinks_of(layer)
         if sinks is None:
             return scores.softmax(-1)
         sink_scores = sinks.view(kv_heads, group, 1, 1).expand(-1, -1, n, -1)
         return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
+
+    def _is_hidden(
+        self,
+        layer: int,
+        positions: torch.Tensor,
+        own_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [n, end], whether each row must not see each position.
+
+        Args:
+            positions: [end].
+            own_positions: those of the rows, [n, 1].
+        """
+        window = self._scoring.windows[layer]
+        is_hidden = positions > own_positions
+        if window:
+            is_hidden |= positions <= own_positions - window
+        return is_hidden
+
+
+class BlockMask(NamedTuple):
+    """What the rows of a block see of each other, and of the positions before the block.
+
+    Attributes:
+        windows: for each layer, how many positions before the block its first row sees; 0: all.
+        is_causal: for each layer, whether a row sees no later rows.
+        has_one_start: whether all rows see the same positions before the block. Otherwise the window
+            moves with the rows.
+    """
+
+    windows: tuple[int, ...]
+    is_causal: tuple[bool, ...]
+    has_one_start: bool
+
+
+class BlockAttention(TorchAttention):
+    """Computes the attention of a block of rows that a `BlockMask` describes."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        slot: int,
+        start: int,
+        scoring: attention.Scoring,
+        mask: BlockMask,
+    ) -> None:
+        super().__init__(slots, slot, start, scoring)
+        self._mask = mask
+
+    def _is_hidden(
+        self,
+        layer: int,
+        positions: torch.Tensor,
+        own_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `TorchAttention._is_hidden`."""
+        mask = self._mask
+        is_hidden = (positions < 0).expand(len(own_positions), -1)
+        if mask.is_causal[layer]:
+            is_hidden = positions > own_positions
+        window = mask.windows[layer]
+        if window:
+            starts = own_positions - window
+            if mask.has_one_start:
+                starts = starts[:1]
+            is_hidden = is_hidden | (positions < starts)
+        return is_hidden

@@ -19,47 +19,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
 
 from pearl.models.checkpoints.direct import Weight
-from pearl.models.checkpoints.rope import parameters_of_rope, rope_of
+from pearl.models.checkpoints.rope import rope_of
 from pearl.models.cpu import native
-from pearl.models.families import (
-    HEAD_ACTIVATIONS,
-    OWN_FORWARD,
-    Config,
-    Forward,
-    Shapes,
-    not_computed,
-    weight_shapes,
-)
+from pearl.models.families import Config, Forward, Shapes, weight_shapes
 from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward.attention import Scoring, whole_blocks
-from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, matrix
 from pearl.models.forward.slot_attention import NativeAttention, TorchAttention
 from pearl.models.forward.slots import Slots
+from pearl.models.heads.chain import DraftHead
 from pearl.models.heads.head import HeadTarget, Tensors
+from pearl.models.heads.layers import (
+    as_a_model,
+    as_weights,
+    check_biases,
+    check_shapes,
+    check_switches,
+    check_vocabulary,
+    decoder_of,
+    forward_of_layers,
+    shapes_of_biases,
+    token_ids,
+)
 
 _PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # layers of the target that a head reads if its config.json names none
 _FIRST = "layers.0."
 _MIDLAYER = "midlayer."
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_TOGETHER = (
-    _PROJECTIONS,
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Tensors that no guess depends on: the inverse of d2t, and copies of the target's tensors.
-_UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-# Settings of config.json that may be true: _COMPUTED are computed, _NEUTRAL change no result.
+# Settings of config.json that may be true.
 _COMPUTED = {
     "norm_before_residual",
     "norm_before_fc",
@@ -72,23 +67,6 @@ _COMPUTED = {
     "use_sliding_window",
     "use_input_layernorm_in_first_layer",  # its tensor must be there, as that of the next setting
     "use_last_layernorm",
-}
-_NEUTRAL = {
-    "use_cache",
-    "tie_word_embeddings",
-    "embed_requires_grad",
-    "has_no_defaults_at_init",
-    "has_lm_head",
-    "return_dict",
-    "use_return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "torchscript",
-    "do_sample",
-    "is_causal",
-    "is_decoder",
-    "gradient_checkpointing",
-    "early_stopping",
 }
 _OTHERS = {  # part of a tensor's name -> kind of the checkpoint
     "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
@@ -152,10 +130,7 @@ class HeadSettings:
             names: names of the head's tensors in speculators.
         """
         inner = config.get("transformer_layer_config") or config
-        for settings in (config, inner, config.get("eagle_config") or {}):
-            for name, value in settings.items():
-                if value is True and name not in _COMPUTED | _NEUTRAL:
-                    raise ValueError(f"its config.json sets {name}, which is not computed")
+        check_switches((config, inner, config.get("eagle_config") or {}), _COMPUTED)
         is_of_speculators = "speculators_model_type" in config
         forward, layer = _layers_of(inner, set(names), is_of_speculators)
         # In speculators norm_output says whether the next step reads normalised outputs; in
@@ -216,54 +191,15 @@ def _layers_of(
         kind = "llama"
         if f"{_FIRST}self_attn.q_norm.weight" in names:
             kind = "qwen3"
-    if kind not in _ARCHITECTURES:
-        raise ValueError(
-            f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed"
-        )
     numbers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
     if is_of_speculators:
         count = int(config["num_hidden_layers"])
     else:
         count = len(numbers)
-    layer = _as_a_model(config, count)
+    layer = as_a_model(config, count)
     if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
         layer |= {"attention_bias": False, "mlp_bias": False}
-    architecture = _ARCHITECTURES[kind]
-    reason = not_computed(architecture, layer, HEAD_ACTIVATIONS)
-    if reason:
-        raise ValueError(f"its decoder layers are not computed: {reason}")
-    return OWN_FORWARD[architecture].forward, layer
-
-
-def _as_a_model(config: Config, count: int) -> dict[str, Any]:
-    """Return the configuration of a model with `count` such layers, with defaults for absent settings."""
-    heads = int(config["num_attention_heads"])
-    types = config.get("layer_types")
-    layer = {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 0,
-        **config,
-        "rope_parameters": _rope_parameters(config),
-        "num_hidden_layers": count,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-        "layer_types": types[:count] if types else None,
-        "tie_word_embeddings": False,
-    }
-    if rope_of(layer) is None:
-        raise ValueError(f"its rope is not computed: {layer['rope_parameters']}")
-    return layer
-
-
-def _rope_parameters(config: Config) -> dict[str, Any]:
-    rope = parameters_of_rope({"rope_theta": 1e4, **config})
-    if rope is None:
-        raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
-    rope = rope.get("sliding_attention", rope)  # if there are several, speculators uses this one
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # trainers ignore it, and engines apply it
-        raise ValueError(f"its rope is not computed: {rope}")
-    return {"rope_type": "default", "rope_theta": 1e4, **rope}
+    return forward_of_layers(kind, layer), layer
 
 
 def make(
@@ -283,13 +219,9 @@ def make(
             f"it is no EAGLE-3 head: {len(tensors)} tensors such as {examples}, and no first layer"
         )
     settings = HeadSettings.of(config, in_file)
-    weights = {}
-    for name, source in in_file.items():
-        if name not in _UNREAD and "rotary_emb" not in name:
-            dtype = None if name == "d2t" else target.embedding.dtype
-            weights[name] = tensors[source].to(target.embedding.device, dtype)
+    weights = as_weights({name: tensors[source] for name, source in in_file.items()}, target)
     _check_tensors(settings, weights, target, in_file)
-    _check_vocabulary(weights, target)
+    check_vocabulary(weights, target)
     return Eagle3Head(settings, weights, target, rounding)
 
 
@@ -298,20 +230,6 @@ def _common(name: str) -> str:
     if name.startswith(_MIDLAYER):
         return _FIRST + name.removeprefix(_MIDLAYER)
     return name
-
-
-def _check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` unless the head's vocabulary is the target's, or a known part of it."""
-    count = len(tensors["lm_head.weight"])
-    if "d2t" not in tensors and count != target.vocab_size:
-        raise ValueError(
-            f"it knows {count} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
-        )
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is not None and len(embedding) < target.vocab_size:
-        raise ValueError(
-            f"its embed_tokens.weight has {len(embedding)} tokens and its target {target.vocab_size}"
-        )
 
 
 def _check_tensors(
@@ -328,16 +246,9 @@ def _check_tensors(
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
     shapes = settings.shapes(target.features, len(tensors.get("lm_head.weight", ())))
-    for name in shapes:
-        if name not in tensors:
-            raise ValueError(f"it has no {_in_layout_of(in_file, name)}")
-    shapes |= _optional_shapes(shapes, tensors, settings.layer["num_hidden_layers"])
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"nothing reads its tensor {in_file[name]}")
-        shape = list(shapes[name])
-        if list(tensor.shape) != shape:
-            raise ValueError(f"its {in_file[name]} has the shape {list(tensor.shape)}, not {shape}")
+    optional = _optional_shapes(shapes, tensors)
+    check_biases(tensors, settings.layer["num_hidden_layers"])
+    check_shapes(tensors, shapes, optional, partial(_in_layout_of, in_file))
     width = target.embedding.shape[1]
     if "embed_tokens.weight" not in tensors and width != hidden:
         raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
@@ -362,32 +273,17 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _optional_shapes(needed: Shapes, tensors: Tensors, layers: int) -> Shapes:
-    """Return the shapes of optional tensors: biases, a vocabulary (d2t), an embedding.
-
-    Raises `ValueError` where matrices that are computed together do not all have a bias.
-    """
-    hidden = needed["fc.weight"][0]
-    shapes: Shapes = {}
-    for name, shape in needed.items():
-        if len(shape) == 2:
-            shapes[f"{name.removesuffix('.weight')}.bias"] = shape[:1]
+def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
+    """Return the shapes of optional tensors: biases, a vocabulary (d2t), an embedding."""
+    shapes = shapes_of_biases(needed)
     shapes["d2t"] = needed["lm_head.weight"][:1]
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None:
-        shapes["embed_tokens.weight"] = len(embedding), hidden
-    for number in range(layers):
-        for group in _TOGETHER:
-            biases = [f"layers.{number}.{name}.bias" for name in group]
-            present = [name for name in biases if name in tensors]
-            if present and present != biases:
-                raise ValueError(
-                    f"it has biases {', '.join(present)}, but not all of {', '.join(biases)}"
-                )
+        shapes["embed_tokens.weight"] = len(embedding), needed["fc.weight"][0]
     return shapes
 
 
-class Eagle3Head:
+class Eagle3Head(DraftHead):
     """The weights of a head, and a cache for each slot; see `DraftHead`.
 
     Args:
@@ -402,13 +298,15 @@ class Eagle3Head:
         target: HeadTarget,
         rounding: Rounding,
     ) -> None:
+        super().__init__()
         self._settings = settings
         self.context = target.context
         self.features = target.features
         self.device: torch.device = target.embedding.device
         on_cpu = self.device.type == "cpu"
         self._is_native = on_cpu and native.takes_model(self.device, settings.layer)
-        decoder = _decoder(settings, tensors, tensors.get("embed_tokens.weight", target.embedding))
+        embedding = tensors.get("embed_tokens.weight", target.embedding)
+        decoder = decoder_of(settings.layer, tensors, embedding)
         layers = DecoderLayers(
             decoder,
             self.context,
@@ -426,9 +324,7 @@ class Eagle3Head:
         self._input_norms: list[list[torch.Tensor]] = []
         for names in settings.input_norms:
             self._input_norms.append([tensors[name].to(self.dtype) for name in names])
-        self.ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
-        if "d2t" in tensors:
-            self.ids = self.ids + tensors["d2t"]
+        self.ids = token_ids(tensors, len(tensors["lm_head.weight"]), self.device)
         room = whole_blocks(self.context)
         heads = layers.heads
         shape = (target.slots, len(layers), heads.kv, room, heads.dim)
@@ -438,7 +334,7 @@ class Eagle3Head:
         self._ropes = layers.angles(rope_of(settings.layer), positions)
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
-        """See `Head.fused`."""
+        """See `ChainHead.fused`."""
         x = features.to(self.dtype)
         for norms in self._input_norms:
             parts = map(self._layers.normalise, x.chunk(len(norms), -1), norms)
@@ -448,14 +344,14 @@ class Eagle3Head:
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
-        """See `Head.read`."""
+        """See `ChainHead.read`."""
         outputs = []
         for piece, before in zip(tokens.split(_PIECE), states.split(_PIECE), strict=True):
             outputs.append(self._outputs(piece, before, slot, guessed))
         return torch.cat(outputs)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `Head.logits`."""
+        """See `ChainHead.logits`."""
         layers = self._layers
         settings = self._settings
         is_normed = settings.feeds_normed or not settings.norms_logits
@@ -509,18 +405,3 @@ def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)
-
-
-def _decoder(settings: HeadSettings, tensors: Tensors, embedding: torch.Tensor) -> Decoder:
-    """Return the head's layers, last norm and output matrix in the form of a model, for `DecoderLayers`."""
-    decoder = Decoder(SimpleNamespace(**settings.layer))
-    decoder.place("model.embed_tokens", Weight(embedding))
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part == "weight" and (module.startswith("layers.") or module in ("norm", "lm_head")):
-            if module == "lm_head":
-                place = module
-            else:
-                place = f"model.{module}"
-            decoder.place(place, Weight(tensor, tensors.get(f"{module}.bias")))
-    return decoder

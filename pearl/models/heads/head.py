@@ -1,13 +1,21 @@
-"""The interface that heads of all kinds have, and the parts of the target that a head needs."""
+"""The interface that heads of all kinds have, and the parts of the target that a head needs.
+
+A head reads the target's hidden states of a text, and proposes the tokens after it: one with each of
+its forwards (`ChainHead`), or a block of them with one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+if TYPE_CHECKING:
+    from pearl.models.forward.linear_layers import Matrix
+
 Tensors = Mapping[str, torch.Tensor]  # weights of a head, by name
+Draw = Callable[[torch.Tensor, int], int]  # (logits [len(ids)], position) -> token
 
 
 class HeadTarget(NamedTuple):
@@ -16,9 +24,10 @@ class HeadTarget(NamedTuple):
     Attributes:
         embedding: [vocab, hidden].
         vocab_size: number of token ids.
-        features: width of the hidden states that the target keeps for each token; 3 * hidden for most EAGLE-3 heads.
+        features: width of the hidden states that the target keeps for each token; 3 * hidden for most heads.
         context: positions that each slot of the head's cache has room for.
         slots: number of texts that the cache holds.
+        output: returns the matrix that computes the target's logits.
     """
 
     embedding: torch.Tensor
@@ -26,58 +35,119 @@ class HeadTarget(NamedTuple):
     features: int
     context: int
     slots: int
+    output: Callable[[], Matrix]
+
+
+class HeadToken(NamedTuple):
+    """A token, and the probability that it is the target's."""
+
+    token: int
+    prob: float
+
+
+Level = list[HeadToken]  # of one position: the head's own draw first, then the likeliest others
+
+
+class Block:
+    """Tokens that a head proposes after a text, each with its runners-up.
+
+    A head adds logits for one position after another.  Each token is drawn from them with the random
+    numbers of the target's own draw.
+
+    Attributes:
+        levels: the tokens proposed for each position.
+
+    Args:
+        ids: see `Head`.
+        draw: draws a token.
+        position: the position of the first token.
+        most: how many levels are wanted.
+        least: no further level is wanted if the probability of all tokens drawn is less than this.
+        ranks: the tokens of a level.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        draw: Draw,
+        position: int,
+        most: int,
+        least: float = 0.0,
+        ranks: int = 3,
+    ) -> None:
+        self.levels: list[Level] = []
+        self._ids = ids
+        self._draw = draw
+        self._position = position
+        self._most = most
+        self._least = least
+        self._ranks = ranks
+        self._prob = 1.0
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.levels) < self._most and self._prob >= self._least
+
+    def draw(self, logits: torch.Tensor, depth: int) -> int:
+        """Draw the token of level `depth` from logits [len(ids)], without adding it."""
+        return self._draw(logits, self._position + depth)
+
+    def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
+        """Draw the next token from logits [len(ids)], add its level, and return it.
+
+        Args:
+            confidence: the probability that the target accepts the token, if the head predicts it;
+                None: that of the logits.
+        """
+        token = self.draw(logits, len(self.levels))
+        level = self._level(logits, token)
+        if confidence is not None:
+            level[0] = HeadToken(token, confidence)
+        self.levels.append(level)
+        self._prob *= level[0].prob
+        return token
+
+    def _level(self, logits: torch.Tensor, drawn: int) -> Level:
+        probs = logits.softmax(-1)
+        top_probs, indices = probs.topk(min(self._ranks, len(logits)))
+        ids = self._ids[indices]
+        likeliest = dict(zip(ids.tolist(), top_probs.tolist(), strict=True))
+        prob = likeliest.pop(drawn, 0.0) or float(probs[self._ids == drawn].sum())
+        level = [HeadToken(drawn, prob)]
+        for token, share in likeliest.items():
+            if share > 0:
+                level.append(HeadToken(token, share))
+        return level[: self._ranks]
 
 
 class Head(Protocol):
-    """Guesses token i + 1 of a text from token i and the target's hidden states at position i - 1.
+    """Proposes tokens after a text from the target's hidden states of the text.
 
     Attributes:
         ids: [logits], the target's token id for each logit. A head may have a smaller vocabulary than its target.
-        lengths: number of cached tokens in each slot. Lower it to drop the last ones.
-        context: tokens that a slot has room for.
+        lengths: number of positions in each slot whose hidden states are cached. Lower it to drop the last ones.
+        context: positions that a slot has room for.
+        deepest: most tokens of a proposal.
     """
 
     ids: torch.Tensor
     lengths: list[int]
     context: int
+    deepest: int
     device: torch.device
     dtype: torch.dtype
 
-    def fused(self, features: torch.Tensor) -> torch.Tensor:
-        """Reduce the target's hidden states [n, features] to the states [n, hidden] that the head reads."""
-        ...
-
-    def read(
-        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
-    ) -> torch.Tensor:
-        """Run the head on tokens [n], which continue a slot, and return its outputs [n, hidden].
+    def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
+        """Read the target's hidden states [n, features] of the slot's next positions.
 
         Args:
-            states: [n, hidden]; row i belongs to the token before tokens[i]. They are the target's, after `fused`, or,
-                for drafted tokens, the head's own outputs.
-            guessed: how many of the slot's last tokens, including `tokens`, are drafted ones. A head with a sliding
-                window widens it by this number.
+            tokens: [n], the token after each of these positions.
         """
         ...
 
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, len(ids)] of outputs [n, hidden], float32."""
-        ...
+    def propose(self, block: Block, slot: int) -> None:
+        """Add levels to `block` while it wants more, after the last token that `extend` was given.
 
-
-class DraftHead(Head, Protocol):
-    """A head that can also be a draft, in a process of its own.
-
-    Attributes:
-        hidden: width of the head's outputs.
-        features: width of the target's hidden states that the head reads for each token.
-        weights: the type of its weights, as in `ModelRunner`.
-    """
-
-    hidden: int
-    features: int
-    weights: str
-
-    def copy(self, slot: int, into: int, start: int, end: int) -> None:
-        """Copy the cached tokens from `start` to `end` into slot `into`, whose length becomes `end`."""
+        What is cached of the slot stays as it was.
+        """
         ...

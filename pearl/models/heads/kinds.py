@@ -14,7 +14,7 @@ from pearl.models.families import Config
 
 if TYPE_CHECKING:
     from pearl.models.forward.linear_layers import Rounding
-    from pearl.models.heads.head import DraftHead, HeadTarget, Tensors
+    from pearl.models.heads.head import Head, HeadTarget, Tensors
 
 
 class HeadKind(Protocol):
@@ -24,7 +24,7 @@ class HeadKind(Protocol):
     """
 
     def target_layers(self, config: Config) -> tuple[int, ...] | None:
-        """Return the target's layers whose inputs a head reads; None: the layers that `layers.tapped` returns.
+        """Return the target's layers whose inputs a head reads; None: those of `forward.layers.tapped`.
 
         Args:
             config: the head's config.json.
@@ -33,7 +33,7 @@ class HeadKind(Protocol):
 
     def make(
         self, config: Config, tensors: Tensors, target: HeadTarget, rounding: Rounding
-    ) -> DraftHead:
+    ) -> Head:
         """Return the head of a checkpoint. `tensors` are by their names in the checkpoint."""
         ...
 
@@ -55,15 +55,19 @@ class Kind(NamedTuple):
 _TYPE = "speculators_model_type"
 KINDS = {  # by the names that vLLM's speculators gives them
     "eagle3": Kind("an EAGLE-3 head", "pearl.models.heads.eagle3"),
-    "dflash": Kind("a block drafter (DFlash)", architecture="DFlashDraftModel"),
-    "dflash2": Kind("a block drafter (DFlash 2)"),
+    "dflash": Kind(
+        "a block drafter (DFlash)", "pearl.models.heads.dflash", architecture="DFlashDraftModel"
+    ),
+    "dflash2": Kind("a block drafter (DFlash 2)", "pearl.models.heads.dflash2"),
     "domino": Kind("a block drafter (Domino)", architecture="DominoDraftModel"),
-    "dspark": Kind("a block drafter (DSpark)", architecture="DSparkDraftModel"),
+    "dspark": Kind(
+        "a block drafter (DSpark)", "pearl.models.heads.dspark", architecture="DSparkDraftModel"
+    ),
     "mtp": Kind("a layer for multi-token prediction in a checkpoint of its own"),
     "peagle": Kind("a head that drafts in parallel (P-EAGLE)", architecture="PEagleDraftModel"),
     "xpress": Kind("a block drafter (XPress)"),
 }
-_NEXT = "such heads are not read yet; name an EAGLE-3 head"
+_NEXT = "such heads are not read yet; name an EAGLE-3, DFlash or DSpark head"
 
 
 def describes_head(config: Config) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
 from pearl.models.checkpoints.direct import Unsupported, files_of, read_decoder
 from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
 from pearl.models.forward.layers import tapped
-from pearl.models.forward.linear_layers import Rounding, multiplies_bf16
-from pearl.models.heads.head import DraftHead, Head, HeadTarget
+from pearl.models.forward.linear_layers import Matrix, Rounding, multiplies_bf16
+from pearl.models.heads.chain import DraftHead
+from pearl.models.heads.head import Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
 from pearl.models.heads.mtp import load_mtp
 from pearl.models.heads.runner import HeadRunner
@@ -37,7 +39,12 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     if not hasattr(target, "embedding"):  # it runs through transformers
         return load_mtp(spec, target)
     head_target = HeadTarget(
-        target.embedding, target.vocab_size, features, target.context, runner.capabilities.slots
+        embedding=target.embedding,
+        vocab_size=target.vocab_size,
+        features=features,
+        context=target.context,
+        slots=runner.capabilities.slots,
+        output=lambda: target.output,
     )
     return _load(spec, head_target, progress)
 
@@ -100,8 +107,29 @@ def load_draft_head(
         states = tapped(decoder.config.num_hidden_layers)
     features = len(states) * embedding.shape[1]
     context = context_of(target, decoder, max_context)
-    head_target = HeadTarget(embedding, vocab_size, features, context, slots)
-    return HeadRunner(_load(spec, head_target, progress, rounding), vocab_size, slots)
+    head_target = HeadTarget(
+        embedding=embedding,
+        vocab_size=vocab_size,
+        features=features,
+        context=context,
+        slots=slots,
+        output=partial(_no_output, spec),
+    )
+    head = _load(spec, head_target, progress, rounding)
+    if not isinstance(head, DraftHead):
+        raise _drafts_no_chain(spec)
+    return HeadRunner(head, vocab_size, slots)
+
+
+def _no_output(spec: str) -> Matrix:
+    raise _drafts_no_chain(spec)
+
+
+def _drafts_no_chain(spec: str) -> ModelError:
+    return ModelError(
+        f"Head {spec!r} proposes blocks, and only heads that draft token by token can be a --draft. "
+        "Name it as --head, with --draft none or another draft."
+    )
 
 
 def _needs_own_forward(spec: str) -> ModelError:
@@ -110,7 +138,7 @@ def _needs_own_forward(spec: str) -> ModelError:
     )
 
 
-def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> DraftHead:
+def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Head:
     directory = resolve_checkpoint(spec, progress)
     with _explained(spec):
         config = _config(directory)

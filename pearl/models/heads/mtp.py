@@ -15,11 +15,12 @@ import torch
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.gguf import table_in
+from pearl.models.heads.chain import ChainHead
 from pearl.printable import cause_of
 
 
-class MtpHead:
-    """A `Head`, for the one text of a runner through transformers.
+class MtpHead(ChainHead):
+    """A head for the one text of a runner through transformers.
 
     Args:
         model: transformers' `MtpModel`, which shares embedding and output head with the target.
@@ -27,6 +28,7 @@ class MtpHead:
     """
 
     def __init__(self, model: Any, cache: Any, vocab_size: int, context: int) -> None:
+        super().__init__()
         self._model = model
         self._cache = cache
         weight = model.layers[0].eh_proj.weight
@@ -37,12 +39,13 @@ class MtpHead:
         self.lengths = [0]
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
+        """See `ChainHead.fused`."""
         return features.to(self.device, self.dtype)
 
     def read(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
     ) -> torch.Tensor:
-        """See `Head.read`."""
+        """See `ChainHead.read`."""
         start = self.lengths[slot]
         end = start + len(tokens)
         surplus = self._cache.get_seq_length() - start
@@ -57,7 +60,7 @@ class MtpHead:
         return output
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `Head.logits`."""
+        """See `ChainHead.logits`."""
         logits: torch.Tensor = self._model.shared_head(outputs)
         return logits[:, : len(self.ids)].float()
 

@@ -9,7 +9,7 @@ import torch
 
 from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.heads.head import DraftHead
+from pearl.models.heads.chain import DraftHead
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 _IN_TURN = 16  # a feed of more tokens is part of a prompt, whose states the target will send

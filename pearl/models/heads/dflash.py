@@ -1,0 +1,319 @@
+"""DFlash: a head that proposes a block of tokens with one forward.
+
+Its layers attend to keys and values of two kinds.  For the text, each layer computes them from the
+target's hidden states (after `fc` and `hidden_norm`), so the text passes no layer and no row is computed
+for it.  A block is a row for the text's last token, the anchor, and rows for mask tokens.  They stand at
+the positions from the anchor's on, see the text before the anchor and, in most layers, all of the block.
+
+The row at position p guesses the token at p, so the anchor's row guesses nothing.  In heads that sample
+from the anchor, it guesses the token at p + 1.  Embedding and output matrix are the target's, unless
+the head has a smaller vocabulary: then its output matrix is its own.
+
+There are two layouts: that of vLLM's speculators, and SpecForge's, whose settings are in `dflash_config`.
+
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; speculators 0.9.0; specforge 0.2.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pearl.models.checkpoints.direct import Weight
+from pearl.models.checkpoints.rope import rope_of
+from pearl.models.cpu import native
+from pearl.models.families import Config, Forward, Shapes, layer_kinds, weight_shapes
+from pearl.models.forward.attention import whole_blocks
+from pearl.models.forward.layers import DecoderLayers
+from pearl.models.forward.linear_layers import Rounding, matrix
+from pearl.models.forward.slot_attention import BlockAttention, BlockMask, TorchAttention
+from pearl.models.forward.slots import Slots
+from pearl.models.heads.head import Block, HeadTarget, Tensors
+from pearl.models.heads.layers import (
+    as_a_model,
+    as_weights,
+    check_biases,
+    check_shapes,
+    check_switches,
+    check_vocabulary,
+    decoder_of,
+    forward_of_layers,
+    shapes_of_biases,
+    token_ids,
+)
+
+_PIECE = 512  # positions of a prompt whose states are read together
+_COMPUTED = ("attention_bias", "mlp_bias", "use_sliding_window", "sample_from_anchor")
+_NON_CAUSAL = "sliding_window_non_causal"
+
+
+def target_layers(config: Config) -> tuple[int, ...] | None:
+    """See `HeadKind`. SpecForge's number i names the output of layer i, which is the input of layer i + 1."""
+    if is_of_speculators(config):
+        return tuple(config["aux_hidden_state_layer_ids"])
+    return tuple(number + 1 for number in config["dflash_config"]["target_layer_ids"])
+
+
+def is_of_speculators(config: Config) -> bool:
+    return "speculators_model_type" in config
+
+
+def options_of(config: Config) -> Config:
+    """Return the part of a config.json that has the settings of a kind."""
+    if is_of_speculators(config):
+        return config
+    options: Config = config["dflash_config"]
+    return options
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """The settings of a block drafter in its config.json.
+
+    Attributes:
+        forward: how the family of its decoder layers is computed.
+        layer: the configuration of these layers, as a model's.
+        size: rows of a block.
+        mask_token: the token of the rows after the anchor's.
+        first: the first row that guesses a token.
+        mask: what the rows of a block see.
+    """
+
+    forward: Forward
+    layer: dict[str, Any]
+    size: int
+    mask_token: int
+    first: int
+    mask: BlockMask
+
+    @staticmethod
+    def of(
+        config: Config, computed: tuple[str, ...] = (), samples_from_anchor: bool = False
+    ) -> BlockSettings:
+        """Read config.json. Raises `ValueError` for what is not computed.
+
+        Args:
+            computed: further settings that may be true.
+            samples_from_anchor: whether SpecForge's heads of this kind do so.
+        """
+        options = options_of(config)
+        inner = config.get("transformer_layer_config", config)
+        non_causal = is_of_speculators(config) and bool(config.get(_NON_CAUSAL))
+        check_switches((config, options, inner), (*_COMPUTED, _NON_CAUSAL, *computed))
+        forward, layer = _layers_of(inner)
+        windows = tuple(window for window, _ in layer_kinds(forward, layer))
+        mask = BlockMask(
+            windows=windows if is_of_speculators(config) else _without_own_row(windows),
+            is_causal=tuple(bool(window) and not non_causal for window in windows),
+            has_one_start=is_of_speculators(config),
+        )
+        if is_of_speculators(config):
+            samples_from_anchor = bool(config.get("sample_from_anchor"))
+        if options.get("mask_token_id") is None:
+            raise ValueError("its config.json has no mask_token_id: set it to the trainer's")
+        return BlockSettings(
+            forward=forward,
+            layer=layer,
+            size=int(config["block_size"]),
+            mask_token=int(options["mask_token_id"]),
+            first=0 if samples_from_anchor else 1,
+            mask=mask,
+        )
+
+    def shapes(self, features: int) -> Shapes:
+        """Return the shape of each tensor that the head needs.
+
+        Args:
+            features: width of the target's hidden states that the head reads.
+        """
+        hidden = int(self.layer["hidden_size"])
+        model_shapes = weight_shapes(self.forward, self.layer)
+        shapes = {name.removeprefix("model."): shape for name, shape in model_shapes.items()}
+        del shapes["embed_tokens.weight"]
+        del shapes["lm_head.weight"]
+        shapes["hidden_norm.weight"] = (hidden,)
+        shapes["fc.weight"] = (hidden, features)
+        return shapes
+
+
+def _without_own_row(windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return SpecForge's windows, which count a row itself, without it."""
+    return tuple(max(0, window - 1) for window in windows)
+
+
+def _layers_of(config: Config) -> tuple[Forward, dict[str, Any]]:
+    """Return how a head's decoder layers are computed, and their configuration in the form of a model's.
+
+    They are Qwen3's whatever model type the file names, without biases in the MLP.
+    """
+    if config.get("is_causal") is not None:
+        raise ValueError("its config.json sets is_causal, which is not computed: remove it")
+    layer = as_a_model(config, int(config["num_hidden_layers"])) | {"mlp_bias": False}
+    forward_of_layers(config.get("model_type", "qwen3"), layer)
+    return forward_of_layers("qwen3", layer), layer
+
+
+def make(
+    config: Config,
+    tensors: Tensors,
+    target: HeadTarget,
+    rounding: Rounding,
+) -> DFlashHead:
+    """See `HeadKind`."""
+    settings = BlockSettings.of(config)
+    weights = checked(settings, tensors, target, {})
+    return DFlashHead(settings, weights, target, rounding)
+
+
+def checked(
+    settings: BlockSettings, tensors: Tensors, target: HeadTarget, further: Shapes
+) -> Tensors:
+    """Return a head's tensors for its target. Raises `ValueError` where they do not fit.
+
+    Args:
+        further: shapes of the tensors that the head has beside DFlash's.
+    """
+    weights = as_weights(tensors, target)
+    hidden = int(settings.layer["hidden_size"])
+    if "fc.weight" in weights and weights["fc.weight"].shape[1] != target.features:
+        raise ValueError(
+            f"it reads {weights['fc.weight'].shape[1]} numbers and its target has {target.features} "
+            "hidden states: it is of another model"
+        )
+    needed = settings.shapes(target.features)
+    optional = shapes_of_biases(needed)
+    if "lm_head.weight" in weights:
+        count = len(weights["lm_head.weight"])
+        optional |= {"lm_head.weight": (count, hidden), "d2t": (count,)}
+        check_vocabulary(weights, target)
+    if "embed_tokens.weight" in weights:
+        optional["embed_tokens.weight"] = len(weights["embed_tokens.weight"]), hidden
+    check_biases(weights, settings.layer["num_hidden_layers"])
+    check_shapes(weights, needed | further, optional)
+    width = target.embedding.shape[1]
+    if width != hidden:
+        raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
+    if settings.mask_token >= len(weights.get("embed_tokens.weight", target.embedding)):
+        raise ValueError(
+            f"its mask_token_id {settings.mask_token} is not in its target's vocabulary"
+        )
+    return weights
+
+
+class DFlashHead:
+    """The weights of a head, and a cache for each slot; see `Head`.
+
+    Args:
+        tensors: by their names in speculators.
+        rounding: how matrices are rounded; see `linear_layers.matrix`.
+    """
+
+    def __init__(
+        self,
+        settings: BlockSettings,
+        tensors: Tensors,
+        target: HeadTarget,
+        rounding: Rounding,
+    ) -> None:
+        self._settings = settings
+        self.context = target.context
+        self.deepest = settings.size - settings.first
+        self.device: torch.device = target.embedding.device
+        on_cpu = self.device.type == "cpu"
+        self._is_native = on_cpu and native.takes_model(self.device, settings.layer)
+        embedding = tensors.get("embed_tokens.weight", target.embedding)
+        layers = DecoderLayers(
+            decoder_of(settings.layer, tensors, embedding),
+            self.context,
+            rounding,
+            self._is_native,
+            family=(settings.forward, settings.layer),
+            output=None if "lm_head.weight" in tensors else target.output(),
+        )
+        self._layers = layers
+        self._rounding: Rounding = rounding
+        self.dtype = layers.dtype
+        self._fuse = self._matrix(tensors["fc.weight"])
+        self._hidden_norm = tensors["hidden_norm.weight"].to(self.dtype)
+        self.ids = token_ids(
+            tensors, len(tensors.get("lm_head.weight", target.embedding)), self.device
+        )
+        if "lm_head.weight" not in tensors:
+            self.ids = self.ids[: target.vocab_size]
+        self._anchors = [0] * target.slots  # the last token of each slot's text
+        room = whole_blocks(self.context + settings.size)
+        heads = layers.heads
+        shape = (target.slots, len(layers), heads.kv, room, heads.dim)
+        self._slots = Slots(shape, self.dtype, self.device)
+        self.lengths = self._slots.lengths
+        positions = torch.arange(room, device=self.device)
+        self._ropes = layers.angles(rope_of(settings.layer), positions)
+
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return matrix(
+            Weight(weight, bias),
+            dtype=self.dtype,
+            is_native=self._is_native,
+            rounding=self._rounding,
+        )
+
+    def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
+        """See `Head.extend`."""
+        for piece in features.split(_PIECE):
+            self._read(piece, slot)
+        self._anchors[slot] = int(tokens[-1])
+
+    def _read(self, features: torch.Tensor, slot: int) -> None:
+        """Cache each layer's keys and values for the slot's next positions."""
+        layers = self._layers
+        states = layers.normalise(self._fuse(features.to(self.dtype)), self._hidden_norm)
+        attention = TorchAttention(self._slots, slot, self.lengths[slot], layers.scoring)
+        for number, layer in enumerate(layers.layers):
+            _, keys, values = layers.queries_keys_values(layer, states)
+            rope = None if layer.rope is None else self._ropes[layer.rope]
+            attention.write(number, keys, values, rope)
+        self.lengths[slot] += len(features)
+
+    def propose(self, block: Block, slot: int) -> None:
+        """See `Head.propose`."""
+        anchor = self._anchors[slot]
+        self.add_levels(block, self.block_states(anchor, slot), anchor)
+
+    def block_states(self, anchor: int, slot: int) -> torch.Tensor:
+        """Return the states [size, hidden] of a block after the slot's text, after the last norm.
+
+        Args:
+            anchor: the token at the position after those whose states the head has read.
+        """
+        layers = self._layers
+        settings = self._settings
+        tokens = torch.full((settings.size,), settings.mask_token, device=self.device)
+        tokens[0] = anchor
+        attends = BlockAttention(
+            self._slots, slot, self.lengths[slot], layers.scoring, settings.mask
+        )
+        hidden = layers.embedding[tokens].to(layers.residual_dtype)
+        for number in range(len(layers)):
+            hidden = self.layer_states(number, hidden, attends)
+        return layers.normalise(hidden, layers.norm)
+
+    def layer_states(
+        self, number: int, hidden: torch.Tensor, attends: BlockAttention
+    ) -> torch.Tensor:
+        """Return the block's states [size, hidden] after one layer."""
+        layers = self._layers
+        x = layers.normalise(hidden, layers.layers[number].attention_norm)
+        return layers.layer_states(number, hidden, x, self._ropes, attends)
+
+    def add_levels(self, block: Block, states: torch.Tensor, anchor: int) -> None:
+        """Add a level for each row of `states` that guesses a token, while the block wants more."""
+        for logits in self.logits(states[self._settings.first :]):
+            block.add(logits)
+            if not block.wants_more:
+                return
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, len(ids)] of states [n, hidden], float32."""
+        return self._layers.head(states)[:, : len(self.ids)].float()

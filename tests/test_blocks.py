@@ -1,0 +1,331 @@
+"""Block drafters: what each setting computes, what is refused, and that no text changes."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pearl.config import SamplingParams
+from pearl.drafting.heads import HeadText
+from pearl.engine import Engine
+from pearl.errors import ModelError
+from pearl.models.heads.head import Block, Head
+from pearl.models.heads.loading import load_draft_head, load_head, states_for
+from pearl.models.runner import Capabilities
+from tests.block_heads import (
+    ANCHOR,
+    FIELDS,
+    HIDDEN,
+    VOCAB,
+    Watched,
+    config_of,
+    target_weights,
+    text_and_states,
+    weights_of,
+    write_all,
+    write_block_head,
+)
+from tests.tiny import CPU, tiny_model
+
+# [token, logit] of the likeliest token of each level, and the confidences: by speculators 0.9.0 (torch 2.14.1,
+# transformers 5.19.0, attention "eager") with the checkpoints of `write_all`, as `tests/speculators_logits.py` printed
+# them.
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("block_logits.json").read_text()
+)
+CASES = [(kind, name) for kind, fields in FIELDS.items() for name in fields]
+SPECULATORS = os.environ.get(
+    "PEARL_SPECULATORS"
+)  # the interpreter of an environment that has the package
+
+
+class FakeTarget:
+    """The runner of a target, as far as a head's loader reads it."""
+
+    def __init__(self, features: int) -> None:
+        embedding, output = target_weights()
+        self.embedding = embedding
+        self.output = lambda states: states @ output.T
+        self.vocab_size = VOCAB
+        self.context = 64
+        self.capabilities = Capabilities(slots=2, features=features)
+
+
+def loaded(directory: Path, features: int = 3 * HIDDEN) -> Head:
+    target: Any = FakeTarget(features)
+    return load_head(str(directory), target, lambda what: None)
+
+
+def head_of(directory: Path, kind: str, name: str = "none") -> Head:
+    config = config_of(kind, name)
+    return loaded(
+        write_block_head(directory, kind, name), len(config["aux_hidden_state_layer_ids"]) * HIDDEN
+    )
+
+
+@torch.inference_mode()
+def proposal(head: Head, config: dict[str, Any], slot: int = 1) -> Watched:
+    """What the head proposes after `ANCHOR`, each level after the text's own tokens."""
+    ids, states = text_and_states(config)
+    head.lengths[slot] = 0
+    for start, end in ((0, 2), (2, ANCHOR)):
+        head.extend(ids[start + 1 : end + 1], states[start:end], slot)
+    block = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 1 + head.deepest])
+    head.propose(block, slot)
+    return block
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_each_setting_computes_what_its_trainer_does(kind: str, name: str, tmp_path: Path) -> None:
+    block = proposal(head_of(tmp_path / "head", kind, name), config_of(kind, name))
+    recorded = RECORDED[f"{kind}/{name}"]
+    assert len(block.logits) == len(recorded["likeliest"])
+    for row, (token, logit) in zip(block.logits, recorded["likeliest"], strict=True):
+        assert int(row.argmax()) == token
+        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
+    confidences = [confidence for confidence in block.confidences if confidence is not None]
+    assert confidences == pytest.approx(recorded["confidences"], abs=1e-4)
+
+
+def test_each_setting_changes_a_guess() -> None:
+    """Else the table above would show nothing of it."""
+    assert set(RECORDED) == {f"{kind}/{name}" for kind, name in CASES}
+    alike: dict[str, list[str]] = {}
+    for kind, name in CASES:
+        alike.setdefault(json.dumps(RECORDED[f"{kind}/{name}"]), []).append(name)
+    # The layers are Qwen3's whatever model type they have; gelu's approximation is too near.
+    known = [["none", "model_type"], ["gelu", "gelu_pytorch_tanh"]]
+    assert [names for names in alike.values() if len(names) > 1] == known
+
+
+@pytest.mark.skipif(not SPECULATORS, reason="PEARL_SPECULATORS names no interpreter")
+def test_all_logits_are_those_of_speculators(tmp_path: Path) -> None:
+    """Within 1e-4, on checkpoints in its layout; it refuses or misses no tensor of them."""
+    write_all(tmp_path / "heads")
+    script = Path(__file__).with_name("speculators_logits.py")
+    command = [str(SPECULATORS), "-P", str(script), str(tmp_path / "heads"), str(tmp_path / "out")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(command, check=True, env=environment)
+    theirs = load_file(tmp_path / "out")
+    for kind, name in CASES:
+        config = config_of(kind, name)
+        features = len(config["aux_hidden_state_layer_ids"]) * HIDDEN
+        block = proposal(loaded(tmp_path / "heads" / kind / name, features), config)
+        logits = torch.stack(block.logits)
+        torch.testing.assert_close(logits, theirs[f"{kind}/{name}"], rtol=1e-4, atol=1e-4)
+        confidence = theirs.get(f"{kind}/{name}.confidence")
+        if confidence is not None:
+            assert block.confidences == pytest.approx(confidence.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_block_leaves_the_cache_as_it_was(kind: str, tmp_path: Path) -> None:
+    """In each slot, however the text was cut, and after a rollback; a proposal ends where no more is wanted."""
+    head, config = head_of(tmp_path / "head", kind), config_of(kind)
+    wanted = proposal(head, config, 0)
+    ids, states = text_and_states(config)
+    with torch.inference_mode():
+        for slot in (0, 1):
+            again = proposal(head, config, slot)
+            assert all(map(torch.equal, again.logits, wanted.logits))
+            head.extend(ids[ANCHOR + 1 : ANCHOR + 4], states[ANCHOR : ANCHOR + 3], slot)
+            head.propose(Watched(head.ids, ids), slot)
+            head.lengths[slot] = ANCHOR - 4
+            head.extend(ids[ANCHOR - 3 : ANCHOR + 1], states[ANCHOR - 4 : ANCHOR], slot)
+            block = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 3])
+            head.propose(block, slot)
+            assert head.lengths[slot] == ANCHOR
+            assert len(block.levels) == 2
+            for row, expected in zip(block.logits, wanted.logits, strict=False):
+                torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_confidence_is_the_probability_of_a_drawn_token(tmp_path: Path) -> None:
+    """The runners-up keep those of the logits, and an unsure level is the last one."""
+    head, config = head_of(tmp_path / "head", "dspark"), config_of("dspark")
+    watched = proposal(head, config)
+    greedy = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
+    block = Block(head.ids, greedy, ANCHOR + 1, head.deepest, least=0.99)
+    with torch.inference_mode():
+        head.propose(block, 1)
+    (level,) = block.levels
+    assert level[0].prob == pytest.approx(watched.confidences[0])
+    probs = watched.logits[0].softmax(-1).topk(3)
+    assert [guess.token for guess in level] == head.ids[probs.indices].tolist()
+    assert [guess.prob for guess in level[1:]] == pytest.approx(probs.values[1:].tolist())
+
+
+# ---- SpecForge ----
+
+
+def as_specforge(directory: Path, kind: str, name: str = "none", **options: Any) -> Path:
+    """A head as SpecForge writes it: the layers' settings at the top, those of its kind in `dflash_config`."""
+    config = config_of(kind, name)
+    write_block_head(directory, kind, name)
+    method = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [layer - 1 for layer in config["aux_hidden_state_layer_ids"]],
+        **options,
+    }
+    architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[kind]
+    written = {
+        **config["transformer_layer_config"],
+        "architectures": [architecture],
+        "block_size": config["block_size"],
+        "num_target_layers": 4,
+        "dflash_config": method,
+    }
+    (directory / "config.json").write_text(json.dumps(written))
+    return directory
+
+
+@pytest.mark.parametrize("nested", ["", "logit_head."])
+def test_heads_of_specforge(nested: str, tmp_path: Path) -> None:
+    """The same weights give the same guesses as in speculators' layout; DSpark's parts may be nested, in old files."""
+    plain = as_specforge(tmp_path / "dflash", "dflash")
+    assert states_for([str(plain)], "target", lambda what: None) == (1, 2, 3)
+    wanted = proposal(head_of(tmp_path / "theirs", "dflash"), config_of("dflash"))
+    found = proposal(loaded(plain), config_of("dflash"))
+    assert all(map(torch.equal, found.logits, wanted.logits))
+    options = {"markov_rank": 8, "confidence_head_with_markov": True, "confidence_head_alpha": 1.0}
+    directory = as_specforge(tmp_path / "dspark", "dspark", **options)
+    tensors = {}
+    for name, tensor in weights_of(config_of("dspark")).items():
+        is_part = name.startswith(("markov", "confidence"))
+        tensors[nested + name if is_part else name] = tensor
+    save_file(tensors, directory / "model.safetensors")
+    wanted = proposal(head_of(tmp_path / "other", "dspark"), config_of("dspark"))
+    found = proposal(loaded(directory), config_of("dspark"))
+    assert all(map(torch.equal, found.logits, wanted.logits))
+    assert found.confidences == wanted.confidences
+
+
+# ---- refusals ----
+
+
+def altered(
+    directory: Path, kind: str, tensors: dict[str, Any], settings: dict[str, Any], **inner: Any
+) -> Path:
+    """A head with other tensors (None: removed) and settings, in its config.json and of its layers."""
+    write_block_head(directory, kind)
+    weights = {**weights_of(config_of(kind)), **tensors}
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+    config = config_of(kind) | settings
+    config["transformer_layer_config"] |= inner
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "settings", "inner", "why"),
+    [
+        ("dflash", {"fc.weight": torch.zeros(32, 64)}, {}, {}, "it is of another model"),
+        ("dflash", {"hidden_norm.weight": None}, {}, {}, "it has no hidden_norm.weight"),
+        (
+            "dflash",
+            {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 8)},
+            {},
+            {},
+            "nothing reads its tensor markov_head.markov_w1.weight",
+        ),
+        ("dflash", {"lm_head.weight": torch.zeros(96, 32)}, {}, {}, "nothing says which"),
+        ("dflash", {}, {"mask_token_id": None}, {}, "no mask_token_id: set it"),
+        ("dflash", {}, {"mask_token_id": VOCAB}, {}, "mask_token_id 267 is not in its target's"),
+        ("dflash", {}, {"gates": True}, {}, "sets gates, which is not computed"),
+        ("dflash", {}, {}, {"is_causal": True}, "sets is_causal, which is not computed"),
+        ("dflash", {}, {}, {"model_type": "gemma3_text"}, "llama and qwen3 are computed"),
+        ("dflash", {}, {}, {"hidden_act": "mish"}, "activation 'mish' is not computed"),
+        ("dspark", {}, {"markov_head_type": "tree"}, {}, "markov_head_type 'tree' is not computed"),
+        ("dspark", {}, {"markov_rank": 9}, {}, r"proj.weight has the shape \[1, 40\], not"),
+        ("dspark", {"confidence_head.proj.bias": None}, {}, {}, "no confidence_head.proj.bias"),
+        ("dflash2", {}, {"conv_group_size": 5}, {}, "conv_group_size 5 does not divide"),
+        ("dflash2", {}, {"selector_rank": 4}, {}, r"predecessor_codebook has the shape \[267, 8\]"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    kind: str,
+    tensors: dict[str, Any],
+    settings: dict[str, Any],
+    inner: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        loaded(altered(tmp_path / "head", kind, tensors, settings, **inner))
+
+
+def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
+    directory = write_block_head(tmp_path / "head", "dflash")
+    with pytest.raises(ModelError, match=r"proposes blocks.*Name it as --head"):
+        load_draft_head(str(directory), str(target()), CPU, None, 1, lambda what: None)
+
+
+# ---- texts ----
+
+
+def target() -> Path:
+    return tiny_model("llama-tied", layers=4, chat=True)
+
+
+def written(engine: Engine, method: str, temperature: float) -> list[list[int]]:
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
+    prompts = ["Write a", "Write a poem", "Explain"]
+    results = engine.generate(prompts, params, method=method, rule="coupled")
+    return [result.tokens for result in results]
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[float, list[list[int]]]:
+    with Engine(str(target()), "none") as engine:
+        return {temperature: written(engine, "ar", temperature) for temperature in (0.0, 0.8)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dflash", "none"),
+        ("dflash", "draft_vocab_size"),
+        ("dflash", "sliding_window"),
+        ("dspark", "none"),
+        ("dspark", "rnn"),
+        ("dflash2", "none"),
+    ],
+)
+def test_no_text_changes(
+    kind: str, name: str, texts: dict[float, list[list[int]]], tmp_path: Path
+) -> None:
+    """By a block drafter, with n-grams, beside a draft, in several slots, at each temperature."""
+    head = str(write_block_head(tmp_path / "head", kind, name))
+    draft = str(tiny_model("llama-tied", layers=4, chat=True, noise=0.3))
+    with Engine(str(target()), draft, head=head, slots=2) as engine:
+        for temperature, expected in texts.items():
+            for method in ("head", "pearl", "auto"):
+                assert written(engine, method, temperature) == expected, method
+
+
+@torch.inference_mode()
+def test_a_text_is_read_as_far_as_states_are_there(tmp_path: Path) -> None:
+    head, config = head_of(tmp_path / "head", "dflash"), config_of("dflash")
+    ids, states = text_and_states(config)
+    tokens = ids.tolist()
+    text = HeadText(head, 0)
+    draw = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
+    text.log.extend(0, states[:6])
+    assert not text.read(tokens, ANCHOR + 1), "states of later tokens are missing"
+    text.log.extend(6, states[6:ANCHOR])
+    assert text.read(tokens, ANCHOR + 1)
+    levels = text.draft(ANCHOR + 1, draw, 0.0)
+    assert len(levels) == head.deepest == 4
+    text.log.rollback(0)
+    text.log.extend(0, states[:ANCHOR])
+    assert text.read(tokens, ANCHOR + 1), "it begins anew"
+    assert text.draft(ANCHOR + 1, draw, 0.0) == levels
