@@ -84,26 +84,16 @@ def train(
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
-    verifier = str(states / VERIFIER)
+    if device.type == "cpu":
+        speculators_trainer._StepTimer = _Clock
     kind: Any = SpeculatorModel.registry[config.head]
-    layer_config = create_transformer_layer_config(
-        verifier_name_or_path=verifier,
-        num_layers=config.head_layers,
-        draft_arch="qwen3",
-        hidden_act="silu",
-        sliding_window=_WINDOW,
-        full_attention_indices=list(range(config.head_layers)),
-    )
-    vocab = layer_config.vocab_size
-    tokens = min(config.head_tokens or vocab, vocab)
-    counts = torch.load(states / "token_freq.pt", weights_only=True)
-    mask = next(token for token in range(vocab) if token not in counts)
-    options = _options(config, verifier, mask) | {"target_layer_ids": list(layers)}
-    d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
-    model = kind.from_training_args(layer_config, t2d=t2d, d2t=d2t, draft_vocab_size=tokens, **options)
-    _begin_near_the_target(model)
+    model = _new_model(kind, config, states, layers)
     loaders = _loaders(config, states, held_out, model)
-    for_training, for_measuring = kind.get_trainer_kwargs(**options)
+    for_training, for_measuring = kind.get_trainer_kwargs(
+        loss_fn=_LOSS,
+        loss_implementation="eager",
+        max_anchors=config.batch_tokens // config.block_size,
+    )
     trainer_config = TrainerConfig(
         lr=config.learning_rate,
         num_epochs=config.passes,
@@ -116,11 +106,40 @@ def train(
         hidden_states_dtype=getattr(torch, config.dtype),
         log_freq=config.checkpoint_steps,
     )
-    if device.type == "cpu":
-        speculators_trainer._StepTimer = _Clock
     trainer = _Trainer(device, report, model, trainer_config, *loaders)
     trainer.run_training()
     return trainer.checkpointer.path / str(config.passes - 1)
+
+
+def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[int]) -> Any:
+    """Return a block drafter before training."""
+    verifier = str(states / VERIFIER)
+    layer_config = create_transformer_layer_config(
+        verifier_name_or_path=verifier,
+        num_layers=config.head_layers,
+        draft_arch="qwen3",
+        hidden_act="silu",
+        sliding_window=_WINDOW,
+        full_attention_indices=list(range(config.head_layers)),
+    )
+    vocab = layer_config.vocab_size
+    tokens = min(config.head_tokens or vocab, vocab)
+    counts = torch.load(states / "token_freq.pt", weights_only=True)
+    d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
+    model = kind.from_training_args(
+        layer_config,
+        t2d=t2d,
+        d2t=d2t,
+        draft_vocab_size=tokens,
+        verifier_name_or_path=verifier,
+        target_layer_ids=list(layers),
+        draft_attn_impl="sdpa",
+        block_size=config.block_size,
+        mask_token_id=next(token for token in range(vocab) if token not in counts),
+        markov_rank=config.markov_rank,
+    )
+    _begin_near_the_target(model)
+    return model
 
 
 @torch.no_grad()
@@ -130,20 +149,6 @@ def _begin_near_the_target(model: Any) -> None:
     hidden = model.hidden_size
     model.fc.weight.zero_()
     model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-
-
-def _options(config: DistillConfig, verifier: str, mask: int) -> dict[str, Any]:
-    """Return the options that speculators' models and their losses take."""
-    return {
-        "verifier_name_or_path": verifier,
-        "draft_attn_impl": "sdpa",
-        "block_size": config.block_size,
-        "mask_token_id": mask,
-        "markov_rank": config.markov_rank,
-        "max_anchors": config.batch_tokens // config.block_size,
-        "loss_fn": _LOSS,
-        "loss_implementation": "eager",
-    }
 
 
 def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from pearl.cache import Watcher
-from pearl.errors import ConfigError, DistillError
+from pearl.errors import ConfigError, DistillError, installing
 from pearl.lab.distill.answers import RecordedAnswer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner
@@ -60,6 +61,8 @@ class Distillation:
     """A run in the directory `config.out`. Methods raise `PearlError`; an error leaves all saved files intact."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
+        if config.is_block and find_spec("speculators") is None:
+            raise ConfigError(f"--head {config.head} needs speculators: {installing('blocks')}")
         self._config = config
         self._watcher = watcher
         self._directory = Path(config.out).expanduser()
@@ -168,9 +171,7 @@ class Distillation:
                 )
         self._watcher.begin("learning", config.passes)
         device = self._teacher.model.device
-        checkpoint = blocks.train(
-            config, states, layers, len(held_out), device, self._log_epoch
-        )
+        checkpoint = blocks.train(config, states, layers, len(held_out), device, self._log_epoch)
         path = self._directory / "head"
         with replacing(path) as building:
             blocks.export(config, checkpoint, building)
