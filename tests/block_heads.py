@@ -83,7 +83,7 @@ FIELDS: dict[str, dict[str, Settings]] = {
         "conv_kernel_size": ({"conv_kernel_size": 3}, {}),
         "conv_group_size": ({"conv_group_size": 16}, {}),
         "selector_rank": ({"selector_rank": 9}, {}),
-        "selector_top_k": ({"selector_top_k": 1}, {}),
+        "selector_top_k": ({"selector_top_k": 60}, {}),
         "sample_from_anchor": ({"sample_from_anchor": True}, {}),
         "sliding_window": ({}, _ALL_SLIDING),
         "sliding_window_non_causal": ({"sliding_window_non_causal": False}, _ALL_SLIDING),
@@ -241,6 +241,8 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             tensors[name] = torch.rand(shape, generator=random) + 0.5
         else:
             tensors[name] = torch.randn(shape, generator=random) * shape[-1] ** -0.5
+        if "codebook" in name:
+            tensors[name] *= 2  # so that a selector's scores outweigh some logits
     known = config["draft_vocab_size"]
     if known < VOCAB:
         ids = torch.arange(known) * 2 + 5

@@ -2,8 +2,9 @@
 
     python -P tests/speculators_logits.py HEADS OUT
 
-HEADS is what `tests.block_heads.write_all` writes. OUT becomes a file of logits [levels, vocabulary] by the
-checkpoint's name, and of confidences, "NAME.confidence". It prints the likeliest token of each level in JSON.
+HEADS is what `tests.block_heads.write_all` writes. OUT becomes a folder: checkpoints as speculators saves them, and
+`logits`, a file of logits [levels, vocabulary] by the checkpoint's name, and of confidences, "NAME.confidence". It
+prints the likeliest token of each level in JSON.
 """
 
 import json
@@ -35,9 +36,10 @@ def predecessors(model: Any, block: torch.Tensor) -> torch.Tensor:
 
 
 def logits_of(
-    directory: Path, target: dict[str, torch.Tensor]
+    directory: Path, target: dict[str, torch.Tensor], saved: Path
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     model = load(directory, target)
+    model.save_pretrained(saved)
     anchor = int(target["anchor"])
     text = load_file(directory / "text")
     ids, states = text["ids"], text["states"]
@@ -75,7 +77,7 @@ def main(heads: Path, out: Path) -> None:
     likeliest = {}
     for config in sorted(heads.glob("**/config.json")):
         name = str(config.parent.relative_to(heads))
-        logits, confidence = logits_of(config.parent, target)
+        logits, confidence = logits_of(config.parent, target, out / name)
         results[name] = logits.contiguous()
         rows = [[int(row.argmax()), round(float(row.max()), 4)] for row in logits]
         confidences = []
@@ -83,7 +85,7 @@ def main(heads: Path, out: Path) -> None:
             results[f"{name}.confidence"] = confidence.contiguous()
             confidences = [round(share, 4) for share in confidence.tolist()]
         likeliest[name] = {"likeliest": rows, "confidences": confidences}
-    save_file(results, out)
+    save_file(results, out / "logits")
     print(json.dumps(likeliest))
 
 

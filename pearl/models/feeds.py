@@ -84,7 +84,8 @@ class Layout(NamedTuple):
         table: [rows, 4], with these columns:
             0: the slot;
             1: the position;
-            2: how many of the slot's first positions the row attends to;
+            2: how many of the slot's first positions the row attends to: those before its own and its own, or, in a
+               tree, those before the tree. A row of a block also attends to later rows of the block;
             3: in a tree, the row of its parent, which it attends to as well; -1 if it has none.
         fed: the rows of each feed.
     """

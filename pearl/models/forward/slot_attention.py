@@ -55,7 +55,7 @@ class NativeAttention:
         threads = native.threads()
         rows = len(table)
         keys = slots.keys
-        positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
+        positions = attention.whole_blocks(int(table[:, 1:3].max()) + 1)
         layers = keys.shape[1] if has_trees else 1
         new = torch.empty(2, layers, rows, heads.kv, heads.dim, dtype=keys.dtype)
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = None

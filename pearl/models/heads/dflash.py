@@ -28,7 +28,12 @@ from pearl.models.families import Config, Forward, Shapes, layer_kinds, weight_s
 from pearl.models.forward.attention import whole_blocks
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, matrix
-from pearl.models.forward.slot_attention import BlockAttention, BlockMask, TorchAttention
+from pearl.models.forward.slot_attention import (
+    BlockAttention,
+    BlockMask,
+    NativeAttention,
+    TorchAttention,
+)
 from pearl.models.forward.slots import Slots
 from pearl.models.heads.head import Block, HeadTarget, Tensors
 from pearl.models.heads.layers import (
@@ -291,16 +296,30 @@ class DFlashHead:
         settings = self._settings
         tokens = torch.full((settings.size,), settings.mask_token, device=self.device)
         tokens[0] = anchor
-        attends = BlockAttention(
-            self._slots, slot, self.lengths[slot], layers.scoring, settings.mask
-        )
+        attends = self._attention(slot)
         hidden = layers.embedding[tokens].to(layers.residual_dtype)
         for number in range(len(layers)):
             hidden = self.layer_states(number, hidden, attends)
         return layers.normalise(hidden, layers.norm)
 
+    def _attention(self, slot: int) -> NativeAttention | BlockAttention:
+        """Return the attention of a block after the slot's text."""
+        layers = self._layers
+        mask = self._settings.mask
+        size = self._settings.size
+        start = self.lengths[slot]
+        scoring = layers.scoring
+        if not self._is_native or any(mask.is_causal):
+            return BlockAttention(self._slots, slot, start, scoring, mask)
+        end = start + size
+        table = torch.tensor([(slot, position, end, -1) for position in range(start, end)])
+        # All rows end their windows at the end of the block.
+        windows = tuple(window + size if window else 0 for window in mask.windows)
+        scoring = scoring._replace(windows=windows)
+        return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
+
     def layer_states(
-        self, number: int, hidden: torch.Tensor, attends: BlockAttention
+        self, number: int, hidden: torch.Tensor, attends: NativeAttention | BlockAttention
     ) -> torch.Tensor:
         """Return the block's states [size, hidden] after one layer."""
         layers = self._layers

@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from pearl.models.families import Config, Shapes
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, gated
-from pearl.models.forward.slot_attention import BlockAttention
+from pearl.models.forward.slot_attention import BlockAttention, NativeAttention
 from pearl.models.heads.dflash import BlockSettings, DFlashHead, checked, target_layers
 from pearl.models.heads.head import Block, HeadTarget, Tensors
 
@@ -138,12 +138,12 @@ class DFlash2Head(DFlashHead):
     ) -> None:
         super().__init__(settings, tensors, target, rounding)
         self._own = own
-        self._attention: list[Convolutions] = []
-        self._mlp: list[Convolutions] = []
+        self._around_attention: list[Convolutions] = []
+        self._around_mlp: list[Convolutions] = []
         for number in range(len(self._layers)):
             for part, convolutions in (
-                ("attention_conv", self._attention),
-                ("mlp_conv", self._mlp),
+                ("attention_conv", self._around_attention),
+                ("mlp_conv", self._around_mlp),
             ):
                 name = f"layers.{number}.{part}"
                 weights = tensors[f"{name}.base_kernel"].to(self.dtype)
@@ -154,17 +154,17 @@ class DFlash2Head(DFlashHead):
         self._projection = tensors[_PROJECTION].to(self.dtype)
 
     def layer_states(
-        self, number: int, hidden: torch.Tensor, attends: BlockAttention
+        self, number: int, hidden: torch.Tensor, attends: NativeAttention | BlockAttention
     ) -> torch.Tensor:
         """See `DFlashHead.layer_states`."""
         layers: DecoderLayers = self._layers
         layer = layers.layers[number]
         x = layers.normalise(hidden, layer.attention_norm)
-        before, after = self._attention[number].coefficients(x)
+        before, after = self._around_attention[number].coefficients(x)
         x = layers.attend(number, convolved(x, before), self._ropes, attends)
         hidden = hidden + convolved(layer.out(x), after)
         x = layers.normalise(hidden, layer.mlp_norm)
-        before, after = self._mlp[number].coefficients(x)
+        before, after = self._around_mlp[number].coefficients(x)
         x = gated(layer.gate_up(convolved(x, before)), layers.gate)
         return hidden + convolved(layer.down(x), after)
 

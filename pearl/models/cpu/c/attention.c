@@ -238,7 +238,7 @@ static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t
 // The query heads of one key-value head of a row. is_float32, of the cache, is a constant where this is inlined.
 INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32, float *room) {
     const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads, item = is_float32 ? 4 : 2;
-    const int64_t last = place[1], cached = place[2], end = last + 1;
+    const int64_t cached = place[2], end = cached > place[1] ? cached : place[1] + 1, last = end - 1;
     const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / AT_ONCE * AT_ONCE;
     const int64_t stop = (end + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     float by[64], *sums = room + group * a->positions, *wide_keys = sums + group * dim;
@@ -314,7 +314,7 @@ void pearl_attend(const Attention *a) {
             const float value = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
             put(a->new_keys, row * kv * dim + i, keys[i], a->cache_is_float32);
             put(a->new_values, row * kv * dim + i, value, a->cache_is_float32);
-            if (place[2] <= place[1]) continue;  // else it is of a chain, which later rows find in the cache
+            if (place[2] <= place[1]) continue;  // else it is of a chain or a block, which other rows find in the cache
             const int64_t at = place[0] * a->slot_stride + i / dim * a->head_stride + place[1] * dim + i % dim;
             put(a->keys, at, keys[i], a->cache_is_float32);
             put(a->values, at, value, a->cache_is_float32);
