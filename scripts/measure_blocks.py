@@ -1,6 +1,6 @@
 """Measure what a block drafter's block loses without the target's last hidden states, by speculators' own forward.
 
-    python scripts/measure_blocks.py --head OUT/head --prompts questions --limit 8
+    python scripts/measure_blocks.py --head OUT/head --verifier OUT/states/verifier --texts texts.pt
 
 A drafter in a process of its own gets the states of a block with the verdict on it.  Behind each outcome of a block of
 which j tokens are accepted, the next block lacks the last j + 1 states.  Texts are greedy, of the target alone.  For
@@ -44,7 +44,15 @@ class Text(NamedTuple):
     start: int
 
 
-def recorded(teacher: Teacher, args: argparse.Namespace, layers: list[int]) -> Iterator[Text]:
+def texts_of(args: argparse.Namespace) -> list[Text]:
+    """Return the recorded texts, which are made if the file is missing."""
+    if not args.texts.exists():
+        teacher = load_teacher(DistillConfig(target=args.target, out="", device="cpu"), print)
+        torch.save([tuple(text) for text in recorded(teacher, args)], args.texts)
+    return [Text(*text) for text in torch.load(args.texts)]
+
+
+def recorded(teacher: Teacher, args: argparse.Namespace) -> Iterator[Text]:
     """Yield the target's greedy texts of the prompts, with its states."""
     for name in args.prompts:
         tasks = read_tasks(name, None, args.limit)
@@ -54,7 +62,7 @@ def recorded(teacher: Teacher, args: argparse.Namespace, layers: list[int]) -> I
         )
         for recorded_answer in answers:
             ids = recorded_answer.prompt + recorded_answer.tokens
-            (states,) = states_of(teacher, [ids], layers)
+            (states,) = states_of(teacher, [ids], args.layers)
             features = states[:, :-1].flatten(1).float()
             yield Text(torch.tensor(ids), features, len(recorded_answer.prompt))
 
@@ -165,7 +173,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="embedded")
-    parser.add_argument("--head", required=True, type=Path)
+    parser.add_argument("--head", type=Path, help="None: only record.")
+    parser.add_argument("--verifier", type=Path, help="OUT/states/verifier of the head's run.")
+    parser.add_argument(
+        "--texts", required=True, type=Path, help="Recorded texts; made if missing."
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 15, 27])
     parser.add_argument("--prompts", action="append")
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -174,9 +187,10 @@ def main() -> None:
     parser.add_argument("--message", type=float, default=0.02)
     args = parser.parse_args()
     args.prompts = args.prompts or ["humaneval", "questions", "edits"]
-    model = load(args.head, args.head.parent / "states" / "verifier")
-    teacher = load_teacher(DistillConfig(target=args.target, out="", device="cpu"), print)
-    texts = list(recorded(teacher, args, model.target_layer_ids))
+    texts = texts_of(args)
+    if args.head is None:
+        return
+    model = load(args.head, args.verifier)
     depth = model.block_size - first_slot(model)
     drafted: dict[Way, list[Blocks]] = {}
     for missing in range(depth + 1):

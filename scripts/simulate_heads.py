@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from pearl.cache import silent
 from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
+from pearl.errors import ModelError
 from pearl.execution.target import Event
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_executors
@@ -43,6 +44,10 @@ class Drafter(NamedTuple):
     guesses: dict[str, int] = {}  # noqa: RUF012
     has_head: bool = False
     head_drafts: bool = False
+
+    @property
+    def depends_on_c(self) -> bool:
+        return self.method in ("sd", "pearl") and not self.head_drafts
 
 
 ROWS = {
@@ -94,13 +99,19 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     features = states_for([args.head], args.target, silent)
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
-    heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
+    rows = dict(ROWS)
+    try:
+        heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
+    except ModelError:  # a block drafter runs in the target's process alone
+        rows = {name: row for name, row in ROWS.items() if not row.head_drafts}
     for prompt in _prompts(args):
         messages = [{"role": "user", "content": prompt}]
         ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
         expected: list[int] = []
-        for c in args.c:
-            for name, row in ROWS.items():
+        for name, row in rows.items():
+            groups = [[c] for c in args.c] if row.depends_on_c else [args.c]
+            for group in groups:
+                c = group[0]
                 runner = heads if row.head_drafts else draft
                 t_draft = args.t_head if row.head_drafts else 1 / c
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
@@ -123,7 +134,8 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                     outcome = simulation.run(submit)
                 expected = expected or outcome.tokens
                 assert outcome.tokens == expected, (name, c)
-                yield c, name, outcome
+                for same in group:
+                    yield same, name, outcome
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
@@ -162,7 +174,7 @@ def main() -> None:
         by_row.setdefault((c, name), []).append(outcome)
     print("| tokens a step, speed over ar | " + " | ".join(f"c = {c}" for c in args.c) + " |")
     print("|---" * (1 + len(args.c)) + "|")
-    for name in ROWS:
+    for name in dict.fromkeys(name for _, name in by_row):
         cells = []
         for c in args.c:
             texts = by_row[c, name]
