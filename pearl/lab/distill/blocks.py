@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from speculators.model import SpeculatorModel
+from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
 from speculators.train.cli import create_transformer_layer_config
 from speculators.train.dataloader import create_train_val_loaders
@@ -86,6 +87,7 @@ def train(
     torch.manual_seed(config.seed)
     if device.type == "cpu":
         speculators_trainer._StepTimer = _Clock
+        checkpointer.get_current_device = lambda: "cpu"
     kind: Any = SpeculatorModel.registry[config.head]
     model = _new_model(kind, config, states, layers)
     loaders = _loaders(config, states, held_out, model)
