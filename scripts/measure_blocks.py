@@ -360,8 +360,8 @@ def print_speeds(
         cells = []
         for c in args.c:
             clock = Clock(args.per_row, 1 / c, args.message)
-            # A forward of the head has 64 rows, and the target's forward has time for c of them.
-            runners_up = max(1, 64 * c // depth**2)
+            # A forward of 16 rows takes no longer than one of one row; c of them fit in the target's.
+            runners_up = max(1, 16 * c // depth**2)
             replay = Replay(drafted, depth, place, clock, runners_up)
             speed = replay.speed()
             cells.append(f"{speed:.2f}, {replay.prepared / replay.steps:.0%}")
