@@ -34,6 +34,7 @@ import click
 import torch
 from bench_forward import bandwidth, seconds, weights_read
 from prove_bits import FORWARDS, REHEARSAL, ROUNDINGS, Measurement, Scale, none_of, tokens_of
+from prove_heads import heads
 from random_models import save_pair
 from rich.console import Console
 
@@ -291,6 +292,7 @@ STEPS: dict[str, Step] = {
     **FORWARDS,
     "speed": speed,
     "prompts": prompts,
+    "heads": heads,
     "engine": engine,
 }
 

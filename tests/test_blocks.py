@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pearl.config import SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.cpu import native
+from pearl.models.cpu.runner import CpuRunner
+from pearl.models.forward.runner import ForwardRunner
+from pearl.models.forward.slot_attention import BlockAttention
+from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.runner import KernelRunner
+from pearl.models.heads.dflash import BlockSettings
 from pearl.models.heads.head import Block, Head
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
-from pearl.models.runner import Capabilities
+from pearl.models.runner import Capabilities, feed_chain
 from tests.block_heads import (
     ANCHOR,
     FIELDS,
@@ -55,6 +62,14 @@ class FakeTarget:
         self.vocab_size = VOCAB
         self.context = 64
         self.capabilities = Capabilities(slots=2, features=features)
+
+
+def target() -> Path:
+    return tiny_model("llama-tied", layers=4, chat=True)
+
+
+def target_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
 
 
 def loaded(directory: Path, features: int = 3 * HIDDEN) -> Head:
@@ -173,6 +188,33 @@ def test_a_confidence_is_the_probability_of_a_drawn_token(tmp_path: Path) -> Non
     assert [guess.prob for guess in level[1:]] == pytest.approx(probs.values[1:].tolist())
 
 
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_target_of_our_kernels(kind: str, tmp_path: Path) -> None:
+    """Its head reads the states that the kernels keep, and makes the same proposal."""
+    directory = str(write_block_head(tmp_path / "head", kind))
+    text = text_and_states(config_of(kind))[0].tolist()[: ANCHOR + 1]
+    greedy = lambda logits, position: int(logits.argmax())  # noqa: E731
+    levels = []
+    runners: list[ForwardRunner] = [
+        CpuRunner(target_model(), 256, taps=(1, 2, 3)),
+        KernelRunner(target_model(), 256, taps=(1, 2, 3), record=not_recorded),
+    ]
+    for runner in runners:
+        head = load_head(directory, runner, lambda what: None)
+        feed_chain(runner, text, 1, prompt=True)
+        block = Block(head.ids, greedy, len(text), head.deepest)
+        with torch.inference_mode():
+            head.extend(torch.tensor(text[1:]), runner.features()[:-1], 0)
+            head.propose(block, 0)
+        levels.append(block.levels)
+    for ours, theirs in zip(*levels, strict=True):
+        assert [guess.token for guess in ours] == [guess.token for guess in theirs]
+        assert [guess.prob for guess in ours] == pytest.approx(
+            [guess.prob for guess in theirs], abs=1e-4
+        )
+
+
 # ---- SpecForge ----
 
 
@@ -216,6 +258,41 @@ def test_heads_of_specforge(nested: str, tmp_path: Path) -> None:
     found = proposal(loaded(directory), config_of("dspark"))
     assert all(map(torch.equal, found.logits, wanted.logits))
     assert found.confidences == wanted.confidences
+
+
+# [token, logit] of the likeliest token of each level: `DFlashDraftModel` of specforge 0.2.0 (torch 2.14.1, transformers
+# 5.19.0, attention "eager", masks of `create_dflash_sdpa_mask`) with the weights of `write_block_head`.
+OF_SPECFORGE = {
+    "sliding_window": ((80, 2.3862), (80, 2.6196), (80, 2.524), (80, 2.5395)),
+    "layer_types": ((265, 3.5569), (265, 3.7835), (265, 3.656), (265, 3.5747)),
+}
+
+
+@pytest.mark.usefixtures("attention")
+@pytest.mark.parametrize("name", OF_SPECFORGE)
+def test_windows_of_specforge_move_with_the_rows(name: str, tmp_path: Path) -> None:
+    head = loaded(as_specforge(tmp_path / "head", "dflash", name))
+    block = proposal(head, config_of("dflash", name))
+    for row, (token, logit) in zip(block.logits, OF_SPECFORGE[name], strict=True):
+        assert int(row.argmax()) == token
+        assert float(row[token]) == pytest.approx(logit, abs=1e-4)
+
+
+def test_windows_of_two_trainers(tmp_path: Path) -> None:
+    """What the rows of a block at position 10 see of the text before it.
+
+    As `create_anchor_block_mask_mod` of speculators 0.9.0 says, and `create_dflash_sdpa_mask` of specforge 0.2.0.
+    """
+    directory = as_specforge(tmp_path / "head", "dflash", "sliding_window")
+    written = json.loads((directory / "config.json").read_text())
+    seen = []
+    for config in (config_of("dflash", "sliding_window"), written):
+        attention = BlockAttention(Any, 0, 10, Any, BlockSettings.of(config).mask)  # type: ignore[arg-type]
+        positions = torch.arange(15)
+        is_hidden = attention._is_hidden(0, positions, positions[10:, None])
+        assert torch.equal(is_hidden[:, 10:], torch.ones(5, 5, dtype=torch.bool).triu(1))
+        seen.append([(~row).nonzero().flatten().tolist() for row in is_hidden[:, :10]])
+    assert seen == [[[6, 7, 8, 9]] * 5, [[7, 8, 9], [8, 9], [9], [], []]]
 
 
 # ---- refusals ----
@@ -286,10 +363,6 @@ def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
 
 
 # ---- texts ----
-
-
-def target() -> Path:
-    return tiny_model("llama-tied", layers=4, chat=True)
 
 
 def written(engine: Engine, method: str, temperature: float) -> list[list[int]]:

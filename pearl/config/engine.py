@@ -100,8 +100,8 @@ class EngineConfig(Section):
     )
     head: str | None = Field(
         default=None,
-        description="Head of the target (EAGLE-3), a directory or hub id; the target's own name for its layer for "
-        "multi-token prediction: method head verifies its guesses; auto and pearl take them too.",
+        description="Head of the target (EAGLE-3, DFlash, DSpark), a directory or hub id; the target's own name for "
+        "its layer for multi-token prediction: method head verifies its guesses; auto and pearl take them too.",
     )
     datastore: str | None = Field(
         default=None,

@@ -240,10 +240,9 @@ class BlockMask(NamedTuple):
     """What the rows of a block see of each other, and of the positions before the block.
 
     Attributes:
-        windows: for each layer, how many positions before the block its first row sees; 0: all.
+        windows: for each layer, how many positions before the block all rows see; 0: all.
         is_causal: for each layer, whether a row sees no later rows.
-        has_one_start: whether all rows see the same positions before the block. Otherwise the window
-            moves with the rows.
+        has_one_start: False: a window moves with the rows, and counts a row's own position.
     """
 
     windows: tuple[int, ...]
@@ -278,8 +277,9 @@ class BlockAttention(TorchAttention):
             is_hidden = positions > own_positions
         window = mask.windows[layer]
         if window:
-            starts = own_positions - window
+            starts = own_positions - window + 1
             if mask.has_one_start:
-                starts = starts[:1]
+                starts = own_positions[:1] - window
+            starts = starts.clamp_max(self._start)  # a window hides no row of the block
             is_hidden = is_hidden | (positions < starts)
         return is_hidden

@@ -110,7 +110,7 @@ class BlockSettings:
         forward, layer = _layers_of(inner)
         windows = tuple(window for window, _ in layer_kinds(forward, layer))
         mask = BlockMask(
-            windows=windows if is_of_speculators(config) else _without_own_row(windows),
+            windows=windows,
             is_causal=tuple(bool(window) and not non_causal for window in windows),
             has_one_start=is_of_speculators(config),
         )
@@ -141,11 +141,6 @@ class BlockSettings:
         shapes["hidden_norm.weight"] = (hidden,)
         shapes["fc.weight"] = (hidden, features)
         return shapes
-
-
-def _without_own_row(windows: tuple[int, ...]) -> tuple[int, ...]:
-    """Return SpecForge's windows, which count a row itself, without it."""
-    return tuple(max(0, window - 1) for window in windows)
 
 
 def _layers_of(config: Config) -> tuple[Forward, dict[str, Any]]:
@@ -242,11 +237,8 @@ class DFlashHead:
         self.dtype = layers.dtype
         self._fuse = self._matrix(tensors["fc.weight"])
         self._hidden_norm = tensors["hidden_norm.weight"].to(self.dtype)
-        self.ids = token_ids(
-            tensors, len(tensors.get("lm_head.weight", target.embedding)), self.device
-        )
-        if "lm_head.weight" not in tensors:
-            self.ids = self.ids[: target.vocab_size]
+        known = len(tensors.get("lm_head.weight", range(target.vocab_size)))
+        self.ids = token_ids(tensors, known, self.device)
         self._anchors = [0] * target.slots  # the last token of each slot's text
         room = whole_blocks(self.context + settings.size)
         heads = layers.heads
@@ -314,8 +306,10 @@ class DFlashHead:
         end = start + size
         table = torch.tensor([(slot, position, end, -1) for position in range(start, end)])
         # All rows end their windows at the end of the block.
-        windows = tuple(window + size if window else 0 for window in mask.windows)
-        scoring = scoring._replace(windows=windows)
+        windows = []
+        for window in mask.windows:
+            windows.append(window + size if window else 0)
+        scoring = scoring._replace(windows=tuple(windows))
         return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
 
     def layer_states(
