@@ -19,11 +19,13 @@ from pearl.models.checkpoints.direct import Unsupported, files_of, read_decoder
 from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.linear_layers import Matrix, Rounding, multiplies_bf16
+from pearl.models.heads.block_runner import BlockRunner
 from pearl.models.heads.chain import DraftHead
+from pearl.models.heads.dflash import DFlashHead
 from pearl.models.heads.head import Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
 from pearl.models.heads.mtp import load_mtp
-from pearl.models.heads.runner import HeadRunner
+from pearl.models.heads.runner import HeadRunner, StatesRunner
 from pearl.models.runner import ModelRunner
 
 
@@ -83,7 +85,7 @@ def load_draft_head(
     slots: int,
     progress: Progress,
     rounding: Rounding = "",
-) -> HeadRunner:
+) -> StatesRunner:
     """Load the head `spec` as a draft for the model `target`, from whose checkpoint only the embedding is read.
 
     Raises `ModelError`, as `load_head` does.
@@ -116,19 +118,16 @@ def load_draft_head(
         output=partial(_no_output, spec),
     )
     head = _load(spec, head_target, progress, rounding)
-    if not isinstance(head, DraftHead):
-        raise _drafts_no_chain(spec)
+    if isinstance(head, DFlashHead):
+        return BlockRunner(head, vocab_size, slots)
+    assert isinstance(head, DraftHead)
     return HeadRunner(head, vocab_size, slots)
 
 
 def _no_output(spec: str) -> Matrix:
-    raise _drafts_no_chain(spec)
-
-
-def _drafts_no_chain(spec: str) -> ModelError:
-    return ModelError(
-        f"Head {spec!r} proposes blocks, and only heads that draft token by token can be a --draft. "
-        "Name it as --head, with --draft none or another draft."
+    raise ModelError(
+        f"Head {spec!r} guesses with its target's output matrix, which only the target's process has. Name it as "
+        "--head, with --draft none or another draft."
     )
 
 
