@@ -7,7 +7,7 @@ which j tokens are accepted, the next block lacks the last j + 1 states.  Texts 
 each number of missing states the table has the tokens of a step (accepted ones and the target's own), and the share of
 blocks whose first 1, 2, ... tokens are all right:
 
-    without     the missing positions are left out
+    without     they are left out, and the anchor stands where the first of them would (as `BlockRunner` does it)
     as tokens   their tokens stand in the block, before the anchor
 """
 
@@ -102,7 +102,8 @@ def _blocks(model: Any, text: Text, anchors: torch.Tensor, missing: int, as_toke
     is_known = torch.arange(len(text.ids)) < (anchors - missing)[:, None]
     own = torch.block_diag(*[torch.ones(width, width)] * len(anchors)).bool()
     mask = torch.cat((is_known.repeat_interleave(width, 0), own), 1)[None, None]
-    hidden = _hidden(model, text.features, tokens.flatten(), positions.flatten(), mask)
+    places = positions if as_tokens else positions - missing
+    hidden = _hidden(model, text.features, tokens.flatten(), places.flatten(), mask)
     hidden = hidden.view(len(anchors), width, -1)[:, before:]
     logits = model.lm_head(hidden)
     ids = torch.arange(model.draft_vocab_size) + model.d2t

@@ -376,7 +376,7 @@ def test_a_draft_needs_an_output_matrix_of_its_own(tmp_path: Path) -> None:
 def test_a_draft_has_the_rows_of_a_block(kind: str, tmp_path: Path) -> None:
     """Token by token what a proposal has at once; then a new block, behind what it has drafted."""
     draft = draft_of(tmp_path / "head", kind)
-    head = draft._head
+    head = draft.head
     ids, states = text_and_states(config_of(kind))
     head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 1)
     watched = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 1 + head.deepest])

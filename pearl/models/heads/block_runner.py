@@ -71,7 +71,7 @@ class BlockRunner(StatesRunner):
     """
 
     def __init__(self, head: DFlashHead, vocab_size: int, slots: int) -> None:
-        self._head = head
+        self.head = head
         self.vocab_size = vocab_size
         self.context = head.context
         self.device = head.device
@@ -90,7 +90,7 @@ class BlockRunner(StatesRunner):
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
         """See `StatesRunner.extend`. Where states before `start` are missing, the head begins anew at `start`."""
-        head = self._head
+        head = self.head
         text = self._texts[slot]
         end = text.first + head.lengths[slot]
         if start > end:
@@ -112,13 +112,13 @@ class BlockRunner(StatesRunner):
         logits = torch.full((feed.rows, self.vocab_size), -torch.inf, device=self.device)
         end = len(text.tokens)
         for row, length in enumerate(range(end - feed.rows + 1, end + 1)):
-            logits[row, self._head.ids] = self._row(feed.slot, length)
+            logits[row, self.head.ids] = self._row(feed.slot, length)
         return logits
 
     def _row(self, slot: int, length: int) -> torch.Tensor:
         """Return the logits [the head's vocabulary] after the text's first `length` tokens."""
         text = self._texts[slot]
-        head = self._head
+        head = self.head
         if text.states is None or not 0 <= length - 1 - text.anchor < head.deepest:
             text.anchor = length - 1
             text.states = head.block_states(text.tokens[text.anchor], slot)
@@ -132,11 +132,12 @@ class BlockRunner(StatesRunner):
             return
         del text.tokens[length:]
         text.states = None
-        lengths = self._head.lengths
+        text.first = min(text.first, length)
+        lengths = self.head.lengths
         lengths[slot] = max(0, min(lengths[slot], length - text.first))
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         text = self._texts[slot]
         end = len(text.tokens) if length is None else length
-        self._head.copy(slot, into, max(0, min(self._head.lengths[slot], end - text.first)))
+        self.head.copy(slot, into, max(0, min(self.head.lengths[slot], end - text.first)))
         self._texts[into] = _Text(text.tokens[:end], text.first)
