@@ -35,6 +35,7 @@ from pearl.protocol.events import Drafted, Forwarded
 from pearl.protocol.messages import Submit
 
 CPU = torch.device("cpu")
+OFF = {"look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0}
 ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}
 
 
@@ -143,7 +144,8 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 if row.head_drafts and blocks is not None:
                     simulation.blocks = blocks
                     simulation.block_size = heads.head.deepest
-                options = RequestOptions(row.method, **row.guesses)  # type: ignore[arg-type]
+                guesses = OFF | row.guesses
+                options = RequestOptions(method=row.method, temperature=0.0, **guesses).resolved()
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
                 with torch.inference_mode():
                     outcome = simulation.run(submit)
