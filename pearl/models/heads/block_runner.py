@@ -97,7 +97,7 @@ class BlockRunner(StatesRunner):
             text.first = start
             head.lengths[slot] = 0
             end = start
-        new_states = features[end - start : self.context - start].to(self.device)
+        new_states = features[end - start : max(0, self.context - start)].to(self.device)
         if len(new_states):
             head.cache_states(new_states, slot)
             text.states = None
