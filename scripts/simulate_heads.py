@@ -112,7 +112,11 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
-    blocks = Counter(heads.head) if isinstance(heads, BlockRunner) else None
+    blocks = None
+    block_size = 0
+    if isinstance(heads, BlockRunner):
+        blocks = Counter(heads.head)
+        block_size = heads.head.deepest
     rows = {name: row for name, row in ROWS.items() if not args.rows or name in args.rows}
     for prompt in _prompts(args):
         messages = [{"role": "user", "content": prompt}]
@@ -143,8 +147,8 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 simulation.t_head = t_head
                 if row.head_drafts and blocks is not None:
                     simulation.blocks = blocks
-                    simulation.block_size = heads.head.deepest
-                guesses = OFF | row.guesses
+                    simulation.block_size = block_size
+                guesses: dict[str, Any] = OFF | row.guesses
                 options = RequestOptions(method=row.method, temperature=0.0, **guesses).resolved()
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
                 with torch.inference_mode():

@@ -17,31 +17,29 @@ import torch
 from pearl.models.cpu import native
 from pearl.models.feeds import Feed
 from pearl.models.heads.dflash import DFlashHead
+from pearl.models.heads.head import Block
 from pearl.models.heads.runner import StatesRunner
 from pearl.models.runner import Capabilities, check_feeds
 
 
-class _Rows:
-    """Stands in for a `Block`: follows given tokens, and keeps the logits after them."""
+class _Rows(Block):
+    """A block that follows given tokens, and keeps the logits after them."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, ids: torch.Tensor, tokens: Sequence[int]) -> None:
+        super().__init__(ids, self._given, 0, len(tokens) + 1)
         self.logits = torch.empty(0)
         self._tokens = tokens
-        self._depth = 0
 
-    @property
-    def wants_more(self) -> bool:
-        return self._depth <= len(self._tokens)
-
-    def draw(self, logits: torch.Tensor, depth: int) -> int:
-        """See `Block.draw`."""
-        return self._tokens[depth] if depth < len(self._tokens) else 0
+    def _given(self, logits: torch.Tensor, position: int) -> int:
+        if position < len(self._tokens):
+            return self._tokens[position]
+        return 0  # nobody reads it
 
     def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
-        """See `Block.add`."""
+        """See `Block.add`. The level stays empty."""
         self.logits = logits
-        token = self.draw(logits, self._depth)
-        self._depth += 1
+        token = self.draw(logits, len(self.levels))
+        self.levels.append([])
         return token
 
 
@@ -122,7 +120,7 @@ class BlockRunner(StatesRunner):
         if text.states is None or not 0 <= length - 1 - text.anchor < head.deepest:
             text.anchor = length - 1
             text.states = head.block_states(text.tokens[text.anchor], slot)
-        rows = _Rows(text.tokens[text.anchor + 1 : length])
+        rows = _Rows(head.ids, text.tokens[text.anchor + 1 : length])
         head.add_levels(rows, text.states, text.tokens[text.anchor])
         return rows.logits
 
