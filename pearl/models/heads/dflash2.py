@@ -117,12 +117,12 @@ def make(
     """See `HeadKind`."""
     settings = BlockSettings.of(config)
     hidden = int(settings.layer["hidden_size"])
-    own = DFlash2Settings.of(config, hidden)
+    dflash2 = DFlash2Settings.of(config, hidden)
     if "d2t" in tensors:
         raise ValueError("it has a vocabulary of its own (d2t), which such heads do not have")
-    shapes = own.shapes(settings.layer["num_hidden_layers"], hidden, target.vocab_size)
+    shapes = dflash2.shapes(settings.layer["num_hidden_layers"], hidden, target.vocab_size)
     weights = checked(settings, tensors, target, shapes)
-    return DFlash2Head(settings, own, weights, target, rounding)
+    return DFlash2Head(settings, dflash2, weights, target, rounding)
 
 
 class DFlash2Head(DFlashHead):
@@ -131,13 +131,13 @@ class DFlash2Head(DFlashHead):
     def __init__(
         self,
         settings: BlockSettings,
-        own: DFlash2Settings,
+        dflash2: DFlash2Settings,
         tensors: Tensors,
         target: HeadTarget,
         rounding: Rounding,
     ) -> None:
         super().__init__(settings, tensors, target, rounding)
-        self._own = own
+        self._dflash2 = dflash2
         self._around_attention: list[Convolutions] = []
         self._around_mlp: list[Convolutions] = []
         for number in range(len(self._layers)):
@@ -148,7 +148,7 @@ class DFlash2Head(DFlashHead):
                 name = f"layers.{number}.{part}"
                 weights = tensors[f"{name}.base_kernel"].to(self.dtype)
                 projection = tensors[f"{name}.kernel_projection.weight"].to(self.dtype)
-                convolutions.append(Convolutions(weights, projection, own.group))
+                convolutions.append(Convolutions(weights, projection, dflash2.group))
         self._predecessors = tensors[_PREDECESSORS].to(self.dtype)
         self._successors = tensors[_SUCCESSORS].to(self.dtype)
         self._projection = tensors[_PROJECTION].to(self.dtype)
@@ -174,7 +174,7 @@ class DFlash2Head(DFlashHead):
         projected = linear(states, self._projection)
         token = anchor
         for logits, row in zip(self.logits(states), projected, strict=True):
-            top_logits, candidates = logits.topk(self._own.candidates)
+            top_logits, candidates = logits.topk(self._dflash2.candidates)
             context = self._predecessors[token] * row
             scores = top_logits + (self._successors[candidates] @ context).float()
             selected = torch.full_like(logits, -torch.inf)

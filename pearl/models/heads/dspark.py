@@ -114,12 +114,12 @@ def make(
 ) -> DSparkHead:
     """See `HeadKind`."""
     settings = BlockSettings.of(config, _COMPUTED, samples_from_anchor=True)
-    own = DSparkSettings.of(config)
+    dspark = DSparkSettings.of(config)
     tensors = {name.removeprefix(_NESTED): tensor for name, tensor in tensors.items()}
     hidden = int(settings.layer["hidden_size"])
     known = len(tensors.get("lm_head.weight", range(target.vocab_size)))
-    weights = checked(settings, tensors, target, own.shapes(hidden, target, known))
-    return DSparkHead(settings, own, weights, target, rounding)
+    weights = checked(settings, tensors, target, dspark.shapes(hidden, target, known))
+    return DSparkHead(settings, dspark, weights, target, rounding)
 
 
 class DSparkHead(DFlashHead):
@@ -128,24 +128,24 @@ class DSparkHead(DFlashHead):
     def __init__(
         self,
         settings: BlockSettings,
-        own: DSparkSettings,
+        dspark: DSparkSettings,
         tensors: Tensors,
         target: HeadTarget,
         rounding: Rounding,
     ) -> None:
         super().__init__(settings, tensors, target, rounding)
-        self._own = own
+        self._dspark = dspark
         self._tensors: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if name.startswith(("markov_head.", "confidence_head.")) and name != _W2:
                 self._tensors[name] = tensor.to(self.dtype)
-        if own.rank:
+        if dspark.rank:
             self._bias = self._matrix(tensors[_W2])
 
     def add_levels(self, block: Block, states: torch.Tensor, anchor: int) -> None:
         """See `DFlashHead.add_levels`."""
         all_logits = self.logits(states)
-        memory = states.new_zeros(self._own.rank)
+        memory = states.new_zeros(self._dspark.rank)
         token = anchor
         for row, state in enumerate(states):
             embedded = self._embedded(token)
@@ -159,7 +159,7 @@ class DSparkHead(DFlashHead):
 
     def _embedded(self, token: int) -> torch.Tensor:
         """Return the row of a token in w1 [rank]."""
-        if not self._own.rank:
+        if not self._dspark.rank:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         return self._tensors[_W1][token]
 
@@ -167,14 +167,14 @@ class DSparkHead(DFlashHead):
         self, embedded: torch.Tensor, state: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bias of a row's logits [len(ids)], and the memory [rank] for the next row."""
-        own = self._own
-        if not own.rank:
+        dspark = self._dspark
+        if not dspark.rank:
             return state.new_zeros(()), memory
         x = embedded
-        if own.kind == "gated":
+        if dspark.kind == "gated":
             gate = self._project(_GATE, state, embedded)
             x = gate.sigmoid() * embedded
-        elif own.kind == "rnn":
+        elif dspark.kind == "rnn":
             joint = self._project(_JOINT, memory, embedded, state)
             gate, candidate, output = joint.chunk(3)
             gate = gate.sigmoid()
@@ -189,10 +189,10 @@ class DSparkHead(DFlashHead):
 
     def _confidence(self, state: torch.Tensor, embedded: torch.Tensor) -> float | None:
         """Return the predicted probability that the target accepts a row's token; None if it is not predicted."""
-        own = self._own
-        if not own.has_confidence:
+        dspark = self._dspark
+        if not dspark.has_confidence:
             return None
         inputs = [state]
-        if own.reads_token:
+        if dspark.reads_token:
             inputs.append(embedded)
         return float(self._project(_CONFIDENCE, *inputs).float().sigmoid())
