@@ -3,7 +3,8 @@
     python scripts/simulate_heads.py --head my-head/head --limit 3
 
 Greedy texts, each checked to be the target's own. A draft forward takes a c-th of a target forward, one of the head
-`--t-head` of one, wherever it runs, and each further token that the target is fed `--per-row` of one.
+`--t-head` of one, wherever it runs, and each further token that the target is fed `--per-row` of one. A block takes a
+c-th, too: a draft computes as many at once as 16 rows hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +28,14 @@ from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_execu
 from pearl.metrics import Sums
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.heads.block_runner import BlockRunner
 from pearl.models.heads.chain import ChainHead
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
-from pearl.protocol.events import Forwarded
+from pearl.protocol.events import Drafted, Forwarded
 from pearl.protocol.messages import Submit
 
 CPU = torch.device("cpu")
+OFF = {"look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0}
 ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}
 
 
@@ -43,6 +47,12 @@ class Drafter(NamedTuple):
     guesses: dict[str, int] = {}  # noqa: RUF012
     has_head: bool = False
     head_drafts: bool = False
+
+    def depends_on_c(self, is_block: bool) -> bool:
+        """Whether a forward takes a c-th of the target's."""
+        if self.has_head or self.head_drafts:
+            return is_block or not self.head_drafts
+        return self.method in ("sd", "pearl")
 
 
 ROWS = {
@@ -56,6 +66,7 @@ ROWS = {
     "the head drafts, as published": Drafter("pearl", head_drafts=True),
     "the head drafts": Drafter("pearl", ALL, head_drafts=True),
 }
+_ROWS_AT_ONCE = 16  # of a forward that takes no longer than one of one row
 
 
 class Counter:
@@ -64,7 +75,7 @@ class Counter:
     def __init__(self, head: Any) -> None:
         self.forwards = 0
         # A chain reads tokens one by one; a block drafter proposes a block with one forward.
-        name = "read" if isinstance(head, ChainHead) else "propose"
+        name = "read" if isinstance(head, ChainHead) else "block_states"
         self._compute = getattr(head, name)
         setattr(head, name, self)
 
@@ -77,6 +88,8 @@ class TimedGuesses(Simulation):
     """Adds the time of the head's forwards to the target's, which reads no message between the two."""
 
     counter: Counter | None = None
+    blocks: Counter | None = None  # those of the draft
+    block_size = 0
     t_head = 0.0
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
@@ -85,6 +98,10 @@ class TimedGuesses(Simulation):
             seconds += self.counter.forwards * self.t_head
             event = replace(event, seconds=seconds, at=self._now + seconds)
             self.counter.forwards = 0
+        if isinstance(event, Drafted) and self.blocks is not None:
+            seconds = ceil(self.blocks.forwards * self.block_size / _ROWS_AT_ONCE) * self.t_head
+            event = replace(event, seconds=seconds)
+            self.blocks.forwards = 0
         return event, seconds
 
 
@@ -95,14 +112,25 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
+    blocks = None
+    block_size = 0
+    if isinstance(heads, BlockRunner):
+        blocks = Counter(heads.head)
+        block_size = heads.head.deepest
+    rows = {name: row for name, row in ROWS.items() if not args.rows or name in args.rows}
     for prompt in _prompts(args):
         messages = [{"role": "user", "content": prompt}]
         ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
         expected: list[int] = []
-        for c in args.c:
-            for name, row in ROWS.items():
+        for name, row in rows.items():
+            groups = [args.c]
+            if row.depends_on_c(blocks is not None):
+                groups = [[c] for c in args.c]
+            for group in groups:
+                c = group[0]
+                t_head = args.t_head if blocks is None else 1 / c
                 runner = heads if row.head_drafts else draft
-                t_draft = args.t_head if row.head_drafts else 1 / c
+                t_draft = t_head if row.head_drafts else 1 / c
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
                 target.rollback(0)
                 runner.rollback(0)
@@ -116,14 +144,19 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 )
                 simulation = TimedGuesses(*executors, timing, runner.context, None)
                 simulation.counter = counter
-                simulation.t_head = args.t_head
-                options = RequestOptions(row.method, **row.guesses)  # type: ignore[arg-type]
+                simulation.t_head = t_head
+                if row.head_drafts and blocks is not None:
+                    simulation.blocks = blocks
+                    simulation.block_size = block_size
+                guesses: dict[str, Any] = OFF | row.guesses
+                options = RequestOptions(method=row.method, temperature=0.0, **guesses).resolved()
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
                 with torch.inference_mode():
                     outcome = simulation.run(submit)
                 expected = expected or outcome.tokens
                 assert outcome.tokens == expected, (name, c)
-                yield c, name, outcome
+                for same in group:
+                    yield same, name, outcome
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
@@ -154,6 +187,7 @@ def main() -> None:
     parser.add_argument("--c", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--per-row", type=float, default=0.01)
     parser.add_argument("--t-head", type=float, default=0.12)
+    parser.add_argument("--rows", action="append", choices=ROWS)
     args = parser.parse_args()
     args.prompts = args.prompts or ["humaneval", "questions", "edits"]
     args.head = str(args.head)
@@ -162,7 +196,7 @@ def main() -> None:
         by_row.setdefault((c, name), []).append(outcome)
     print("| tokens a step, speed over ar | " + " | ".join(f"c = {c}" for c in args.c) + " |")
     print("|---" * (1 + len(args.c)) + "|")
-    for name in ROWS:
+    for name in dict.fromkeys(name for _, name in by_row):
         cells = []
         for c in args.c:
             texts = by_row[c, name]

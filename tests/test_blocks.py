@@ -17,6 +17,7 @@ from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
+from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import BlockAttention
 from pearl.models.gpu.recordings import not_recorded
@@ -488,10 +489,69 @@ def test_what_is_not_computed_is_refused_by_name(
         )
 
 
-def test_a_block_drafter_is_no_draft_yet(tmp_path: Path) -> None:
-    directory = write_block_head(tmp_path / "head", "dflash")
-    with pytest.raises(ModelError, match=r"proposes blocks.*Name it as --head"):
-        load_draft_head(str(directory), str(target()), CPU, None, 1, lambda what: None)
+# ---- as the draft ----
+
+
+def draft_of(directory: Path, kind: str, name: str = "draft_vocab_size") -> Any:
+    """A block drafter as a draft, and the head that it runs."""
+    head = write_block_head(directory, kind, name)
+    return load_draft_head(str(head), str(target()), CPU, None, 2, lambda what: None)
+
+
+def test_a_draft_needs_an_output_matrix_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"its target's output matrix.*Name it as --head"):
+        draft_of(tmp_path / "head", "dflash", "none")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@torch.inference_mode()
+def test_a_draft_has_the_rows_of_a_block(kind: str, tmp_path: Path) -> None:
+    """Token by token what a proposal has at once; then a new block, behind what it has drafted."""
+    draft = draft_of(tmp_path / "head", kind)
+    head = draft.head
+    ids, states = text_and_states(config_of(kind))
+    head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 1)
+    watched = Watched(head.ids, ids[ANCHOR + 1 : ANCHOR + 1 + head.deepest])
+    head.propose(watched, 1)
+    draft.extend(0, states[:ANCHOR], 0)
+    fed = ids[: ANCHOR + 1].tolist()
+    for depth, expected in enumerate(watched.logits):
+        (logits,) = draft.forward([Feed(fed, 1)])
+        torch.testing.assert_close(logits[0, head.ids], expected)
+        assert logits.isneginf().sum() >= draft.vocab_size - len(head.ids)
+        fed = [int(ids[ANCHOR + 1 + depth])]
+    (logits,) = draft.forward([Feed(fed, 1)])
+    assert logits[0].max().isfinite(), "a new block"
+
+
+@torch.inference_mode()
+def test_a_new_block_begins_with_new_states_and_in_a_fork(tmp_path: Path) -> None:
+    """A branch is the block behind its outcome; states that come later make the next row another."""
+    draft = draft_of(tmp_path / "head", "dspark")
+    ids, states = text_and_states(config_of("dspark"))
+    tokens = ids.tolist()
+    draft.extend(0, states[:6], 0)
+    draft.forward([Feed(tokens[:8], 1)])
+    draft.fork(0, 1)
+    (branch,) = draft.forward([Feed([33], 1, slot=1)])
+    draft.extend(6, states[6:8], 0)
+    (known,) = draft.forward([Feed([33], 1)])
+    assert not torch.equal(branch, known)
+    draft.rollback(0)
+    draft.extend(0, states[:8], 0)
+    (anew,) = draft.forward([Feed([*tokens[:8], 33], 1)])
+    assert torch.equal(known, anew)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_no_text_changes_where_blocks_are_the_draft(
+    kind: str, texts: dict[float, list[list[int]]], tmp_path: Path
+) -> None:
+    head = str(write_block_head(tmp_path / "head", kind, "draft_vocab_size"))
+    with Engine(str(target()), head, slots=2) as engine:
+        for temperature, expected in texts.items():
+            for method in ("pearl", "sd"):
+                assert written(engine, method, temperature) == expected, method
 
 
 def test_a_layer_for_multi_token_prediction_drafts_in_another_process(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_draft_learns_from_texts_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on_policy"):
         Distillation(settings(tmp_path / "x", on_policy=0.5), Silent()).answer()
     with pytest.raises(ConfigError, match="forward KL"):
-        settings(tmp_path / "x", head=True, divergence="tvd")
+        settings(tmp_path / "x", head="eagle3", divergence="tvd")
 
 
 def feed_chain_anew(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:

@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = DistillConfig(
         target=str(target()),
         out=str(tmp_path_factory.mktemp("head")),
-        head=True,
+        head="eagle3",
         head_tokens=KNOWN,
         device="cpu",
         dtype="float32",

@@ -19,7 +19,7 @@ from pearl.drafting.step import Step, choose, make_mark, plan
 from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
-from pearl.models.heads.runner import HeadRunner
+from pearl.models.heads.runner import StatesRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.acceptance_estimates import Foresight
 from pearl.protocol.events import Draft, Drafted, Open
@@ -148,7 +148,7 @@ class ModelProposer:
         Raises `RemoteProtocolError` if this draft does not read such states.
         """
         runner = self.runner
-        if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
+        if not isinstance(runner, StatesRunner) or len(states.states) % (2 * runner.features):
             raise RemoteProtocolError("target sent hidden states that this draft does not read")
         text = self._texts.get(states.request)
         if text is not None and states.states:

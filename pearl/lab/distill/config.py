@@ -38,11 +38,16 @@ class DistillConfig(Section):
     layers: tuple[int, ...] = Field(
         (0, 1), description="The target's layers that a new draft starts from, from 0."
     )
-    head: bool = Field(
-        False, description="Make a head of the target (EAGLE-3) instead of a draft model."
+    head: Literal["none", "eagle3", "dflash", "dspark"] = Field(
+        "none", description="Kind of head of the target to make instead of a draft model."
     )
     head_tokens: int = Field(
         8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all."
+    )
+    head_layers: Count = Field(2, description="Layers of a block drafter (dflash, dspark).")
+    block_size: int = Field(6, ge=2, le=64, description="Positions of a block drafter's block.")
+    markov_rank: Count = Field(
+        64, description="Rank of dspark's bias by the token before, which makes a block a chain."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
@@ -117,13 +122,20 @@ class DistillConfig(Section):
             raise ValueError("at least one, none of them negative")
         return value
 
+    @property
+    def is_block(self) -> bool:
+        """Whether the head is a block drafter, which speculators trains."""
+        return self.head in ("dflash", "dspark")
+
     @model_validator(mode="after")
     def _consistent(self) -> DistillConfig:
         if self.init_from is not None and "layers" in self.model_fields_set:
             raise ConfigError("init_from brings its own layers: leave them out")
-        if self.head and (self.init_from is not None or "layers" in self.model_fields_set):
+        if self.head != "none" and (
+            self.init_from is not None or "layers" in self.model_fields_set
+        ):
             raise ConfigError("a head begins anew: leave init_from and layers out")
-        if self.head and (self.on_policy or self.divergence != "fkl"):
+        if self.head != "none" and (self.on_policy or self.divergence != "fkl"):
             raise ConfigError(
                 "a head learns by forward KL from the target's own texts: leave on_policy and divergence out"
             )

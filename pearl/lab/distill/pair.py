@@ -146,6 +146,12 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
     )
 
 
+def decoder_layers(model: PreTrainedModel) -> Any:
+    """Return the model's list of decoder layers."""
+    name, _ = _layer_list(model)
+    return model.get_submodule(name)
+
+
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
     """Return the input embeddings [vocab, width]."""
     table: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ import torch
 from filelock import FileLock, Timeout
 
 from pearl.cache import Watcher
-from pearl.errors import ConfigError, DistillError
+from pearl.errors import ConfigError, DistillError, installing
 from pearl.lab.distill.answers import RecordedAnswer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.invention import invent
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
-from pearl.lab.distill.pair import head, load_teacher, new_draft
+from pearl.lab.distill.pair import head, load_teacher, new_draft, replacing
 from pearl.lab.distill.prompts import training_prompts
+from pearl.lab.distill.states import write_states
+from pearl.models.forward.layers import tapped
 
 HELD_OUT = "held-out"
 _FORMAT = 4  # version of the format of a run's files
@@ -58,6 +61,8 @@ class Distillation:
     """A run in the directory `config.out`. Methods raise `PearlError`; an error leaves all saved files intact."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
+        if config.is_block and find_spec("speculators") is None:
+            raise ConfigError(f"--head {config.head} needs speculators: {installing('blocks')}")
         self._config = config
         self._watcher = watcher
         self._directory = Path(config.out).expanduser()
@@ -66,7 +71,7 @@ class Distillation:
         self._answered = self._settle(resume)
         self._place = RunPosition()
         self._saved = _read(self._directory / "checkpoint.pt")
-        if not config.head:  # a head begins later, as its vocabulary comes from answers
+        if config.head == "none":  # a head begins later, as its vocabulary comes from answers
             self._begin(DraftLearner(config, new_draft(config, self._teacher)))
 
     def _begin(self, learner: Learner) -> None:
@@ -104,7 +109,9 @@ class Distillation:
         config = self._config
         with locked(self._directory):
             held_out = self._answers(HELD_OUT, config.held_out)
-            if config.head:
+            if config.is_block:
+                return self._make_block(held_out)
+            if config.head != "none":
                 first = self._answers("round-000", config.answers_per_round)
                 self._begin(HeadLearner(config, self._teacher, first))
             if not (self._directory / "log.jsonl").exists():
@@ -143,9 +150,41 @@ class Distillation:
 
     def _export(self) -> Path:
         about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
-        path = self._directory / ("head" if self._config.head else "draft")
+        path = self._directory / ("draft" if self._config.head == "none" else "head")
         self._learner.export(self._config.target, path, about)
         return path
+
+    def _make_block(self, held_out: Sequence[RecordedAnswer]) -> Path:
+        """Train a block drafter on the answers of all rounds; return the directory of the head."""
+        from pearl.lab.distill import blocks
+
+        config = self._config
+        states = self._directory / "states"
+        layers = sorted(set(tapped(self._teacher.model.config.num_hidden_layers)))
+        if not states.exists():
+            answers: list[RecordedAnswer] = []
+            for round in range(config.rounds):
+                answers += self._answers(f"round-{round:03d}", config.answers_per_round)
+            with replacing(states) as building:
+                write_states(
+                    self._teacher, answers + list(held_out), layers, building, self._watcher
+                )
+        self._watcher.begin("learning", config.passes)
+        device = self._teacher.model.device
+        checkpoint = blocks.train(config, states, layers, len(held_out), device, self._log_epoch)
+        path = self._directory / "head"
+        with replacing(path) as building:
+            blocks.export(config, checkpoint, building)
+        return path
+
+    def _log_epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Report an epoch of a block drafter, and append its metrics on held-out answers to the log."""
+        length = metrics["eal_epoch"]
+        self._watcher.advance(1, f"{length:.2f} tokens a step on held-out answers")
+        entry: dict[str, Any] = {"epoch": epoch}
+        for name, value in sorted(metrics.items()):
+            entry[name.removesuffix("_epoch")] = round(value, 4)
+        self._append(entry)
 
     def _log(self, held_out: Sequence[RecordedAnswer]) -> None:
         """Measure the agreement on held-out answers, report it, and append it to the log."""
@@ -156,8 +195,11 @@ class Distillation:
             "step": self._place.step,
             "tokens": tokens,
             "held_out_agreement": agreement,
-            "unix_time": round(time.time(), 1),
         }
+        self._append(entry)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        entry["unix_time"] = round(time.time(), 1)
         with (self._directory / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

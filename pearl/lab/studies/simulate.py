@@ -26,7 +26,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Statistics, Stopwatch, fold
 from pearl.models.heads.head import Head
-from pearl.models.heads.runner import HeadRunner
+from pearl.models.heads.runner import StatesRunner
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -133,7 +133,7 @@ def paired_executors(
     proposer = VirtualProposer(
         draft, target.vocab_size, t_draft, datastore=datastore, guides=guides
     )
-    gives_states = isinstance(draft, HeadRunner)
+    gives_states = isinstance(draft, StatesRunner)
     executor = TargetExecutor(
         target,
         datastore=datastore,

@@ -219,6 +219,8 @@ class DFlashHead:
     ) -> None:
         self._settings = settings
         self.context = target.context
+        self.features = target.features
+        self.weights = rounding or str(target.embedding.dtype).removeprefix("torch.")
         self.deepest = settings.size - settings.first
         self.device: torch.device = target.embedding.device
         on_cpu = self.device.type == "cpu"
@@ -258,9 +260,19 @@ class DFlashHead:
 
     def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
         """See `Head.extend`."""
+        self.cache_states(features, slot)
+        self._anchors[slot] = int(tokens[-1])
+
+    def cache_states(self, features: torch.Tensor, slot: int) -> None:
+        """Read the target's hidden states [n, features] of the slot's next positions."""
         for piece in features.split(_PIECE):
             self._read(piece, slot)
-        self._anchors[slot] = int(tokens[-1])
+
+    def copy(self, slot: int, into: int, end: int) -> None:
+        """Copy what is cached of the first `end` positions into slot `into`, whose length becomes `end`."""
+        for buffer in (self._slots.keys, self._slots.values):
+            buffer[into, :, :, :end] = buffer[slot, :, :, :end]
+        self.lengths[into] = end
 
     def _read(self, features: torch.Tensor, slot: int) -> None:
         """Cache each layer's keys and values for the slot's next positions."""

@@ -32,11 +32,13 @@ from pearl.models.forward.linear_layers import (
     matrix,
     multiplies_bf16,
 )
+from pearl.models.heads.block_runner import BlockRunner
 from pearl.models.heads.chain import DraftHead
+from pearl.models.heads.dflash import DFlashHead
 from pearl.models.heads.head import Head, HeadTarget
 from pearl.models.heads.kinds import kind_of
 from pearl.models.heads.mtp import load_mtp
-from pearl.models.heads.runner import HeadRunner
+from pearl.models.heads.runner import HeadRunner, StatesRunner
 from pearl.models.runner import ModelRunner
 
 
@@ -96,7 +98,7 @@ def load_draft_head(
     slots: int,
     progress: Progress,
     rounding: Rounding = "",
-) -> HeadRunner:
+) -> StatesRunner:
     """Load the head `spec` as a draft for the model `target`.
 
     Of the target's checkpoint the embedding is read and, for a head without an output matrix, the output matrix.
@@ -131,8 +133,10 @@ def load_draft_head(
         output=lambda: _output_of(read(only=(EMBEDDING, OUTPUT)), rounding),
     )
     head = _load(spec, head_target, progress, rounding)
+    if isinstance(head, DFlashHead):
+        return BlockRunner(head, vocab_size, slots)
     if not isinstance(head, DraftHead):
-        raise _drafts_no_chain(spec)
+        raise _cannot_be_draft(spec)
     return HeadRunner(head, vocab_size, slots)
 
 
@@ -145,9 +149,9 @@ def _output_of(decoder: Decoder, rounding: Rounding) -> Matrix:
     return matrix(decoder.lm_head, dtype=dtype, is_native=is_native, rounding=rounding, wide=True)
 
 
-def _drafts_no_chain(spec: str) -> ModelError:
+def _cannot_be_draft(spec: str) -> ModelError:
     return ModelError(
-        f"Head {spec!r} proposes blocks, and only heads that draft token by token can be a --draft. "
+        f"Head {spec!r} guesses a block in the forward that reads its target's states, so it cannot be a --draft. "
         "Name it as --head, with --draft none or another draft."
     )
 

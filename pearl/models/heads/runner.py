@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,24 @@ class _Text:
         )
 
 
-class HeadRunner(ModelRunner):
+class StatesRunner(ModelRunner):
+    """A draft that reads the target's hidden states.
+
+    Attributes:
+        features: width of the states of a token.
+    """
+
+    features: int
+
+    @abstractmethod
+    def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
+        """Take in the target's states [n, features] for positions from `start` on.
+
+        The positions may lie after the end of the text.
+        """
+
+
+class HeadRunner(StatesRunner):
     """Drafts with the target's states as far as they have arrived, and from there on with the head's own outputs.
 
     Token p is read with the state of token p - 1.  When further states arrive, the tokens that were read without them
@@ -76,10 +94,7 @@ class HeadRunner(ModelRunner):
         return native.use_threads(count)
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
-        """Store the target's states [n, features] for positions from `start` on.
-
-        The positions may lie after the end of the text.
-        """
+        """See `StatesRunner.extend`."""
         features = features[: max(0, self.context - start)]
         end = start + len(features)
         text = self._texts[slot]

@@ -1,0 +1,184 @@
+"""Trains block drafters of the target with vLLM's speculators, on answers and states that `states` wrote.
+
+A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens before the last
+one.  Model, loss and trainer are those of speculators; only its choice of a device is ours, as it looks for an
+accelerator and has no way to a CPU.
+
+Source: "DFlash", 2026; "DSpark", 2026; speculators 0.9.0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from speculators.model import SpeculatorModel
+from speculators.train import checkpointer
+from speculators.train import trainer as speculators_trainer
+from speculators.train.cli import create_transformer_layer_config
+from speculators.train.dataloader import create_train_val_loaders
+from speculators.train.trainer import Trainer, TrainerConfig
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+from pearl.lab.distill.config import DistillConfig
+from pearl.lab.distill.states import VERIFIER
+
+_WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
+_LOSS = "kl_div"
+
+Report = Callable[[int, dict[str, float]], None]
+
+
+class _Trainer(Trainer):
+    """speculators' trainer on the device of the target.
+
+    Args:
+        report: called with the metrics of each epoch on held-out answers.
+    """
+
+    def __init__(self, device: torch.device, report: Report, *arguments: Any) -> None:
+        self._device = device
+        self._report = report
+        super().__init__(*arguments)
+
+    def setup_trainer(self) -> None:
+        """Choose the device: the trainer moves model and batches to `local_rank`."""
+        self.local_rank = self._device
+        self.device_type = self._device.type
+        super().setup_trainer()
+
+    def val_epoch(self, epoch: int) -> dict[str, float] | None:
+        metrics: dict[str, float] = super().val_epoch(epoch)
+        self._report(epoch, metrics)
+        return metrics
+
+
+class _Clock(speculators_trainer._StepTimer):
+    """The trainer's clock without waiting for an accelerator, where there is none."""
+
+    def mark(self, name: str) -> None:
+        self.mark_value(name, time.perf_counter())
+
+    def now(self) -> float | None:
+        return time.perf_counter() if self.enabled else None
+
+
+def train(
+    config: DistillConfig,
+    states: Path,
+    layers: Sequence[int],
+    held_out: int,
+    device: torch.device,
+    report: Report,
+) -> Path:
+    """Train a block drafter, on from its last checkpoint; return the directory of the new one.
+
+    Args:
+        states: a directory that `write_states` wrote.
+        layers: the target's layers that it was written for.
+        held_out: how many of its last answers are only measured on.
+        report: called after each epoch with its number and its metrics on held-out answers.
+    """
+    torch.manual_seed(config.seed)
+    if device.type == "cpu":
+        speculators_trainer._StepTimer = _Clock
+        checkpointer.get_current_device = lambda: "cpu"
+    kind: Any = SpeculatorModel.registry[config.head]
+    model = _new_model(kind, config, states, layers)
+    loaders = _loaders(config, states, held_out, model)
+    for_training, for_measuring = kind.get_trainer_kwargs(
+        loss_fn=_LOSS,
+        loss_implementation="eager",
+        max_anchors=config.batch_tokens // config.block_size,
+    )
+    trainer_config = TrainerConfig(
+        lr=config.learning_rate,
+        num_epochs=config.passes,
+        save_path=str(states.parent / "training"),
+        resume_from_checkpoint=True,
+        train_call_kwargs=for_training,
+        val_call_kwargs=for_measuring,
+        optimizer=config.optimizer,
+        muon_lr=config.learning_rate,
+        hidden_states_dtype=getattr(torch, config.dtype),
+        log_freq=config.checkpoint_steps,
+    )
+    trainer = _Trainer(device, report, model, trainer_config, *loaders)
+    trainer.run_training()
+    return trainer.checkpointer.path / str(config.passes - 1)
+
+
+def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[int]) -> Any:
+    """Return a block drafter before training."""
+    verifier = str(states / VERIFIER)
+    layer_config = create_transformer_layer_config(
+        verifier_name_or_path=verifier,
+        num_layers=config.head_layers,
+        draft_arch="qwen3",
+        hidden_act="silu",
+        sliding_window=_WINDOW,
+        full_attention_indices=list(range(config.head_layers)),
+    )
+    vocab = layer_config.vocab_size
+    tokens = min(config.head_tokens or vocab, vocab)
+    counts = torch.load(states / "token_freq.pt", weights_only=True)
+    d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
+    model = kind.from_training_args(
+        layer_config,
+        t2d=t2d,
+        d2t=d2t,
+        draft_vocab_size=tokens,
+        verifier_name_or_path=verifier,
+        target_layer_ids=list(layers),
+        draft_attn_impl="sdpa",
+        block_size=config.block_size,
+        mask_token_id=next(token for token in range(vocab) if token not in counts),
+        markov_rank=config.markov_rank,
+    )
+    _begin_near_the_target(model)
+    return model
+
+
+@torch.no_grad()
+def _begin_near_the_target(model: Any) -> None:
+    """Start from the target's last norm, and from the last of the states that the head reads."""
+    model.norm.weight.copy_(model.verifier_norm.weight)
+    hidden = model.hidden_size
+    model.fc.weight.zero_()
+    model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+
+
+def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:
+    rows = len(list((states / "hidden_states").iterdir()))
+    return create_train_val_loaders(
+        data_path=str(states),
+        total_seq_len=config.batch_tokens,
+        hidden_states_dtype=getattr(torch, config.dtype),
+        vllm_endpoint="",
+        on_missing="raise",
+        verifier_name_or_path=str(states / VERIFIER),
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=model.config.transformer_layer_config.hidden_size,
+        num_target_layers=len(model.target_layer_ids),
+        num_workers=0,
+        prefetch_factor=1,
+        preprocess=None,
+        train_data_ratio=(rows - held_out + 0.5) / rows,  # rounded down to a number of rows
+        seed=config.seed,
+    )
+
+
+def export(config: DistillConfig, checkpoint: Path, directory: Path) -> None:
+    """Copy a checkpoint of the trainer to `directory`, as a head of the target that the user named."""
+    settings = json.loads((checkpoint / "config.json").read_text())
+    settings["speculators_config"]["verifier"]["name_or_path"] = config.target
+    (directory / "config.json").write_text(json.dumps(settings, indent=1))
+    shutil.copy(checkpoint / "model.safetensors", directory)

@@ -1,0 +1,95 @@
+"""Block drafters that speculators trains: the files that we write for it, and what it makes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pearl.lab.distill.answers import RecordedAnswer
+from pearl.lab.distill.config import DistillConfig
+from pearl.lab.distill.pair import load_teacher
+from pearl.lab.distill.run import Distillation
+from pearl.lab.distill.states import states_of, write_states
+from tests.conftest import Quiet
+from tests.tiny import tiny_model
+
+LAYERS = (2, 1)
+TEXTS = [[5, 40, 7, 93, 11, 12, 200, 3], [17, 60, 61]]
+
+
+def settings(out: Path, **others: object) -> DistillConfig:
+    values: dict[str, object] = {
+        "target": str(tiny_model("llama-tied", layers=4, chat=True)),
+        "out": str(out),
+        "device": "cpu",
+        "dtype": "float32",
+        "rounds": 1,
+        "answers_per_round": 8,
+        "held_out": 2,
+        "answer_batch": 8,
+        "max_prompt_tokens": 6,
+        "max_answer_tokens": 40,
+        "temperatures": (0.0,),
+        "top": 4,
+        "head_tokens": 96,
+        "head_layers": 1,
+        "block_size": 4,
+        "markov_rank": 8,
+        "batch_tokens": 200,
+        "learning_rate": 1e-2,
+    }
+    return DistillConfig(**values | others)
+
+
+def test_the_last_states_are_those_before_the_last_norm(tmp_path: Path) -> None:
+    """Which the trainer applies itself. Padding changes no text's states."""
+    teacher = load_teacher(settings(tmp_path), print)
+    model = AutoModelForCausalLM.from_pretrained(teacher.name, dtype=torch.float32).eval()
+    for text, states in zip(TEXTS, states_of(teacher, TEXTS, LAYERS), strict=True):
+        with torch.inference_mode():
+            outputs = model(torch.tensor([text]), output_hidden_states=True)
+            logits = model.lm_head(model.model.norm(states[:, -1].float()))
+        for number, layer in enumerate(LAYERS):
+            wanted = outputs.hidden_states[layer][0].bfloat16()
+            torch.testing.assert_close(states[:, number], wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(logits, outputs.logits[0], rtol=5e-2, atol=5e-2)
+
+
+def test_speculators_reads_the_answers(tmp_path: Path) -> None:
+    """Its own reader of a directory gives the tokens, a mask of the answers, and the states."""
+    data = pytest.importorskip("speculators.train.data")
+    teacher = load_teacher(settings(tmp_path), print)
+    answers = []
+    for text in TEXTS:
+        top = torch.zeros(len(text) - 2, 4)
+        answers.append(RecordedAnswer(text[:2], text[2:], top.int(), top.half()))
+    write_states(teacher, answers, LAYERS, tmp_path / "states", Quiet())
+    dataset = data.ArrowDataset(200, tmp_path / "states", on_missing="raise")
+    rows = [dataset[number] for number in range(len(dataset))]
+    for text, states, row in zip(TEXTS, states_of(teacher, TEXTS, LAYERS), rows, strict=True):
+        assert row["input_ids"].tolist() == text
+        assert row["loss_mask"].tolist() == [0, 0] + [1] * (len(text) - 2)
+        torch.testing.assert_close(row["hidden_states"], states[:, :-1].flatten(1))
+        torch.testing.assert_close(row["verifier_last_hidden_states"], states[:, -1])
+    counts = torch.load(tmp_path / "states" / "token_freq.pt")
+    assert counts[61] == 1
+    assert 5 not in counts, "a token of a prompt"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
+    """Answers that it sees again and again: it is right about more and more of them."""
+    pytest.importorskip("speculators")
+    head = Distillation(settings(tmp_path, head=kind, passes=12), Quiet()).run()
+    config = json.loads((head / "config.json").read_text())
+    assert config["speculators_model_type"] == kind
+    assert config["block_size"] == 4
+    assert config["speculators_config"]["verifier"]["name_or_path"] == settings(tmp_path).target
+    weights = load_file(head / "model.safetensors")
+    assert weights["lm_head.weight"].shape[0] == 96
+    assert "embed_tokens.weight" not in weights
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"]
