@@ -67,6 +67,7 @@ _SIGNATURES = {
     "pearl_helpers": "ip",
     "pearl_delay": "n",
     "pearl_pack": "pnniip",
+    "pearl_rounds_rows": "p",
 }
 
 _threads = 0  # 0: as many as torch has
@@ -184,11 +185,12 @@ class Native:
 
     Results are float32 if `wide`. Otherwise they have the dtype of y or, without y, the dtype of x.
 
-    With `rounds_rows`, x is rounded to 8 bits, 16 inputs with one scale, where the processor has products
-    for that: see `rounds_rows_of`.
+    If `rounds_rows` is asked for, weights of 4 to 6 bits are multiplied by x rounded to 8 bits, with a scale
+    for each 16 inputs, on a processor with AVX2.
 
     Attributes:
         scratch: floats of working memory that a product needs for each row.
+        rounds_rows: whether rows are rounded to 8 bits.
     """
 
     def __init__(
@@ -227,6 +229,7 @@ class Native:
             self._keep("bias", bias.float())
         self.scratch = 3 * inputs + inputs // self._given.group
         self._reference = ctypes.byref(self._given)
+        self.rounds_rows = bool(_loaded().pearl_rounds_rows(self._reference))
 
     def _keep_scales(self, weights: QuantisedMatrix) -> torch.Tensor:
         """Keep all tensors but the steps, and return the steps."""

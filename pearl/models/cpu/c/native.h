@@ -136,7 +136,7 @@ typedef struct {
     const float *bias;
     float offset;                          // subtracted from each step
     const float *table;                    // 16 numbers
-    int32_t rounds_rows;                   // whether inputs are rounded to 8 bits, if `products.c` multiplies those
+    int32_t rounds_rows;                   // whether rows are rounded to 8 bits, if `products.c` multiplies those
 } Weights;
 
 typedef struct {

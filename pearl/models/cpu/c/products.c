@@ -302,6 +302,7 @@ INLINE int32_t four_bytes(const void *at) {
 #define WITH16(sum, steps, x) PLUS32(sum, PAIRS16(steps, x))
 #endif
 #define UNROLLED _Pragma("GCC unroll 16")
+#define IN_ORDER(vector) __asm__("" : "+v"(vector))  // GCC would choose an order that takes more registers
 
 // The i-th four inputs of each lane of a vector, from `at` on.
 INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, int vector) {
@@ -321,12 +322,13 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
 #define ALL_ROWS(NAME, SOME, TOGETHER, ...) \
     static __attribute__((noinline)) void NAME(const B *steps, int64_t at, const Rows *given, int rows, \
                                                const Group *group, V *sums) { \
+        const Rows own = *given; /* which stays in registers */ \
         int row = 0; \
         for (; row + TOGETHER <= rows; row += TOGETHER) \
-            SOME(steps, at, __VA_ARGS__, given, row, TOGETHER, group, sums); \
-        if (TOGETHER > 4 && rows - row >= 4) SOME(steps, at, __VA_ARGS__, given, row, 4, group, sums), row += 4; \
-        if (TOGETHER > 2 && rows - row >= 2) SOME(steps, at, __VA_ARGS__, given, row, 2, group, sums), row += 2; \
-        if (rows - row) SOME(steps, at, __VA_ARGS__, given, row, 1, group, sums); \
+            SOME(steps, at, __VA_ARGS__, &own, row, TOGETHER, group, sums); \
+        if (TOGETHER > 4 && rows - row >= 4) SOME(steps, at, __VA_ARGS__, &own, row, 4, group, sums), row += 4; \
+        if (TOGETHER > 2 && rows - row >= 2) SOME(steps, at, __VA_ARGS__, &own, row, 2, group, sums), row += 2; \
+        if (rows - row) SOME(steps, at, __VA_ARGS__, &own, row, 1, group, sums); \
     }
 
 // Adds products of some rows of numbers of 16 bits, and steps of 16 bits.
@@ -341,9 +343,9 @@ INLINE void some_shorts(const B *steps, int64_t at, int parts, const Rows *given
             UNROLLED for (int row = 0; row < rows; row++) {
                 const B each = EACH32(four_bytes(x + (row * parts + part) * BLOCK + 2 * i));
                 UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-                    const B before = i ? some[row][vector] : EACH8(0);
-                    some[row][vector] = WITH16(before, steps[i * VECTORS + vector], each);
-                    __asm__("" : "+v"(some[row][vector]));  // GCC would sum in another order, of more registers
+                    B *sum = &some[row][vector];
+                    *sum = WITH16(i ? *sum : EACH8(0), steps[i * VECTORS + vector], each);
+                    IN_ORDER(*sum);
                 }
             }
         UNROLLED for (int row = 0; row < rows; row++)
@@ -395,26 +397,33 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
     V found[TILE][VECTORS];
     UNROLLED for (int half = 0; half < halves; half++) {
         B whole[TILE][3][VECTORS], some[TILE][3][VECTORS];
-        UNROLLED for (int i = 0; i < many; i++)
+        UNROLLED for (int i = 0; i < many; i++) {
+            B step[VECTORS];
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                step[vector] = steps[(4 * half + i) * VECTORS + vector];
+                IN_ORDER(step[vector]);
+            }
             UNROLLED for (int row = 0; row < rows; row++)
                 UNROLLED for (int part = 0; part < parts; part++) {
                     const B each = EACH32(four_bytes(x + (row * parts + part) * BLOCK + 16 * half + 4 * i));
                     UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-                        const B before = i % most ? some[row][part][vector] : EACH8(0);
-                        some[row][part][vector] = WITH8(before, steps[(4 * half + i) * VECTORS + vector], each);
-                        __asm__("" : "+v"(some[row][part][vector]));  // GCC would sum in another order, of more registers
+                        B *sum = &some[row][part][vector];
+                        *sum = WITH8(i % most ? *sum : EACH8(0), step[vector], each);
+                        IN_ORDER(*sum);
                         if ((i + 1) % most) continue;
-                        const B sum = VNNI ? some[row][part][vector] : PAIRS16(some[row][part][vector], EACH16(1));
-                        whole[row][part][vector] = i < most ? sum : PLUS32(whole[row][part][vector], sum);
+                        const B more = VNNI ? *sum : PAIRS16(*sum, EACH16(1));
+                        whole[row][part][vector] = i < most ? more : PLUS32(whole[row][part][vector], more);
                     }
                 }
+        }
         UNROLLED for (int row = 0; row < rows; row++)
             UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
                 const B *sum[3] = {&whole[row][0][vector], &whole[row][1][vector], &whole[row][2][vector]};
                 V all = FLOATS(parts == 2 ? PLUS32(LEFT32(*sum[0], 8), *sum[1]) : *sum[0]);
                 UNROLLED for (int part = 1; part < parts && parts > 2; part++) all = all * 256.0f + FLOATS(*sum[part]);
                 const float unit = parts == 1 ? given->units[2 * (block + row) + at % BLOCK / 16 + half] : given->units[block + row];
-                found[row][vector] = all * unit + (half ? found[row][vector] : (V){0} + less[row]);
+                if (half) found[row][vector] += all * unit;
+                else found[row][vector] = all * unit + less[row];
             }
     }
     UNROLLED for (int row = 0; row < rows; row++)
@@ -424,10 +433,10 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
 
 // Fours of inputs of a block, those whose sums fit 16 bits, and parts of a row.
 #if VNNI
-#define NARROW(DO) DO(8, 8, 1) DO(8, 8, 2) DO(4, 4, 1) DO(4, 4, 2)
+#define NARROW(DO) DO(8, 4, 1) DO(8, 8, 2) DO(4, 4, 1) DO(4, 4, 2)
 #define BROAD(DO) DO(8, 8, 3) DO(4, 4, 3)
 #else
-#define NARROW(DO) DO(8, 4, 1) DO(8, 4, 2) DO(8, 8, 1) DO(8, 8, 2) DO(4, 2, 1) DO(4, 2, 2) DO(4, 4, 1) DO(4, 4, 2)
+#define NARROW(DO) DO(8, 4, 1) DO(8, 4, 2) DO(8, 8, 2) DO(4, 2, 1) DO(4, 2, 2) DO(4, 4, 1) DO(4, 4, 2)
 #define BROAD(DO) DO(8, 4, 3) DO(8, 8, 3) DO(4, 2, 3) DO(4, 4, 3)
 #endif
 #if ROUNDS
@@ -435,15 +444,17 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
 #else
 #define SHAPES(DO) NARROW(DO) BROAD(DO)
 #endif
+// Where two fours fit 16 bits, wider sums take registers too.
+#define ROOM(MOST, PARTS) ((MOST == 2 ? TILE / 2 : TILE) / PARTS ? (MOST == 2 ? TILE / 2 : TILE) / PARTS : 1)
 #define DEFINED(FOURS, MOST, PARTS) \
-    ALL_ROWS(byte_rows_##FOURS##_##MOST##_##PARTS, some_bytes, TILE / PARTS, FOURS, MOST, PARTS)
+    ALL_ROWS(byte_rows_##FOURS##_##MOST##_##PARTS, some_bytes, ROOM(MOST, PARTS), FOURS, MOST, PARTS)
 SHAPES(DEFINED)
 
 // As `rows_of_block`, for steps of 4 to 6 bits.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
                            const Rows *given, int rows, const Group *group, V *sums) {
-    const int fours = pairs / 2, fitting = 8 >> ((bits == SMALL_TABLE ? 5 : bits) - 4);
-    const int most = VNNI || fitting > fours ? fours : fitting;
+    const int fours = pairs / 2, many = parts == 1 ? 4 : fours, fitting = 8 >> ((bits == SMALL_TABLE ? 5 : bits) - 4);
+    const int most = VNNI || fitting > many ? many : fitting;
     B steps[BLOCK / 4 * VECTORS];
     for (int i = 0; i < fours; i++)
         for (int vector = 0; vector < VECTORS; vector++) steps[i * VECTORS + vector] = bytes_of(w, at, bits, table, i, vector);
@@ -604,51 +615,80 @@ INLINE float total_of(const X *x, int64_t count) {
 }
 
 #if WHOLE
-// Takes a block of x apart, for steps of so many bits; see `Rows`. Returns its unit, a power of two, so that what fits is exact; `sums`: of each 16
-// such numbers.
-static float in_parts(const X *x, int64_t bits, int parts, void *into, float *sums) {
-    uint32_t largest = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const float value = float_of(x[i]);
-        uint32_t number;
-        memcpy(&number, &value, 4);
-        number &= 0x7fffffff;
-        largest = number > largest ? number : largest;
+#if WIDE == 16
+#define ROUNDED(value) (I)_mm512_cvtps_epi32((__m512)(value))
+#else
+#define ROUNDED(value) (I)_mm256_cvtps_epi32((__m256)(value))
+#endif
+#define OF_HALF (16 / WIDE)  // vectors of 16 numbers
+typedef int8_t C __attribute__((vector_size(WIDE), aligned(1)));
+
+INLINE V vector_of_x(const X *x) {
+    return vector_of(x, 0, !ROUNDS);
+}
+
+// The largest magnitude, and the sum, of some vectors.
+INLINE float largest_of(const V *some, int vectors) {
+    I largest = {0};
+    int32_t lanes[WIDE], top = 0;
+    UNROLLED for (int i = 0; i < vectors; i++) {
+        const I size = (I)some[i] & 0x7fffffff, is_more = size > largest;
+        largest = (size & is_more) | (largest & ~is_more);
     }
-    float size, times;
-    memcpy(&size, &largest, 4);
+    memcpy(lanes, &largest, sizeof lanes);
+    for (int i = 0; i < WIDE; i++) top = lanes[i] > top ? lanes[i] : top;
+    float size;
+    memcpy(&size, &top, 4);
+    return size;
+}
+
+INLINE int32_t sum_of(const I *whole, int vectors) {
+    I all = {0};
+    int32_t lanes[WIDE], sum = 0;
+    UNROLLED for (int i = 0; i < vectors; i++) all += whole[i];
+    memcpy(lanes, &all, sizeof lanes);
+    for (int i = 0; i < WIDE; i++) sum += lanes[i];
+    return sum;
+}
+
+// Takes a block of x apart, for steps of so many bits; see `Rows`. Returns its unit, a power of two, so that what fits is
+// exact; `sums`: of each 16 such numbers.
+static float in_parts(const X *x, int64_t bits, int parts, void *into, float *sums) {
+    V some[BLOCK / WIDE];
+    I whole[BLOCK / WIDE];
+    for (int i = 0; i < BLOCK / WIDE; i++) some[i] = vector_of_x(x + i * WIDE);
+    const float size = largest_of(some, BLOCK / WIDE);
+    uint32_t largest;
+    memcpy(&largest, &size, 4);
     const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
     const int exponent = (int)(largest >> 23) - 127, room = parts == 2 ? 14 : 22;  // the largest: 2^room to 2^(room + 1)
     // Parts are rounded to the nearest, so the first is at most 127 below this.
     const float most = parts == 2 ? 127 * 256 + 127 : 127 * 65536 + 127 * 256 + 127;
     const uint32_t power = (uint32_t)(127 + room - exponent) << 23;
+    float times;
     memcpy(&times, &power, 4);
     if (size * times > most) times /= 2;
     if (!is_number || exponent < -100) times = 0;
     const float unit = is_number ? times ? 1 / times : 0 : NAN;
-    int32_t whole[BLOCK];
-    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(float_of(x[i]) * times) : 0;
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = 0; i < 16; i++) sum += whole[16 * half + i];
-        sums[half] = (float)sum * unit;
-    }
-    if (TAKES_SHORTS(bits)) {
-        int16_t *first = into;
-        for (int i = 0; i < BLOCK; i++) {
-            // Of each four inputs a table gives the first and the third, then the others.
-            const int place = bits == 8 || i % 4 % 3 == 0 ? i : i ^ 3;
-            first[place] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
-            if (parts > 2) first[BLOCK + place] = whole[i] - first[place] * 4096;
-        }
-    } else {
-        for (int part = parts - 1; part >= 0; part--) {
-            int8_t *bytes = (int8_t *)into + part * BLOCK;
-            for (int i = 0; i < BLOCK; i++) {
-                bytes[i] = whole[i];
-                whole[i] = (whole[i] - (int8_t)whole[i]) >> 8;
+    for (int i = 0; i < BLOCK / WIDE; i++) whole[i] = ROUNDED(some[i] * times) & -is_number;
+    for (int half = 0; half < 2; half++) sums[half] = (float)sum_of(whole + half * OF_HALF, OF_HALF) * unit;
+    for (int i = 0; i < BLOCK / WIDE; i++) {
+        if (!TAKES_SHORTS(bits)) {
+            for (int part = parts - 1; part >= 0; part--) {
+                *(C *)((int8_t *)into + part * BLOCK + i * WIDE) = __builtin_convertvector(whole[i], C);
+                whole[i] = (whole[i] - (whole[i] << 24 >> 24)) >> 8;
             }
+            continue;
         }
+        int16_t *first = (int16_t *)into + i * WIDE;
+        if (bits == WHOLE_TABLE) {  // of each four inputs a table gives the first and the third, then the others
+            I places;
+            for (int lane = 0; lane < WIDE; lane++) places[lane] = lane % 4 % 3 ? lane ^ 3 : lane;
+            whole[i] = __builtin_shuffle(whole[i], places);
+        }
+        const I upper = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
+        *(T *)first = __builtin_convertvector(upper, T);
+        if (parts > 2) *(T *)(first + BLOCK) = __builtin_convertvector(whole[i] - upper * 4096, T);
     }
     return unit;
 }
@@ -656,23 +696,18 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, float *su
 // As `in_parts`, for rows of 8 bits, where each 16 numbers have a unit.
 static void in_bytes(const X *x, int8_t *into, float *units, float *sums) {
     for (int half = 0; half < 2; half++) {
-        uint32_t largest = 0;
-        for (int i = 0; i < 16; i++) {
-            const float value = float_of(x[16 * half + i]);
-            uint32_t number;
-            memcpy(&number, &value, 4);
-            number &= 0x7fffffff;
-            largest = number > largest ? number : largest;
-        }
-        float size;
-        memcpy(&size, &largest, 4);
-        const int is_number = largest < 0x7f800000, is_tiny = size < 0x1p-100f;
-        const float times = is_tiny ? 0 : 127 / size;
-        int32_t whole[16], sum = 0;
-        for (int i = 0; i < 16; i++) whole[i] = is_number ? (int32_t)rintf(float_of(x[16 * half + i]) * times) : 0;
-        for (int i = 0; i < 16; i++) into[16 * half + i] = whole[i], sum += whole[i];
+        V some[OF_HALF];
+        I whole[OF_HALF];
+        for (int i = 0; i < OF_HALF; i++) some[i] = vector_of_x(x + 16 * half + i * WIDE);
+        const float size = largest_of(some, OF_HALF);
+        const int is_number = size < INFINITY;
+        const float times = size < 0x1p-100f ? 0 : 127 / size;
         units[half] = is_number ? size / 127 : NAN;
-        sums[half] = (float)sum * units[half];
+        for (int i = 0; i < OF_HALF; i++) {
+            whole[i] = ROUNDED(some[i] * times) & -is_number;
+            *(C *)(into + 16 * half + i * WIDE) = __builtin_convertvector(whole[i], C);
+        }
+        sums[half] = (float)sum_of(whole, OF_HALF) * units[half];
     }
 }
 #endif
@@ -735,6 +770,11 @@ int pearl_lanes(void) {
     return LANES;
 }
 
+// Whether rows are rounded to 8 bits for these weights.
+int pearl_rounds_rows(const Weights *w) {
+    return w->rounds_rows && TAKES_BYTES(w->bits);
+}
+
 // Whether x is rounded to bfloat16.
 int pearl_rounds(void) {
     return ROUNDS;
@@ -782,7 +822,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->group % BLOCK ? 16 : 32;
     const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
-    const int parts_of_row = w->rounds_rows && TAKES_BYTES(w->bits) ? 1 : x_is_float32 && !ROUNDS ? 3 : 2;
+    const int parts_of_row = pearl_rounds_rows(w) ? 1 : x_is_float32 && !ROUNDS ? 3 : 2;
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
     const int64_t all_units = rows * (inputs / (parts_of_row == 1 ? 16 : BLOCK));
     const int is_float32 = w->bits == 32 || !ROUNDS;
@@ -790,24 +830,27 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
     uint8_t *converted = (uint8_t *)(units + all_units), *parts = converted + rows * of_row;
     const int64_t of_parts = BLOCK * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes
     convert(x, converted, rows * inputs, x_is_float32, is_float32);
+    const int has_totals = w->least || w->zeros, has_less = has_totals || w->bits < 8;
+    const int64_t together = groups ? w->group / size : 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const X *some = (X *)(converted + row * of_row);
 #if WHOLE
-    for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {
-        const int64_t row = i / (inputs / BLOCK), block = i % (inputs / BLOCK), at = block * rows + row;
-        float sums[2];
-        const X *some = (X *)(converted + row * of_row) + block * BLOCK;
-        if (parts_of_row == 1) in_bytes(some, (int8_t *)parts + at * of_parts, units + 2 * at, sums);
-        else units[at] = in_parts(some, w->bits, parts_of_row, parts + at * of_parts, sums);
-        if (size == 32) less[at] = sums[0] + sums[1];
-        else less[2 * block * rows + row] = sums[0], less[(2 * block + 1) * rows + row] = sums[1];
-    }
+        for (int64_t block = 0; block < inputs / BLOCK && are_whole; block++) {
+            const int64_t at = block * rows + row;
+            float sums[2];
+            if (parts_of_row == 1) in_bytes(some + block * BLOCK, (int8_t *)parts + at * of_parts, units + 2 * at, sums);
+            else units[at] = in_parts(some + block * BLOCK, w->bits, parts_of_row, parts + at * of_parts, sums);
+            if (size == 32) less[at] = sums[0] + sums[1];
+            else less[2 * block * rows + row] = sums[0], less[(2 * block + 1) * rows + row] = sums[1];
+        }
 #endif
-    const int has_totals = w->least || w->zeros;
-    for (int64_t i = 0; i < rows * blocks && !are_whole && (has_totals || w->bits < 8); i++)
-        less[i] = total_of((X *)(converted + i % rows * of_row) + i / rows * size, size);
-    for (int64_t i = 0; i < rows * groups && has_totals; i++) {
-        const int64_t first = i / rows * (w->group / size);
-        totals[i] = 0;
-        for (int64_t j = 0; j < w->group / size; j++) totals[i] += less[(first + j) * rows + i % rows];
+        for (int64_t block = 0; block < blocks && !are_whole && has_less; block++)
+            less[block * rows + row] = total_of(some + block * size, size);
+        for (int64_t group = 0; group < groups && has_totals; group++) {
+            float total = 0;
+            for (int64_t i = group * together; i < (group + 1) * together; i++) total += less[i * rows + row];
+            totals[group * rows + row] = total;
+        }
     }
     for (int64_t i = 0; i < rows * blocks && w->bits < 8; i++) less[i] *= -w->offset;
     const int64_t panels = (w->outputs + LANES - 1) / LANES;
