@@ -219,6 +219,7 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     """Also on the other side of the worker's stdin."""
     own = {"device": "cpu", "dtype": "int8", "pace": 0.1}
     both = {
+        "rows": "int8",
         "forwards": "eager",
         "exact": True,
         "max_context": 7,
