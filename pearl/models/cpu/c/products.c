@@ -2,7 +2,8 @@
 //
 // Reading the weights is what a forward of few rows spends its time on, so weights stay in the bits that they have in
 // a file and become numbers in registers.  A panel is 16 outputs, with AVX-512 32: two vectors, one output a lane. A lane
-// adds its inputs in one order, whatever the number of rows and threads.  The fields of `Weights` are laid out by `native.Native`.
+// adds its inputs in one order, whatever the number of rows and threads.  The fields of `Weights` are laid out by
+// `native.Native`.
 //
 // Built several times, for instruction sets of x86 and without any; `native.py` loads the best for the processor.
 #include "native.h"
@@ -316,9 +317,8 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
     return bits == 4 ? low : OR(low, AND(i > 4 ? RIGHT(WORD(4), i - 4) : LEFT(WORD(4), 4 - i), EACH8(16)));
 }
 
-// How products of a block add up for some rows, few enough for registers: see `some_shorts` and `some_bytes`. FOURS, PAIRS:
-// inputs of the block. A function for all rows of it, whatever the kind of weights, with steps [inputs][VECTORS] as they
-// are multiplied.
+// Defines a function that multiplies a block's unpacked steps by all rows, whatever the kind of weights. SOME does so for
+// as many rows as have their sums in registers TOGETHER: `some_shorts` or `some_bytes`.
 #define ALL_ROWS(NAME, SOME, TOGETHER, ...) \
     static __attribute__((noinline)) void NAME(const B *steps, int64_t at, const Rows *given, int rows, \
                                                const Group *group, V *sums) { \
@@ -331,7 +331,7 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
         if (rows - row) SOME(steps, at, __VA_ARGS__, &own, row, 1, group, sums); \
     }
 
-// Adds products of some rows of numbers of 16 bits, and steps of 16 bits.
+// Adds products of some rows of numbers of 16 bits, and steps of 16 bits: [BLOCK / 2][VECTORS].
 INLINE void some_shorts(const B *steps, int64_t at, int parts, const Rows *given, int first, int rows,
                         const Group *group, V *sums) {
     const int64_t block = at / BLOCK * given->of + first;
@@ -387,7 +387,7 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, __m128i tabl
         short_rows(steps, at, given, rows, group, sums);
 }
 
-// Adds products of some rows of bytes, and steps of bytes. most: fours whose sums fit 16 bits.
+// Adds products of some rows of bytes, and steps of bytes: [fours][VECTORS]. most: fours whose sums fit 16 bits.
 INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int parts, const Rows *given, int first, int rows,
                        const Group *group, V *sums) {
     const int halves = parts == 1 ? fours / 4 : 1, many = fours / halves;
