@@ -221,6 +221,7 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     """Also on the other side of the worker's stdin."""
     own = {"device": "cpu", "dtype": "int8", "pace": 0.1}
     both = {
+        "rows": "int8",
         "forwards": "eager",
         "exact": True,
         "max_context": 7,
@@ -362,6 +363,7 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
         {"target_dtype": "float32"},
     ]
     others += [{"draft_device": "cpu:0"}, {"forwards": "eager"}, {"target_pace": 0.1}]
+    others += [{"rows": "int8"}]
     for other in others:
         assert speed_profile.load(EngineConfig(**(pair | other))) is None, other
     config = EngineConfig(**pair)  # type: ignore[arg-type]

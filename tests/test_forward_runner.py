@@ -230,6 +230,7 @@ def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(large: Callable[[int], N
     [
         ("gpt2", "auto", {"dtype": "int8"}, "int8"),
         ("llama", "transformers", {"dtype": "int4"}, "int4"),
+        ("gpt2", "auto", {"rows": "int8"}, "does not round rows to int8"),
         ("gpt2", "auto", {"exact": True}, r"runs through transformers.*--exact"),
         ("llama", "transformers", {"slots": 2}, "cache holds one sequence: leave slots at 1"),
     ],
@@ -239,6 +240,25 @@ def test_what_only_our_forward_has_is_refused_elsewhere(
 ) -> None:
     with pytest.raises(ModelError, match=said):
         on_cpu(tiny_model(kind), forwards=forwards, **asked)
+
+
+@pytest.mark.skipif(
+    native.library() is None or "avx2" not in native.flags(), reason="no products of 8 bits here"
+)
+def test_rows_of_8_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """They are another model, whose logits do not depend on how many tokens are fed together."""
+    whole = on_cpu(tiny_model(), dtype="int4", max_context=64)
+    runner = on_cpu(tiny_model(), dtype="int4", rows="int8", max_context=64)
+    tokens = [5, 6, 7, 8, 9, 10, 11]
+    together = feed_chain(runner, tokens, len(tokens))
+    assert runner.rounds_rows
+    assert not torch.equal(feed_chain(whole, tokens, len(tokens)), together)
+    runner.rollback(0)
+    alone = [feed_chain(runner, [token], 1) for token in tokens]
+    assert torch.equal(torch.cat(alone), together)
+    assert "changes nothing" not in caplog.text
+    assert not on_cpu(tiny_model(), dtype="float32", rows="int8", max_context=64).rounds_rows
+    assert "rows int8 changes nothing here" in caplog.text
 
 
 def test_a_model_that_our_kernels_do_not_fit_runs_through_transformers(

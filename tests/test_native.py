@@ -180,6 +180,58 @@ def test_products(kind: str) -> None:
         torch.set_num_threads(1)
 
 
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows as numbers of 8 bits times a scale for each 16."""
+    groups = x.float().view(len(x), -1, 16)
+    largest = groups.abs().amax(2, keepdim=True)
+    # torch.div: `127 / largest` multiplies by a rounded reciprocal.
+    steps = (groups * torch.div(torch.tensor(127.0), largest)).round()
+    return (steps * (largest / 127)).nan_to_num(0.0).view(x.shape)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_products_of_rows_of_8_bits(kind: str) -> None:
+    """By their definition, and the same whatever the rows beside; weights that are not for them take whole rows."""
+    if kind == "bfloat16":
+        weights = irregular(75, 512, torch.bfloat16)
+        whole = weights.float()
+    else:
+        weights = quantised(kind, 75, 512)
+        whole = weights.dequantised()
+    x = irregular(70, 512, torch.bfloat16)
+    x[:, 32:48] = 0
+    x[3, 100] = torch.inf
+    product = Native(weights, wide=True, rounds_rows=True)
+    found = product(x)
+    if not product.rounds_rows:
+        assert torch.equal(found.nan_to_num(), Native(weights, wide=True)(x).nan_to_num())
+        return
+    order = slice(None) if weights.order is None else weights.order
+    wanted = linear(rounded_rows(x[:, order]), whole[:, order])
+    assert not found[3].isfinite().any()
+    others = [row for row in range(70) if row != 3]
+    torch.testing.assert_close(
+        found[others], wanted[others], rtol=1e-4, atol=1e-4 * float(wanted[others].abs().max())
+    )
+    for begin, end in ((0, 1), (4, 6), (7, 20), (5, 70)):
+        assert torch.equal(product(x[begin:end]), found[begin:end])
+
+
+@pytest.mark.usefixtures("built")
+def test_weights_that_rows_of_8_bits_are_for() -> None:
+    kinds = [
+        kind for kind in KINDS if Native(quantised(kind, 16, 512), rounds_rows=True).rounds_rows
+    ]
+    few_bits = {"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "zeros", "order", "int4"}
+    if native.keeps_float32():
+        few_bits |= {"MXFP4", "nvfp4"}  # whole numbers of 5 bits
+    if Path(native._loaded()._name).name.startswith("_native."):  # without AVX2
+        few_bits = set()
+    assert {*kinds} == few_bits
+    assert not Native(quantised("Q4_0", 16, 512)).rounds_rows
+
+
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("delay", [0, 2_000_000])
 def test_a_late_thread_changes_no_bit(delay: int) -> None:
@@ -284,7 +336,7 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted((Path(native.__file__).parent / "c").iterdir()):
         digest.update(re.sub(r"//.*|\s", "", file.read_text()).encode())
-    assert (native._VERSION, digest.hexdigest()) == (3, "b376b3a1")
+    assert (native._VERSION, digest.hexdigest()) == (4, "7ae1b93f")
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.raises(OSError, match="other sources"):
         native.load(BUILT[0])

@@ -24,6 +24,7 @@ _FIELDS = (
     "target",
     "draft_device",
     "draft_dtype",
+    "rows",
     "draft_pace",
     "forwards",
     "max_context",

@@ -71,14 +71,18 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
 
 
 def _check_dtype(model: ModelConfig) -> None:
-    """Raise `ModelError` if transformers runs a model with a rounded dtype or with `exact`.
+    """Raise `ModelError` if transformers runs a model with a rounded dtype, rounded rows or `exact`.
 
-    Only our own forward has rounded matrices, and logits that do not depend on the window.
+    Only our own forward has rounded matrices and rows, and logits that do not depend on the window.
     """
     if model.rounding and model.forwards == "transformers":
         raise ModelError(
             f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards "
             "auto or eager. Choose another dtype."
+        )
+    if model.rows != "auto" and model.forwards == "transformers":
+        raise ModelError(
+            f"rows {model.rows} is for models of our own forward: leave rows at auto, or take --forwards auto"
         )
     if model.exact and model.forwards == "transformers":
         raise ModelError(

@@ -31,13 +31,14 @@ from pearl.trace.recorder import where_and_what
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-# Raised when new code changes forward times under the same settings; 4: our products on a CPU.
-_ARITHMETIC = 4
+# Raised when new code changes forward times under the same settings; 5: our products of several rows on a CPU.
+_ARITHMETIC = 5
 _SETTINGS = (  # those that speeds depend on
     "target_device",
     "draft_device",
     "target_dtype",
     "draft_dtype",
+    "rows",
     "forwards",
     "tensors",
     "target_pace",

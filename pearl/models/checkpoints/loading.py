@@ -140,15 +140,23 @@ def _own_runner(
     item = model.dtype.itemsize if in_own_dtype else 4
     slot_bytes = cache_bytes(settings, positions, item)
     free_slots = check_cache_fits(spec, model, context, slot_bytes, config.slots)
-    return own_runner(
+    runner = own_runner(
         model,
         context,
         slots=config.slots + max(0, min(spare, free_slots // 2)),
         records=config.forwards == "auto",
         rounding=rounding,
+        rounds_rows=config.rows == "int8",
         taps=taps,
         progress=lambda layers: progress(f"loading {spec}: {layers}"),
     )
+    if config.rows != "auto" and not runner.rounds_rows:
+        log.warning(
+            "%s: rows %s changes nothing here: it is for weights of 4 to 6 bits on a CPU with AVX2",
+            spec,
+            config.rows,
+        )
+    return runner
 
 
 def _taps(spec: str, features: Features, count: int) -> tuple[int, ...]:
@@ -230,6 +238,10 @@ def _general_runner(config: ModelConfig, model: Any, features: Features) -> Mode
         raise ModelError(
             f"Model {spec!r} cannot have its weights in {config.rounding}: that is for models of our own forward with "
             "--forwards auto or eager. Choose another dtype."
+        )
+    if config.rows != "auto":
+        raise ModelError(
+            f"{theirs}, which does not round rows to {config.rows}: leave rows at auto."
         )
     if features not in ("", "last"):
         raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")

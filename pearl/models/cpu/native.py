@@ -17,8 +17,7 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3  # see `native.h`
-_LANES = 16  # outputs of a panel
+_VERSION = 4  # see `native.h`
 _LEAST = 8  # the number of inputs is a multiple of this
 _BLOCK = 32  # the number of inputs of quantised weights is a multiple of this: see `products.c`
 # Values of `bits` that stand for other kinds of weights: see `products.c`.
@@ -26,6 +25,7 @@ _SMALL_TABLE = 7
 _FLOAT8 = 9
 _TABLE = 10
 _WHOLE_TABLE = 11
+ROWS_TOGETHER = 8  # rows whose scores a thread has room for: see `native.h`
 # Limits of `native.h`: numbers in the queries of a row; query heads that share a key-value head.
 _WIDEST = 16384
 _MOST_TOGETHER = 64
@@ -67,6 +67,7 @@ _SIGNATURES = {
     "pearl_helpers": "ip",
     "pearl_delay": "n",
     "pearl_pack": "pnniip",
+    "pearl_rounds_rows": "p",
 }
 
 _threads = 0  # 0: as many as torch has
@@ -83,6 +84,7 @@ class _Weights(ctypes.Structure):
         + fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias")
         + fields_of(ctypes.c_float, "offset")
         + fields_of(ctypes.c_void_p, "table")
+        + fields_of(ctypes.c_int32, "rounds_rows")
     )
 
 
@@ -188,17 +190,27 @@ class Native:
 
     Results are float32 if `wide`. Otherwise they have the dtype of y or, without y, the dtype of x.
 
+    If `rounds_rows` is asked for, weights of 4 to 6 bits are multiplied by x rounded to 8 bits, with a scale
+    for each 16 inputs, on a processor with AVX2.
+
     Attributes:
         scratch: floats of working memory that a product needs for each row.
+        rounds_rows: whether rows are rounded to 8 bits.
     """
 
     def __init__(
-        self, weights: Weights, bias: torch.Tensor | None = None, wide: bool = False
+        self,
+        weights: Weights,
+        bias: torch.Tensor | None = None,
+        wide: bool = False,
+        rounds_rows: bool = False,
     ) -> None:
         outputs, inputs = weights.shape
         self.shape = torch.Size(weights.shape)
         self._wide = wide
-        self._given = _Weights(outputs=outputs, inputs=inputs, bits=16, group=inputs)
+        self._given = _Weights(
+            outputs=outputs, inputs=inputs, bits=16, group=inputs, rounds_rows=rounds_rows
+        )
         self._kept: list[torch.Tensor] = []
         self._order: torch.Tensor | None = None
         if isinstance(weights, QuantisedMatrix):
@@ -210,17 +222,19 @@ class Native:
             self._given.bits = 32
             self._given.kind = _KINDS[weights.dtype]
         bits = self._given.bits
-        rows = panels(weights, _LANES)
+        lanes = _loaded().pearl_lanes()
+        rows = panels(weights, lanes)
         if bits < 8 or bits in (_TABLE, _WHOLE_TABLE):
             step_bits = bits if bits < _SMALL_TABLE else 4
             self._keep("steps", _words(rows, step_bits, bits == _TABLE))
         else:
             together = 1 if bits == 32 else 2
-            self._keep("steps", rows.view(len(rows), _LANES, -1, together).transpose(1, 2))
+            self._keep("steps", rows.view(len(rows), lanes, -1, together).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
         self.scratch = 3 * inputs + inputs // self._given.group
         self._reference = ctypes.byref(self._given)
+        self.rounds_rows = bool(_loaded().pearl_rounds_rows(self._reference))
 
     def _keep_scales(self, weights: QuantisedMatrix) -> torch.Tensor:
         """Keep all tensors but the steps, and return the steps."""
@@ -231,12 +245,13 @@ class Native:
         fields.group = weights.group
         fields.offset = weights.offset
         self._order = weights.order
+        lanes = _loaded().pearl_lanes()
         for name in ("scales", "of_scales", "least", "of_least", "zeros"):
             tensor = getattr(weights, name)
             if tensor is not None:
-                self._keep(name, panels(tensor, _LANES).transpose(1, 2))
+                self._keep(name, panels(tensor, lanes).transpose(1, 2))
         if weights.divisors is not None:
-            self._keep("of_scales", panels(weights.divisors, _LANES).transpose(1, 2))
+            self._keep("of_scales", panels(weights.divisors, lanes).transpose(1, 2))
         if weights.table is not None:
             fields.offset = 0
             if fields.bits == _SMALL_TABLE:
@@ -296,7 +311,7 @@ class Native:
 def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
     """Pack the steps of several inputs into words: see `pearl_pack`.
 
-    [panels, 16, in] -> [panels, in * bits / 32, 16]
+    [panels, lanes, in] -> [panels, in * bits / 32, lanes]
     """
     count, lanes, inputs = steps.shape
     words = torch.empty(count, inputs * bits // 32, lanes, dtype=torch.int32)

@@ -50,9 +50,9 @@ class Experts:
             limit = float(config["swiglu_limit"])
             self._limits = (alpha, limit)
             self._gate = partial(_clamped, alpha, limit)
-        # The router is never rounded: it is small, and it chooses the experts.
+        # Neither the router nor its rows are rounded: it is small, and it chooses the experts.
         router_linear = _linear(router.weight, getattr(router, "bias", None))
-        self.router = lay_out(router_linear, rounding="")
+        self.router = lay_out(router_linear, rounding="", rounds_rows=False)
         self.each: list[tuple[Matrix, Matrix]] = []
         for gate_up, down in _linears(block.experts, self._limits is not None):
             self.each.append((lay_out(*gate_up), lay_out(down)))

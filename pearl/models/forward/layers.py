@@ -230,6 +230,7 @@ class DecoderLayers:
             for a `NativeAttention`, in place. None: layers are computed one by one.
 
     Args:
+        rounds_rows: see `linear_layers.matrix`.
         context: most positions of a text; attention windows of at least this length are left out.
         is_native: whether our C computes the layers. Otherwise matrices are laid out for our kernels, and
             queries and keys are rotated in the dtype of rows.
@@ -244,6 +245,7 @@ class DecoderLayers:
         context: int,
         rounding: Rounding,
         is_native: bool,
+        rounds_rows: bool = False,
         taps: Sequence[int] = (),
         family: tuple[Forward, dict[str, Any]] | None = None,
         output: Matrix | None = None,
@@ -264,7 +266,13 @@ class DecoderLayers:
         if is_native:
             self.dtype = dtype_of_rows(model.dtype)
             self._cache_dtype = torch.float32
-        lay_out = partial(matrix, dtype=self.dtype, is_native=is_native, rounding=rounding)
+        lay_out = partial(
+            matrix,
+            dtype=self.dtype,
+            is_native=is_native,
+            rounding=rounding,
+            rounds_rows=rounds_rows,
+        )
         split_fused(model, forward)
         pair_up(model, spec)
         self.weights, self.residual_dtype = self._precision(model, rounding)
@@ -316,6 +324,15 @@ class DecoderLayers:
         for layer in model.model.layers:
             sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
         return tuple(sinks)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether some of the products round their rows to 8 bits."""
+        for layer in self.layers:
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if getattr(product, "rounds_rows", False):
+                    return True
+        return False
 
     @property
     def has_experts(self) -> bool:

@@ -210,6 +210,7 @@ def matrix(
     is_native: bool,
     rounding: Rounding = "",
     wide: bool = False,
+    rounds_rows: bool = False,
 ) -> Matrix:
     """Return several linear layers that read the same input as one matrix, with their outputs side by side.
 
@@ -220,6 +221,7 @@ def matrix(
         is_native: lay the weights out for our C, if it takes their number of inputs; else for our kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
         wide: with our C, return float32 results whatever the dtype of the rows.
+        rounds_rows: with our C, round rows to 8 bits; see `native.Native`.
     """
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
@@ -235,7 +237,7 @@ def matrix(
     for run in runs:
         together = _together([weights[number] for number in run])
         bias = _joined_bias([biases[number] for number in run])
-        parts.append(_native(together, bias, wide))
+        parts.append(_native(together, bias, wide, rounds_rows))
     if len(parts) == 1:
         return parts[0]
     return SideBySide(parts)
@@ -297,13 +299,14 @@ def _native(
     weight: Weights,
     bias: torch.Tensor | None,
     wide: bool,
+    rounds_rows: bool,
 ) -> native.Native:
     """Lay weights out for our C. Quantised weights that our C cannot multiply by are dequantised."""
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
         if multiplies_bf16():
             weight = weight.to(torch.bfloat16)
-    return native.Native(weight, bias, wide)
+    return native.Native(weight, bias, wide, rounds_rows)
 
 
 @dataclass(frozen=True)
@@ -311,6 +314,10 @@ class SideBySide:
     """Multiplies by several matrices of different layouts, and puts their outputs side by side."""
 
     parts: Sequence[native.Native]
+
+    @property
+    def rounds_rows(self) -> bool:
+        return any(part.rounds_rows for part in self.parts)
 
     def __call__(
         self,

@@ -38,6 +38,7 @@ class ForwardRunner(ModelRunner):
         is_native: see `DecoderLayers`.
         slots: how many sequences the cache holds.
         rounding: how matrices are rounded: see `quantised.rounded`.
+        rounds_rows: whether rows are rounded to 8 bits: see `native.Native`. Not on a GPU.
         taps: layers whose inputs are kept for a head; see `DecoderLayers`.
         progress: see `DecoderLayers`.
     """
@@ -50,6 +51,7 @@ class ForwardRunner(ModelRunner):
         is_native: bool,
         slots: int = 1,
         rounding: Rounding = "",
+        rounds_rows: bool = False,
         taps: Sequence[int] = (),
         progress: Progress = silent,
     ) -> None:
@@ -57,7 +59,9 @@ class ForwardRunner(ModelRunner):
         self.device = model.device
         rotary = model.model.rotary_emb
         with torch.inference_mode():
-            layers = DecoderLayers(model, context, rounding, is_native, taps, progress=progress)
+            layers = DecoderLayers(
+                model, context, rounding, is_native, rounds_rows, taps, progress=progress
+            )
             # A longrope chooses its angles by the greatest position: it must be within the context.
             positions = torch.arange(room, device=self.device).clamp_max(context - 1)
             self._ropes = layers.angles(rotary, positions)
@@ -69,6 +73,7 @@ class ForwardRunner(ModelRunner):
         self.vocab_size = layers.vocab_size
         self.dtype = layers.dtype
         self.weights = rounding or layers.weights
+        self.rounds_rows = layers.rounds_rows
         self.embedding = layers.embedding
         self.output = layers.head
         self.capabilities = Capabilities(

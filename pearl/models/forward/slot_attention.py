@@ -66,7 +66,8 @@ class NativeAttention:
         self.strides = (keys.stride(1), new_stride)
         queries = torch.empty(rows, heads.query, heads.dim)
         group = heads.query // heads.kv
-        scores = torch.empty(threads, group * (positions + heads.dim) + 16 * heads.dim)
+        states_of_rows = native.ROWS_TOGETHER * group * (positions + heads.dim)
+        scores = torch.empty(threads, states_of_rows + 16 * heads.dim)
         self._buffers = (table, queries, scores, new)  # kept alive: the C holds their addresses
         self.given = native.Attention(
             rows=rows,

@@ -115,19 +115,18 @@ void pearl_gate(const void *x, int64_t rows, int64_t inner, int is_float32, int 
     for (int64_t row = 0; row < rows; row++)
         for (int64_t begin = 0; begin < inner; begin += WIDE) {
             const int64_t at = row * 2 * inner + begin, many = inner - begin < WIDE ? inner - begin : WIDE;
-            float gates[WIDE] = {0}, found[WIDE];
-            for (int64_t i = 0; i < many; i++) gates[i] = number(x, at + i, is_float32);
-            V gate, active;
-            memcpy(&gate, gates, sizeof gates);
+            V gate = {0}, up = {0}, active;
+            if (many == WIDE) gate = vector_of(x, at, is_float32), up = vector_of(x, at + inner, is_float32);
+            for (int64_t i = 0; i < many && many < WIDE; i++)
+                gate[i] = number(x, at + i, is_float32), up[i] = number(x, at + inner + i, is_float32);
             if (is_gelu)
                 active = 0.5f * gate * (1.0f + hyperbolic_tangent(0.797884561f * (gate + 0.044715f * gate * gate * gate)));
             else
                 active = gate / (1.0f + exponential(-gate));
-            memcpy(found, &active, sizeof found);
-            for (int64_t i = 0; i < many; i++) {
-                const float up = number(x, at + inner + i, is_float32);
-                put(out, row * inner + begin + i, (is_float32 ? found[i] : wide(to_bfloat16(found[i]))) * up, is_float32);
-            }
+            if (!is_float32) active = from_bfloat16(to_bfloat16s(active));
+            active *= up;
+            if (many == WIDE) put_vector(out, row * inner + begin, active, is_float32);
+            for (int64_t i = 0; i < many && many < WIDE; i++) put(out, row * inner + begin + i, active[i], is_float32);
         }
 }
 
@@ -158,10 +157,6 @@ static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, 
                 }
         }
     }
-}
-
-INLINE V vector_of(const void *from, int64_t at, int is_float32) {
-    return is_float32 ? *(const V *)((const float *)from + at) : from_bfloat16(*(const H *)((const uint16_t *)from + at));
 }
 
 // Where the keys, or values, of a head begin: of cached positions, and of new ones by the path to a row. Of float32 or
@@ -235,71 +230,152 @@ static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t
     return total(sum) + (a->sinks ? exponential((V){0} + (a->sinks[query] - top))[0] : 0);
 }
 
-// The query heads of one key-value head of a row. is_float32, of the cache, is a constant where this is inlined.
-INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32, float *room) {
-    const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads, item = is_float32 ? 4 : 2;
-    const int64_t cached = place[2], end = cached > place[1] ? cached : place[1] + 1, last = end - 1;
-    const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / AT_ONCE * AT_ONCE;
-    const int64_t stop = (end + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-    float by[64], *sums = room + group * a->positions, *wide_keys = sums + group * dim;
-    int64_t path[DEEPEST];
-    for (int64_t at = last, node = row; at >= cached; at--, node = a->table[4 * node + 3] >= 0 ? a->table[4 * node + 3] : row)
-        path[at - cached] = node;
-    const int64_t from = (place[0] * a->slot_stride + head * a->head_stride) * item, own = head * dim * item;
-    const States keys = {a->keys + from, a->new_keys + own, path, dim, cached, a->kv_heads * dim};
-    const States values = {a->values + from, a->new_values + own, path, dim, cached, a->kv_heads * dim};
-    const void *some[AT_ONCE];
-    for (int64_t at = begin; at < stop; at += AT_ONCE) {
-        block_of(&keys, at, last, is_float32, some);
-        for (int i = 0; i < AT_ONCE && !is_float32; i++) {  // once for all queries
-            float *into = wide_keys + i * dim;
-            int64_t each = 0;
-            for (; each + WIDE <= dim; each += WIDE) *(V *)(into + each) = vector_of(some[i], each, 0);
-            for (; each < dim; each++) into[each] = number(some[i], each, 0);
-            some[i] = into;
-        }
-        for (int64_t query = 0; query < group; query++)
-            for (int i = 0; i < AT_ONCE; i += WIDE)
-                *(V *)(room + query * a->positions + at + i) =
-                    dots(a->queries + (row * a->heads + head * group + query) * dim, (const float *const *)some + i, dim) *
-                    a->scale;
-    }
-    for (int64_t query = 0; query < group; query++) {
-        float *scores = room + query * a->positions;
-        for (int64_t at = begin; at < low; at++) scores[at] = -INFINITY;
-        for (int64_t at = end; at < stop; at++) scores[at] = -INFINITY;
-        by[query] = 1.0f / shares_of(a, head * group + query, begin, stop, scores);
-    }
-    memset(sums, 0, group * dim * sizeof(float));
-    for (int64_t at = begin; at < end; at += AT_ONCE) {
-        block_of(&values, at, last, is_float32, some);
-        const int count = end - at < AT_ONCE ? end - at : AT_ONCE;
-        int64_t query = 0;
-#define MIX(many) \
-    mix(many, some, is_float32, count, room + query * a->positions + at, a->positions, dim, sums + query * dim)
-        for (; query + 4 <= group; query += 4) MIX(4);
-        switch (group - query) {
-            case 3: MIX(3); break;
-            case 2: MIX(2); break;
-            case 1: MIX(1); break;
-        }
-    }
-    for (int64_t i = 0; i < group * dim; i++)
-        put(a->out, (row * a->heads + head * group) * dim + i, sums[i] * by[i / dim], a->is_float32);
+// What a row sees: positions from `low` to `end` - 1, those from `cached` on by its path. `begin` and `stop`: whole blocks.
+typedef struct {
+    int64_t last, cached, low, end, begin, stop;
+} Sight;
+
+static Sight sight_of(const Attention *a, int64_t row) {
+    const int64_t position = a->table[4 * row + 1], cached = a->table[4 * row + 2];
+    const int64_t end = cached > position ? cached : position + 1, low = a->window && end > a->window ? end - a->window : 0;
+    return (Sight){end - 1, cached, low, end, low / AT_ONCE * AT_ONCE, (end + AT_ONCE - 1) / AT_ONCE * AT_ONCE};
 }
 
-// A key-value head of a row.
+// The rows of the positions that are not cached.
+static void path_of(const Attention *a, int64_t row, const Sight *sees, int64_t *path) {
+    for (int64_t at = sees->last, node = row; at >= sees->cached; at--) {
+        path[at - sees->cached] = node;
+        node = a->table[4 * node + 3] >= 0 ? a->table[4 * node + 3] : row;
+    }
+}
+
+// The keys of a head for a row, or its values.
+INLINE States states_of(const Attention *a, int64_t row, int64_t head, int is_float32, const char *cached, const char *new,
+                        const int64_t *path) {
+    const int64_t item = is_float32 ? 4 : 2, from = a->table[4 * row] * a->slot_stride + head * a->head_stride;
+    return (States){cached + from * item, new + head * a->dim * item, path, a->dim, a->table[4 * row + 2], a->kv_heads * a->dim};
+}
+
+// Has a block's numbers in float32, for all queries.
+INLINE void widen(const void **some, int64_t dim, float *into) {
+    for (int i = 0; i < AT_ONCE; i++, into += dim) {
+        int64_t each = 0;
+        for (; each + WIDE <= dim; each += WIDE) *(V *)(into + each) = vector_of(some[i], each, 0);
+        for (; each < dim; each++) into[each] = number(some[i], each, 0);
+        some[i] = into;
+    }
+}
+
+// Scores [group][positions] of a row's queries, at a block's positions.
+static void score(const Attention *a, int64_t row, int64_t head, const void *const *keys, float *scores) {
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads;
+    for (int64_t query = 0; query < group; query++)
+        for (int i = 0; i < AT_ONCE; i += WIDE)
+            *(V *)(scores + query * a->positions + i) =
+                dots(a->queries + (row * a->heads + head * group + query) * dim, (const float *const *)keys + i, dim) * a->scale;
+}
+
+// Adds a block's values to the sums [group][dim] of a row, by the shares of its queries.
+INLINE void mix_all(const Attention *a, const void *const *values, int is_float32, int count, const float *shares, float *sums) {
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads;
+    int64_t query = 0;
+#define MIX(many) \
+    mix(many, values, is_float32, count, shares + query * a->positions, a->positions, dim, sums + query * dim)
+    for (; query + 4 <= group; query += 4) MIX(4);
+    switch (group - query) {
+        case 3: MIX(3); break;
+        case 2: MIX(2); break;
+        case 1: MIX(1); break;
+    }
+}
+
+// Cached positions that several rows of a slot see, and that they go through together: whole blocks from 0 on.
+static int64_t shared_by(const Attention *a, int64_t first, int64_t rows) {
+    int64_t shared = rows > 1 ? INT64_MAX : 0;
+    for (int64_t row = first; row < first + rows; row++) {
+        const Sight sees = sight_of(a, row);
+        const int64_t most = sees.begin ? 0 : sees.cached < sees.end ? sees.cached : sees.end;
+        shared = most < shared ? most : shared;
+    }
+    return shared / AT_ONCE * AT_ONCE;
+}
+
+// The query heads of one key-value head of rows of one slot. is_float32, of the cache, is a constant where this is inlined.
+INLINE void attend(const Attention *a, int64_t first, int64_t rows, int64_t head, int is_float32, float *room) {
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads, of_scores = group * a->positions, of_sums = group * dim;
+    float by[ROWS_TOGETHER * 64], *sums = room + rows * of_scores, *wide_states = sums + rows * of_sums;
+    int64_t path[DEEPEST];
+    const int64_t shared = shared_by(a, first, rows);
+    const void *some[AT_ONCE];
+    const States keys = states_of(a, first, head, is_float32, a->keys, a->new_keys, path);
+    for (int64_t at = 0; at < shared; at += AT_ONCE) {
+        block_of(&keys, at, shared, is_float32, some);
+        if (!is_float32) widen(some, dim, wide_states);
+        for (int64_t i = 0; i < rows; i++) score(a, first + i, head, some, room + i * of_scores + at);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const Sight sees = sight_of(a, first + i);
+        const States own = states_of(a, first + i, head, is_float32, a->keys, a->new_keys, path);
+        float *scores = room + i * of_scores;
+        path_of(a, first + i, &sees, path);
+        for (int64_t at = shared > sees.begin ? shared : sees.begin; at < sees.stop; at += AT_ONCE) {
+            block_of(&own, at, sees.last, is_float32, some);
+            if (!is_float32) widen(some, dim, wide_states);
+            score(a, first + i, head, some, scores + at);
+        }
+        for (int64_t query = 0; query < group; query++, scores += a->positions) {
+            for (int64_t at = sees.begin; at < sees.low; at++) scores[at] = -INFINITY;
+            for (int64_t at = sees.end; at < sees.stop; at++) scores[at] = -INFINITY;
+            by[i * group + query] = 1.0f / shares_of(a, head * group + query, sees.begin, sees.stop, scores);
+        }
+    }
+    memset(sums, 0, rows * of_sums * sizeof(float));
+    const States values = states_of(a, first, head, is_float32, a->values, a->new_values, path);
+    for (int64_t at = 0; at < shared; at += AT_ONCE) {
+        block_of(&values, at, shared, is_float32, some);
+        if (!is_float32) widen(some, dim, wide_states);
+        for (int64_t i = 0; i < rows; i++) mix_all(a, some, 1, AT_ONCE, room + i * of_scores + at, sums + i * of_sums);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const Sight sees = sight_of(a, first + i);
+        const States own = states_of(a, first + i, head, is_float32, a->values, a->new_values, path);
+        path_of(a, first + i, &sees, path);
+        for (int64_t at = shared > sees.begin ? shared : sees.begin; at < sees.end; at += AT_ONCE) {
+            block_of(&own, at, sees.last, is_float32, some);
+            const int count = sees.end - at < AT_ONCE ? sees.end - at : AT_ONCE;
+            mix_all(a, some, is_float32, count, room + i * of_scores + at, sums + i * of_sums);
+        }
+    }
+    for (int64_t i = 0; i < rows * group; i++)
+        for (int64_t each = 0; each < dim; each++)
+            put(a->out, ((first + i / group) * a->heads + head * group + i % group) * dim + each, sums[i * dim + each] * by[i], a->is_float32);
+}
+
+// Rows of a piece: fewer where there are threads for more pieces.
+static int64_t rows_together(const Attention *a) {
+    const int64_t most = a->threads > 1 ? a->rows * a->kv_heads / (4 * a->threads) : ROWS_TOGETHER;
+    return most < 1 ? 1 : most < ROWS_TOGETHER ? most : ROWS_TOGETHER;
+}
+
+// A key-value head of some rows.
 static void attend_piece(const void *work, int64_t piece, int thread) {
     const Attention *a = work;
-    const int64_t kv = a->kv_heads, group = a->heads / kv, row = piece / kv, head = piece % kv;
-    float *room = a->scores + thread * (group * (a->positions + a->dim) + AT_ONCE * a->dim);
-    if (a->table[4 * row] < 0)
-        for (int64_t i = 0; i < group * a->dim; i++)
-            put(a->out, (row * a->heads + head * group) * a->dim + i, 0, a->is_float32);
-    else if (a->cache_is_float32)
-        attend(a, row, head, 1, room);
-    else
-        attend(a, row, head, 0, room);
+    const int64_t kv = a->kv_heads, group = a->heads / kv, together = rows_together(a), head = piece % kv;
+    const int64_t end = (piece / kv + 1) * together < a->rows ? (piece / kv + 1) * together : a->rows;
+    float *room = a->scores + thread * (ROWS_TOGETHER * group * (a->positions + a->dim) + AT_ONCE * a->dim);
+    for (int64_t row = piece / kv * together, next; row < end; row = next) {
+        const int64_t slot = a->table[4 * row];
+        for (next = row + 1; next < end && a->table[4 * next] == slot;) next++;
+        if (slot < 0)
+            for (int64_t i = 0; i < (next - row) * group * a->dim; i++) {
+                const int64_t of_row = group * a->dim;
+                put(a->out, (row + i / of_row) * a->heads * a->dim + head * of_row + i % of_row, 0, a->is_float32);
+            }
+        else if (a->cache_is_float32)
+            attend(a, row, next - row, head, 1, room);
+        else
+            attend(a, row, next - row, head, 0, room);
+    }
 }
 
 void pearl_attend(const Attention *a) {
@@ -320,5 +396,6 @@ void pearl_attend(const Attention *a) {
             put(a->values, at, value, a->cache_is_float32);
         }
     }
-    in_pieces(attend_piece, a, a->rows * kv, a->threads);
+    const int64_t together = rows_together(a);
+    in_pieces(attend_piece, a, (a->rows + together - 1) / together * kv, a->threads);
 }

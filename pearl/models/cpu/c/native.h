@@ -10,10 +10,10 @@
 #define BF16 1
 #endif
 
-#define VERSION 3  // of all that `native.py` and these files agree on: raised with every change of theirs
-#define LANES 16  // of a panel
+#define VERSION 4  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define WIDEST 16384  // numbers of a row's queries
 #define MOST_THREADS 256
+#define ROWS_TOGETHER 8  // that go through cached positions together
 #ifdef __AVX512F__
 #define WIDE 16   // lanes of a vector
 #elif defined(__AVX2__)
@@ -21,6 +21,12 @@
 #else
 #define WIDE 4
 #endif
+#if WIDE == 16
+#define LANES 32  // of a panel
+#else
+#define LANES 16
+#endif
+#define VECTORS (LANES / WIDE)
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float V __attribute__((vector_size(4 * WIDE), aligned(4)));
@@ -85,6 +91,12 @@ INLINE uint16_t to_bfloat16(float value) {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+INLINE H to_bfloat16s(V value) {
+    const U bits = (U)value, no_number = (U)(value != value);
+    const U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((rounded & ~no_number) | (((bits >> 16) | 0x40) & no_number), H);
+}
+
 INLINE float wide(uint16_t bits) {
     const uint32_t whole = (uint32_t)bits << 16;
     float value;
@@ -103,6 +115,17 @@ INLINE void put(void *to, int64_t at, float value, int is_float32) {
         ((uint16_t *)to)[at] = to_bfloat16(value);
 }
 
+INLINE V vector_of(const void *from, int64_t at, int is_float32) {
+    return is_float32 ? *(const V *)((const float *)from + at) : from_bfloat16(*(const H *)((const uint16_t *)from + at));
+}
+
+INLINE void put_vector(void *to, int64_t at, V value, int is_float32) {
+    if (is_float32)
+        *(V *)((float *)to + at) = value;
+    else
+        *(H *)((uint16_t *)to + at) = to_bfloat16s(value);
+}
+
 // A matrix: see `products.c`.
 typedef struct {
     int64_t outputs, inputs, bits, group, kind;
@@ -113,6 +136,7 @@ typedef struct {
     const float *bias;
     float offset;                          // subtracted from each step
     const float *table;                    // 16 numbers
+    int32_t rounds_rows;                   // whether rows are rounded to 8 bits, if `products.c` multiplies those
 } Weights;
 
 typedef struct {
@@ -125,7 +149,7 @@ typedef struct {
     char *keys, *values;     // [slots][kv_heads][positions][dim], of float32 or bfloat16
     float *queries;          // [rows][heads][dim]
     char *new_keys, *new_values;  // [rows][kv_heads][dim], as cached ones
-    float *scores;  // [threads][heads / kv_heads * (positions + dim) + 16 * dim]; positions are a multiple of 16
+    float *scores;  // [threads][ROWS_TOGETHER * heads / kv_heads * (positions + dim) + 16 * dim]; positions: of 16
     void *out;                               // [rows][heads][dim]
     float scale, cap, eps;
     int32_t is_float32, norm_is_float32, cache_is_float32, threads;

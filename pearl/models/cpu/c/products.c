@@ -1,21 +1,23 @@
 // Products of a forward pass on a CPU, whose bits do not depend on how many rows are computed together.
 //
 // Reading the weights is what a forward of few rows spends its time on, so weights stay in the bits that they have in
-// a file and become numbers in registers.  A panel is 16 outputs, one a lane; a lane adds its inputs in one order,
-// whatever the number of rows and threads.  The fields of `Weights` are laid out by `native.Native`.
+// a file and become numbers in registers.  A panel is 16 outputs, with AVX-512 32: two vectors, one output a lane. A lane
+// adds its inputs in one order, whatever the number of rows and threads.  The fields of `Weights` are laid out by
+// `native.Native`.
 //
 // Built several times, for instruction sets of x86 and without any; `native.py` loads the best for the processor.
 #include "native.h"
 
-#define VECTORS (LANES / WIDE)  // of a panel
 #define BLOCK 32  // inputs whose sum is scaled at once; 16 where groups are no multiple of 32
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
 #define PIECES 8  // of a product, for each thread
 #if WIDE == 16
-#define TOGETHER 6  // rows whose sums fit the registers
+#define TOGETHER 6  // rows whose sums fit the registers, of whole weights
+#define TILE 8      // and of steps, all parts of rows together
 #else
 #define TOGETHER 2
+#define TILE 4
 #endif
 
 // How the scales of groups are stored: as such; as bytes times a float16 for 256 inputs; or as numbers of 8 bits (e4m3)
@@ -54,27 +56,41 @@ typedef float X;
 // Rows that are multiplied.
 typedef struct {
     const X *x;           // [rows, inputs]; for `float_rows` float32
-    const float *totals;  // [rows, groups]: sums of x
-    const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset times x
-    // If WHOLE: inputs as whole numbers times the unit of their block, taken apart for products that are exact in any
-    // order. bfloat16: numbers of 16 bits; float32: of 24. [rows, parts, inputs]: bytes, for steps of 8 bits numbers of
-    // 16 bits; a part is 256 times the one behind it, of numbers of 16 bits 4,096 times.
+    const float *totals;  // [groups, of]: sums of x
+    const float *less;    // [blocks, of]: of a block, added to its sum of steps times x: minus the offset times x
+    // If WHOLE: inputs as whole numbers times the unit of their block, for products that are exact in any order.
+    // bfloat16: numbers of 16 bits; float32: of 24, in parts. [inputs / BLOCK, of, parts, BLOCK]: numbers of 16 bits,
+    // where a part is 4,096 times the one behind it; or bytes, where it is 256 times that. Or numbers of 8 bits.
     const void *parts;
-    const float *units;   // [rows, inputs / BLOCK]
-    int64_t inputs, blocks;
-    int are_wide;  // whether the parts have 24 bits
+    const float *units;   // [inputs / BLOCK, of]; of numbers of 8 bits each 16 have one: [inputs / BLOCK, of, 2]
+    int64_t inputs;
+    int64_t of;      // all rows of the product
+    int parts_of_row;  // 1: numbers of 8 bits; 2: of 16; 3: of 24
 } Rows;
 
+// What a block's sums are added with.
+typedef struct {
+    V scales[VECTORS], least[VECTORS];
+    const float *totals;  // of rows, where the block begins its group and this has least weights; else none
+} Group;
+
+INLINE void add(const Group *group, int row, int vector, V found, V *sums) {
+    V sum = sums[row * VECTORS + vector];
+    if (group->totals) sum += group->least[vector] * group->totals[row];
+    sums[row * VECTORS + vector] = sum + found * group->scales[vector];
+}
+
 #ifdef BF16
-// Steps of pairs of inputs of a panel, as bfloat16: [pairs][16 lanes][2].
-INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
+// Steps of pairs of inputs of a vector's lanes, as bfloat16: [pairs][16 lanes][2].
+INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, int vector, __m512i *found) {
     for (int i = 0; i < pairs; i++) {
         if (bits == TABLE) {
-            const __m512i words = _mm512_loadu_si512(w->steps + at * LANES / 2 + 64 * (i / 4));
+            const __m512i words = _mm512_loadu_si512(w->steps + at * LANES / 2 + 4 * LANES * (i / 4) + 64 * vector);
             found[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * (i % 4)), table);
             continue;
         }
-        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->steps + at * LANES + 32 * i)));
+        const uint8_t *from = w->steps + at * LANES + 2 * LANES * i + 32 * vector;
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
         const __m512i size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
         __m512i step = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
         // Subnormal numbers, which products of bfloat16 take for zero, from a table.
@@ -91,19 +107,21 @@ INLINE __m512i pair(const uint16_t *x) {
 #define DOT(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
 INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m512i table, const Rows *given, int rows,
-                          const V *scale, V *sums) {
-    __m512i steps[BLOCK / 2];
-    unpack(w, at, table, bits, pairs, steps);
-    for (int row = 0; row < rows; row++) {
-        const X *x = given->x + row * given->inputs + at;
-        __m512 part[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int i = 0; i < pairs; i += 4)
-            for (int j = 0; j < 4; j++) part[j] = DOT(part[j], steps[i + j], pair(x + 2 * (i + j)));
-        sums[row] += (((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3])) * *scale;
+                          const Group *group, V *sums) {
+    for (int vector = 0; vector < VECTORS; vector++) {
+        __m512i steps[BLOCK / 2];
+        unpack(w, at, table, bits, pairs, vector, steps);
+        for (int row = 0; row < rows; row++) {
+            const X *x = given->x + row * given->inputs + at;
+            __m512 part[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (int i = 0; i < pairs; i += 4)
+                for (int j = 0; j < 4; j++) part[j] = DOT(part[j], steps[i + j], pair(x + 2 * (i + j)));
+            add(group, row, vector, ((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3]), sums);
+        }
     }
 }
 
-// Panels of bfloat16 weights: [inputs / 2][16 lanes][2].
+// Panels of bfloat16 weights: [inputs / 2][lanes][2].
 INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_t stride, int rows, V *sums) {
     __m512 part[TOGETHER][4];
     for (int row = 0; row < rows; row++)
@@ -116,7 +134,7 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
                 part[row][i] = DOT(part[row][i], some[i], pair(x + row * stride + at + 2 * i));
     }
     for (int row = 0; row < rows; row++)
-        sums[row] = (V)_mm512_add_ps(_mm512_add_ps(part[row][0], part[row][1]), _mm512_add_ps(part[row][2], part[row][3]));
+        sums[row * VECTORS] = (V)_mm512_add_ps(_mm512_add_ps(part[row][0], part[row][1]), _mm512_add_ps(part[row][2], part[row][3]));
 }
 #else
 // Numbers of a table of 16, by their places.
@@ -163,17 +181,17 @@ INLINE void unpack(const Weights *w, int64_t at, int bits, int i, int vector, V 
 }
 
 INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows,
-                          const V *scales, V *sums) {
+                          const Group *group, V *sums) {
     for (int vector = 0; vector < VECTORS; vector++) {
         V steps[BLOCK];
         for (int i = 0; i < pairs; i++) unpack(w, at, bits, i, vector, steps + 2 * i);
         for (int row = 0; row < rows; row++) {
             const X *x = given->x + row * given->inputs + at;
             V part[4] = {{0}, {0}, {0}, {0}};
-            if (bits < 8) part[0] += given->less[row * given->blocks + at / (2 * pairs)];
+            if (bits < 8) part[0] += given->less[at / (2 * pairs) * given->of + row];
             for (int i = 0; i < 2 * pairs; i += 4)
                 for (int j = 0; j < 4; j++) part[j] += steps[i + j] * x[i + j];
-            sums[row * VECTORS + vector] += ((part[0] + part[1]) + (part[2] + part[3])) * scales[vector];
+            add(group, row, vector, (part[0] + part[1]) + (part[2] + part[3]), sums);
         }
     }
 }
@@ -196,7 +214,7 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 }
 #endif
 
-// Weights [inputs][16 lanes] of float32, float16 or bfloat16 times rows of float32, which are not rounded: for models of
+// Weights [inputs][lanes] of float32, float16 or bfloat16 times rows of float32, which are not rounded: for models of
 // float32 and float16.
 INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const float *x, int rows, V *sums) {
     const int64_t size = kind == FLOAT32 ? 4 : 2;
@@ -213,6 +231,8 @@ INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const f
         sums[row * VECTORS] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
 }
 
+// Whether rows of 8 bits are multiplied.
+#define TAKES_BYTES(bits) (WHOLE && (bits) < 8)
 #define TAKES_SHORTS(bits) ((bits) == 8 || (bits) == WHOLE_TABLE)
 
 #if WHOLE
@@ -283,6 +303,7 @@ INLINE int32_t four_bytes(const void *at) {
 #define WITH16(sum, steps, x) PLUS32(sum, PAIRS16(steps, x))
 #endif
 #define UNROLLED _Pragma("GCC unroll 16")
+#define IN_ORDER(vector) __asm__("" : "+v"(vector))  // GCC would choose an order that takes more registers
 
 // The i-th four inputs of each lane of a vector, from `at` on.
 INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, int vector) {
@@ -296,73 +317,155 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
     return bits == 4 ? low : OR(low, AND(i > 4 ? RIGHT(WORD(4), i - 4) : LEFT(WORD(4), 4 - i), EACH8(16)));
 }
 
-// As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
-INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
-                            const Rows *given, int rows, const V *scales, V *sums) {
-    for (int vector = 0; vector < VECTORS; vector++) {
-        B steps[BLOCK / 2];
-        for (int i = 0; i < pairs && bits == 8; i++)
-            steps[i] = WIDENED(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
-        for (int i = 0; i < pairs && bits == WHOLE_TABLE; i += 2) {
-            const B four = bytes_of(w, at, bits, table, i / 2, vector);
-            steps[i] = SIGNED_RIGHT(LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
-            steps[i + 1] = SIGNED_RIGHT(four, 8);
-        }
-        for (int row = 0; row < rows; row++) {
-            V sum = {0};
-            for (int part = 0; part < parts; part++) {
-                const int16_t *x = (const int16_t *)given->parts + (row * parts + part) * given->inputs + at;
-                B even = EACH8(0), odd = even;
-                for (int i = 0; i < pairs; i += 2) {
-                    even = WITH16(even, steps[i], EACH32(four_bytes(x + 2 * i)));
-                    odd = WITH16(odd, steps[i + 1], EACH32(four_bytes(x + 2 * i + 2)));
-                }
-                sum = sum * 4096.0f + FLOATS(PLUS32(even, odd));
-            }
-            sums[row * VECTORS + vector] += sum * given->units[row * (given->inputs / BLOCK) + at / BLOCK] * scales[vector];
-        }
+// Defines a function that multiplies a block's unpacked steps by all rows, whatever the kind of weights. SOME does so for
+// as many rows as have their sums in registers TOGETHER: `some_shorts` or `some_bytes`.
+#define ALL_ROWS(NAME, SOME, TOGETHER, ...) \
+    static __attribute__((noinline)) void NAME(const B *steps, int64_t at, const Rows *given, int rows, \
+                                               const Group *group, V *sums) { \
+        const Rows own = *given; /* which stays in registers */ \
+        int row = 0; \
+        for (; row + TOGETHER <= rows; row += TOGETHER) \
+            SOME(steps, at, __VA_ARGS__, &own, row, TOGETHER, group, sums); \
+        if (TOGETHER > 4 && rows - row >= 4) SOME(steps, at, __VA_ARGS__, &own, row, 4, group, sums), row += 4; \
+        if (TOGETHER > 2 && rows - row >= 2) SOME(steps, at, __VA_ARGS__, &own, row, 2, group, sums), row += 2; \
+        if (rows - row) SOME(steps, at, __VA_ARGS__, &own, row, 1, group, sums); \
     }
+
+// Adds products of some rows of numbers of 16 bits, and steps of 16 bits: [BLOCK / 2][VECTORS].
+INLINE void some_shorts(const B *steps, int64_t at, int parts, const Rows *given, int first, int rows,
+                        const Group *group, V *sums) {
+    const int64_t block = at / BLOCK * given->of + first;
+    const int16_t *x = (const int16_t *)given->parts + block * parts * BLOCK;
+    V whole[TILE][VECTORS];
+    UNROLLED for (int part = 0; part < parts; part++) {
+        B some[TILE][VECTORS];
+        UNROLLED for (int i = 0; i < BLOCK / 2; i++)
+            UNROLLED for (int row = 0; row < rows; row++) {
+                const B each = EACH32(four_bytes(x + (row * parts + part) * BLOCK + 2 * i));
+                UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                    B *sum = &some[row][vector];
+                    *sum = WITH16(i ? *sum : EACH8(0), steps[i * VECTORS + vector], each);
+                    IN_ORDER(*sum);
+                }
+            }
+        UNROLLED for (int row = 0; row < rows; row++)
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                const V found = FLOATS(some[row][vector]);
+                whole[row][vector] = part ? whole[row][vector] * 4096.0f + found : found;
+            }
+    }
+    UNROLLED for (int row = 0; row < rows; row++)
+        UNROLLED for (int vector = 0; vector < VECTORS; vector++)
+            add(group, first + row, vector, whole[row][vector] * given->units[block + row], sums);
 }
+ALL_ROWS(short_rows, some_shorts, TILE, 1)
+#if !ROUNDS
+ALL_ROWS(wide_short_rows, some_shorts, TILE, 2)
+#endif
+
+// As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
+INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, __m128i table, int parts, const Rows *given, int rows,
+                            const Group *group, V *sums) {
+    B steps[BLOCK / 2 * VECTORS];
+    for (int i = 0; i < BLOCK / 2; i++)
+        for (int vector = 0; vector < VECTORS; vector++) {
+            B *into = steps + i * VECTORS + vector;
+            if (bits == 8) {
+                *into = WIDENED(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+                continue;
+            }
+            const B four = bytes_of(w, at, bits, table, i / 2, vector);
+            *into = SIGNED_RIGHT(i % 2 ? four : LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
+        }
+    if (__builtin_constant_p(rows) && rows == 1)
+        some_shorts(steps, at, parts, given, 0, 1, group, sums);
+#if !ROUNDS
+    else if (parts == 2)
+        wide_short_rows(steps, at, given, rows, group, sums);
+#endif
+    else
+        short_rows(steps, at, given, rows, group, sums);
+}
+
+// Adds products of some rows of bytes, and steps of bytes: [fours][VECTORS]. most: fours whose sums fit 16 bits.
+INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int parts, const Rows *given, int first, int rows,
+                       const Group *group, V *sums) {
+    const int halves = parts == 1 ? fours / 4 : 1, many = fours / halves;
+    const int64_t block = at / BLOCK * given->of + first;
+    const int8_t *x = (const int8_t *)given->parts + block * parts * BLOCK + at % BLOCK;
+    const float *less = given->less + at / (4 * fours) * given->of + first;
+    V found[TILE][VECTORS];
+    UNROLLED for (int half = 0; half < halves; half++) {
+        B whole[TILE][3][VECTORS], some[TILE][3][VECTORS];
+        UNROLLED for (int i = 0; i < many; i++) {
+            B step[VECTORS];
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                step[vector] = steps[(4 * half + i) * VECTORS + vector];
+                IN_ORDER(step[vector]);
+            }
+            UNROLLED for (int row = 0; row < rows; row++)
+                UNROLLED for (int part = 0; part < parts; part++) {
+                    const B each = EACH32(four_bytes(x + (row * parts + part) * BLOCK + 16 * half + 4 * i));
+                    UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                        B *sum = &some[row][part][vector];
+                        *sum = WITH8(i % most ? *sum : EACH8(0), step[vector], each);
+                        IN_ORDER(*sum);
+                        if ((i + 1) % most) continue;
+                        const B more = VNNI ? *sum : PAIRS16(*sum, EACH16(1));
+                        whole[row][part][vector] = i < most ? more : PLUS32(whole[row][part][vector], more);
+                    }
+                }
+        }
+        UNROLLED for (int row = 0; row < rows; row++)
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                const B *sum[3] = {&whole[row][0][vector], &whole[row][1][vector], &whole[row][2][vector]};
+                V all = FLOATS(parts == 2 ? PLUS32(LEFT32(*sum[0], 8), *sum[1]) : *sum[0]);
+                UNROLLED for (int part = 1; part < parts && parts > 2; part++) all = all * 256.0f + FLOATS(*sum[part]);
+                const float unit = parts == 1 ? given->units[2 * (block + row) + at % BLOCK / 16 + half] : given->units[block + row];
+                if (half) found[row][vector] += all * unit;
+                else found[row][vector] = all * unit + less[row];
+            }
+    }
+    UNROLLED for (int row = 0; row < rows; row++)
+        UNROLLED for (int vector = 0; vector < VECTORS; vector++)
+            add(group, first + row, vector, found[row][vector], sums);
+}
+
+// Fours of inputs of a block, those whose sums fit 16 bits, and parts of a row.
+#if VNNI
+#define NARROW(DO) DO(8, 4, 1) DO(8, 8, 2) DO(4, 4, 1) DO(4, 4, 2)
+#define BROAD(DO) DO(8, 8, 3) DO(4, 4, 3)
+#else
+#define NARROW(DO) DO(8, 4, 1) DO(8, 4, 2) DO(8, 8, 2) DO(4, 2, 1) DO(4, 2, 2) DO(4, 4, 1) DO(4, 4, 2)
+#define BROAD(DO) DO(8, 4, 3) DO(8, 8, 3) DO(4, 2, 3) DO(4, 4, 3)
+#endif
+#if ROUNDS
+#define SHAPES(DO) NARROW(DO)
+#else
+#define SHAPES(DO) NARROW(DO) BROAD(DO)
+#endif
+// Where two fours fit 16 bits, wider sums take registers too.
+#define ROOM(MOST, PARTS) ((MOST == 2 ? TILE / 2 : TILE) / PARTS ? (MOST == 2 ? TILE / 2 : TILE) / PARTS : 1)
+#define DEFINED(FOURS, MOST, PARTS) \
+    ALL_ROWS(byte_rows_##FOURS##_##MOST##_##PARTS, some_bytes, ROOM(MOST, PARTS), FOURS, MOST, PARTS)
+SHAPES(DEFINED)
 
 // As `rows_of_block`, for steps of 4 to 6 bits.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
-                           const Rows *given, int rows, const V *scales, V *sums) {
-    const int many = pairs / 2, size = bits == SMALL_TABLE ? 5 : bits;
-    const int most = VNNI ? many : 8 >> (size - 4);  // fours of inputs; whose sums fit 16 bits
-    B steps[BLOCK / 4][VECTORS];
-    const int is_one = __builtin_constant_p(rows) && rows == 1;  // its steps are used as they are unpacked
-    if (!is_one)
-        for (int i = 0; i < many; i++)
-            for (int vector = 0; vector < VECTORS; vector++) steps[i][vector] = bytes_of(w, at, bits, table, i, vector);
-    for (int row = 0; row < rows; row++) {
-        const int8_t *x = (const int8_t *)given->parts + row * parts * given->inputs + at;
-        B whole[3][VECTORS];
-        UNROLLED for (int first = 0; first < many; first += most) {
-            B some[3][VECTORS];
-            UNROLLED for (int i = first; i < first + most; i++)
-                UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-                    const B each = is_one ? bytes_of(w, at, bits, table, i, vector) : steps[i][vector];
-                    UNROLLED for (int part = 0; part < parts; part++) {
-                        const B before = i > first ? some[part][vector] : EACH8(0);
-                        some[part][vector] = WITH8(before, each, EACH32(four_bytes(x + part * given->inputs + 4 * i)));
-                        __asm__("" : "+v"(some[part][vector]));  // GCC would sum in another order, of more registers
-                    }
-                }
-            UNROLLED for (int vector = 0; vector < VECTORS; vector++)
-                UNROLLED for (int part = 0; part < parts; part++) {
-                    const B sum = VNNI ? some[part][vector] : PAIRS16(some[part][vector], EACH16(1));
-                    whole[part][vector] = first ? PLUS32(whole[part][vector], sum) : sum;
-                }
-        }
-        const float unit = given->units[row * (given->inputs / BLOCK) + at / BLOCK];
-        UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-            V sum = FLOATS(parts == 2 ? PLUS32(LEFT32(whole[0][vector], 8), whole[1][vector]) : whole[0][vector]);
-            UNROLLED for (int part = 1; part < parts && parts > 2; part++)
-                sum = sum * 256.0f + FLOATS(whole[part][vector]);
-            sum = sum * unit + given->less[row * given->blocks + at / (2 * pairs)];
-            sums[row * VECTORS + vector] += sum * scales[vector];
-        }
+                           const Rows *given, int rows, const Group *group, V *sums) {
+    const int fours = pairs / 2, many = parts == 1 ? 4 : fours, fitting = 8 >> ((bits == SMALL_TABLE ? 5 : bits) - 4);
+    const int most = VNNI || fitting > many ? many : fitting;
+    B steps[BLOCK / 4 * VECTORS];
+    for (int i = 0; i < fours; i++)
+        for (int vector = 0; vector < VECTORS; vector++) steps[i * VECTORS + vector] = bytes_of(w, at, bits, table, i, vector);
+    if (__builtin_constant_p(rows) && rows == 1) {
+        some_bytes(steps, at, fours, most, parts, given, 0, 1, group, sums);
+        return;
     }
+#define CALLED(FOURS, MOST, PARTS) \
+    if (fours == FOURS && most == MOST && parts == PARTS) \
+        byte_rows_##FOURS##_##MOST##_##PARTS(steps, at, given, rows, group, sums);
+    SHAPES(CALLED)
 }
 #endif
 
@@ -411,23 +514,21 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
     const __m128i whole_table = _mm_loadu_si128((const void *)bytes);
 #endif
     for (int i = 0; i < rows * VECTORS; i++) sums[i] = (V){0};
-    V scales[VECTORS] = {{0}};
+    Group own_group = {0};
     for (int64_t at = 0, group = -1, end = 0; at < inputs; at += 2 * pairs) {
+        own_group.totals = 0;
         if (at == end) {
             group++;
             end += part.group;
+            const int64_t upper = kind == DIVIDED ? panel : panel * (inputs / 256) + at / 256;
             for (int vector = 0; vector < VECTORS; vector++) {
-                const int64_t first = (panel * groups + group) * LANES + vector * WIDE;
-                const int64_t upper = kind == DIVIDED ? panel : panel * (inputs / 256) + at / 256;
-                const int64_t above = upper * LANES + vector * WIDE;
+                const int64_t first = (panel * groups + group) * LANES + vector * WIDE, above = upper * LANES + vector * WIDE;
                 const V scale = scales_of(part.scales, part.of_scales, first, above, kind);
-                scales[vector] = bits == FLOAT8 && !ROUNDS ? scale * 256 : scale;  // see `unpack`
-                if (!part.least && !part.zeros) continue;
-                const V least = part.least ? scales_of(part.least, part.of_least, first, above, kind)
-                                           : -scale * from_bytes(part.zeros + first, 0);
-                for (int row = 0; row < rows; row++)
-                    sums[row * VECTORS + vector] += least * given->totals[row * groups + group];
+                own_group.scales[vector] = bits == FLOAT8 && !ROUNDS ? scale * 256 : scale;  // see `unpack`
+                if (part.least) own_group.least[vector] = scales_of(part.least, part.of_least, first, above, kind);
+                else if (part.zeros) own_group.least[vector] = -scale * from_bytes(part.zeros + first, 0);
             }
+            if (part.least || part.zeros) own_group.totals = given->totals + group * given->of;
         }
         // What comes next, perhaps of the next panel: memory is slower than one row's products. It is read once, so it
         // need not stay in the larger caches.
@@ -435,18 +536,18 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
             __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 0);
 #if WHOLE
         if (bits < 8) {
-            bytes_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, scales, sums);
+            bytes_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, &own_group, sums);
             continue;
         }
         if (TAKES_SHORTS(bits)) {
-            shorts_of_block(&part, at, bits, pairs, whole_table, parts - 1, given, rows, scales, sums);
+            shorts_of_block(&part, at, bits, whole_table, parts - 1, given, rows, &own_group, sums);
             continue;
         }
 #endif
 #ifdef BF16
-        rows_of_block(&part, at, bits, pairs, table, given, rows, scales, sums);
+        rows_of_block(&part, at, bits, pairs, table, given, rows, &own_group, sums);
 #else
-        rows_of_block(&part, at, bits, pairs, given, rows, scales, sums);
+        rows_of_block(&part, at, bits, pairs, given, rows, &own_group, sums);
 #endif
     }
     for (int vector = 0; vector < VECTORS && rows == 1; vector++) found[vector] = one[vector];
@@ -455,8 +556,14 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
 static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, int rows, V *sums) {
 #define CASE(BITS, PAIRS, KIND) \
     if (w->bits == BITS && w->kind == KIND) { \
-        if (!ROUNDS && given->are_wide) sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 3); \
-        else if (rows == 1) sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 2); /* they stay in registers */ \
+        if (TAKES_BYTES(BITS) && given->parts_of_row == 1 && rows == 1) \
+            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 1); \
+        else if (TAKES_BYTES(BITS) && given->parts_of_row == 1) \
+            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 1); \
+        else if (!ROUNDS && given->parts_of_row == 3) \
+            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 3); \
+        else if (rows == 1) \
+            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 2); /* they stay in registers */ \
         else sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 2); \
         return; \
     }
@@ -508,54 +615,100 @@ INLINE float total_of(const X *x, int64_t count) {
 }
 
 #if WHOLE
-// Takes a block of x apart, for steps of so many bits: its first part to `into`, others each `stride` numbers behind the
-// one before; see `Rows`. Returns its unit, a power of two, so that what fits is exact; `sums`: of each 16
-// such numbers.
-static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t stride, float *sums) {
-    uint32_t largest = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const float value = float_of(x[i]);
-        uint32_t number;
-        memcpy(&number, &value, 4);
-        number &= 0x7fffffff;
-        largest = number > largest ? number : largest;
+#if WIDE == 16
+#define ROUNDED(value) (I)_mm512_cvtps_epi32((__m512)(value))
+#else
+#define ROUNDED(value) (I)_mm256_cvtps_epi32((__m256)(value))
+#endif
+#define OF_HALF (16 / WIDE)  // vectors of 16 numbers
+typedef int8_t C __attribute__((vector_size(WIDE), aligned(1)));
+
+INLINE V vector_of_x(const X *x) {
+    return vector_of(x, 0, !ROUNDS);
+}
+
+// The largest magnitude, and the sum, of some vectors.
+INLINE float largest_of(const V *some, int vectors) {
+    I largest = {0};
+    int32_t lanes[WIDE], top = 0;
+    UNROLLED for (int i = 0; i < vectors; i++) {
+        const I size = (I)some[i] & 0x7fffffff, is_more = size > largest;
+        largest = (size & is_more) | (largest & ~is_more);
     }
-    float size, times;
-    memcpy(&size, &largest, 4);
+    memcpy(lanes, &largest, sizeof lanes);
+    for (int i = 0; i < WIDE; i++) top = lanes[i] > top ? lanes[i] : top;
+    float size;
+    memcpy(&size, &top, 4);
+    return size;
+}
+
+INLINE int32_t sum_of(const I *whole, int vectors) {
+    I all = {0};
+    int32_t lanes[WIDE], sum = 0;
+    UNROLLED for (int i = 0; i < vectors; i++) all += whole[i];
+    memcpy(lanes, &all, sizeof lanes);
+    for (int i = 0; i < WIDE; i++) sum += lanes[i];
+    return sum;
+}
+
+// Takes a block of x apart, for steps of so many bits; see `Rows`. Returns its unit, a power of two, so that what fits is
+// exact; `sums`: of each 16 such numbers.
+static float in_parts(const X *x, int64_t bits, int parts, void *into, float *sums) {
+    V some[BLOCK / WIDE];
+    I whole[BLOCK / WIDE];
+    for (int i = 0; i < BLOCK / WIDE; i++) some[i] = vector_of_x(x + i * WIDE);
+    const float size = largest_of(some, BLOCK / WIDE);
+    uint32_t largest;
+    memcpy(&largest, &size, 4);
     const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
     const int exponent = (int)(largest >> 23) - 127, room = parts == 2 ? 14 : 22;  // the largest: 2^room to 2^(room + 1)
     // Parts are rounded to the nearest, so the first is at most 127 below this.
     const float most = parts == 2 ? 127 * 256 + 127 : 127 * 65536 + 127 * 256 + 127;
     const uint32_t power = (uint32_t)(127 + room - exponent) << 23;
+    float times;
     memcpy(&times, &power, 4);
     if (size * times > most) times /= 2;
     if (!is_number || exponent < -100) times = 0;
     const float unit = is_number ? times ? 1 / times : 0 : NAN;
-    int32_t whole[BLOCK];
-    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(float_of(x[i]) * times) : 0;
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = 0; i < 16; i++) sum += whole[16 * half + i];
-        sums[half] = (float)sum * unit;
-    }
-    if (TAKES_SHORTS(bits)) {
-        int16_t *first = into;
-        for (int i = 0; i < BLOCK; i++) {
-            // Of each four inputs a table gives the first and the third, then the others.
-            const int place = bits == 8 || i % 4 % 3 == 0 ? i : i ^ 3;
-            first[place] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
-            if (parts > 2) first[place + stride] = whole[i] - first[place] * 4096;
-        }
-    } else {
-        for (int part = parts - 1; part >= 0; part--) {
-            int8_t *bytes = (int8_t *)into + part * stride;
-            for (int i = 0; i < BLOCK; i++) {
-                bytes[i] = whole[i];
-                whole[i] = (whole[i] - (int8_t)whole[i]) >> 8;
+    for (int i = 0; i < BLOCK / WIDE; i++) whole[i] = ROUNDED(some[i] * times) & -is_number;
+    for (int half = 0; half < 2; half++) sums[half] = (float)sum_of(whole + half * OF_HALF, OF_HALF) * unit;
+    for (int i = 0; i < BLOCK / WIDE; i++) {
+        if (!TAKES_SHORTS(bits)) {
+            for (int part = parts - 1; part >= 0; part--) {
+                *(C *)((int8_t *)into + part * BLOCK + i * WIDE) = __builtin_convertvector(whole[i], C);
+                whole[i] = (whole[i] - (whole[i] << 24 >> 24)) >> 8;
             }
+            continue;
         }
+        int16_t *first = (int16_t *)into + i * WIDE;
+        if (bits == WHOLE_TABLE) {  // of each four inputs a table gives the first and the third, then the others
+            I places;
+            for (int lane = 0; lane < WIDE; lane++) places[lane] = lane % 4 % 3 ? lane ^ 3 : lane;
+            whole[i] = __builtin_shuffle(whole[i], places);
+        }
+        const I upper = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
+        *(T *)first = __builtin_convertvector(upper, T);
+        if (parts > 2) *(T *)(first + BLOCK) = __builtin_convertvector(whole[i] - upper * 4096, T);
     }
     return unit;
+}
+
+// As `in_parts`, for rows of 8 bits, where each 16 numbers have a unit.
+static void in_bytes(const X *x, int8_t *into, float *units, float *sums) {
+    for (int half = 0; half < 2; half++) {
+        V some[OF_HALF];
+        I whole[OF_HALF];
+        for (int i = 0; i < OF_HALF; i++) some[i] = vector_of_x(x + 16 * half + i * WIDE);
+        const float size = largest_of(some, OF_HALF);
+        const int is_number = size < INFINITY;
+        const float times = size < 0x1p-100f ? 0 : 127 / size;
+        units[half] = is_number ? size / 127 : NAN;
+        for (int i = 0; i < OF_HALF; i++) {
+            whole[i] = ROUNDED(some[i] * times) & -is_number;
+            *(C *)(into + 16 * half + i * WIDE) = __builtin_convertvector(whole[i], C);
+        }
+        sums[half] = (float)sum_of(whole, OF_HALF) * units[half];
+    }
 }
 #endif
 
@@ -563,7 +716,13 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
 static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, int64_t stride, const void *y,
                   int y_is_float32, int64_t row) {
     const int64_t left = w->outputs - first, at = row * stride + first;
-    const int64_t many = left < 0 ? 0 : left < WIDE ? left : WIDE;
+    const int64_t many = left < 0 ? 0 : left;
+    if (many >= WIDE) {
+        if (w->bias) sums += *(const V *)(w->bias + first);
+        if (y) sums += vector_of(y, at, y_is_float32);
+        put_vector(out, at, sums, out_is_float32);
+        return;
+    }
     float found[WIDE];
     memcpy(found, &sums, sizeof found);
     if (w->bias)
@@ -582,7 +741,7 @@ INLINE uint32_t word_of(const uint8_t *steps, int shift, int bits, int unit) {
     return found;
 }
 
-// words [panels][inputs * bits / 32][16 lanes] of steps [panels][16 lanes][inputs] of 4 to 6 bits.
+// words [panels][inputs * bits / 32][lanes] of steps [panels][lanes][inputs] of 4 to 6 bits.
 // 5 bits: of 32 inputs four words with their lower bits, then one with the highest. 6 bits: of 16 inputs three words,
 // whose bytes have one step each and, above it, two bits of one of the last four.
 void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int bits, int is_table, uint32_t *words) {
@@ -607,20 +766,29 @@ int pearl_version(void) {
     return VERSION;
 }
 
+int pearl_lanes(void) {
+    return LANES;
+}
+
+// Whether rows are rounded to 8 bits for these weights.
+int pearl_rounds_rows(const Weights *w) {
+    return w->rounds_rows && TAKES_BYTES(w->bits);
+}
+
 // Whether x is rounded to bfloat16.
 int pearl_rounds(void) {
     return ROUNDS;
 }
 
-// What the panels of a product have in common. of_row, of_parts: bytes of a row.
+// What the panels of a product have in common. of_row: bytes of a row; of_parts: those of its parts of a block.
 typedef struct {
     const Weights *w;
     const uint8_t *converted, *parts;
     const float *totals, *less, *units;
     const void *y;
     void *out;
-    int y_is_float32, out_is_float32, are_wide;
-    int64_t of_row, of_parts, groups, blocks, stride, rows, together;
+    int y_is_float32, out_is_float32, parts_of_row, units_of_row;
+    int64_t of_row, of_parts, stride, rows, together;
 } Product;
 
 // A piece of a product. A thread keeps the weights of a panel in its cache while it goes through the rows.
@@ -632,9 +800,8 @@ static void multiply_panels(const void *work, int64_t piece, int thread) {
     for (int64_t panel = first; panel < end; panel++)
         for (int64_t row = 0; row < p->rows; row += ROWS) {
             const int some = p->rows - row < ROWS ? p->rows - row : ROWS;
-            const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row * p->groups,
-                                p->less + row * p->blocks, p->parts + row * p->of_parts,
-                                p->units + row * (inputs / BLOCK), inputs, p->blocks, p->are_wide};
+            const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row, p->less + row,
+                                p->parts + row * p->of_parts, p->units + row * p->units_of_row, inputs, p->rows, p->parts_of_row};
             multiply_panel(p->w, panel, &given, some, sums);
             for (int i = 0; i < some * VECTORS; i++)
                 store(p->w, panel * LANES + i % VECTORS * WIDE, sums[i], p->out, p->out_is_float32, p->stride, p->y,
@@ -655,35 +822,41 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->group % BLOCK ? 16 : 32;
     const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
-    const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
+    const int parts_of_row = pearl_rounds_rows(w) ? 1 : x_is_float32 && !ROUNDS ? 3 : 2;
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
+    const int64_t all_units = rows * (inputs / (parts_of_row == 1 ? 16 : BLOCK));
     const int is_float32 = w->bits == 32 || !ROUNDS;
     const int64_t of_row = inputs * (is_float32 ? 4 : 2);  // bytes
-    uint8_t *converted = (uint8_t *)(units + rows * (inputs / BLOCK)), *parts = converted + rows * of_row;
-    const int64_t each = inputs * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
+    uint8_t *converted = (uint8_t *)(units + all_units), *parts = converted + rows * of_row;
+    const int64_t of_parts = BLOCK * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes
     convert(x, converted, rows * inputs, x_is_float32, is_float32);
+    const int has_totals = w->least || w->zeros, has_less = has_totals || w->bits < 8;
+    const int64_t together = groups ? w->group / size : 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const X *some = (X *)(converted + row * of_row);
 #if WHOLE
-    for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {
-        const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
-        uint8_t *into = parts + row * each + at * (TAKES_SHORTS(w->bits) ? 2 : 1);
-        float sums[2];
-        units[i] = in_parts((X *)(converted + row * of_row) + at, w->bits, parts_of_row, into, inputs, sums);
-        if (size == 16) memcpy(less + 2 * i, sums, sizeof sums);
-        else less[i] = sums[0] + sums[1];
-    }
+        for (int64_t block = 0; block < inputs / BLOCK && are_whole; block++) {
+            const int64_t at = block * rows + row;
+            float sums[2];
+            if (parts_of_row == 1) in_bytes(some + block * BLOCK, (int8_t *)parts + at * of_parts, units + 2 * at, sums);
+            else units[at] = in_parts(some + block * BLOCK, w->bits, parts_of_row, parts + at * of_parts, sums);
+            if (size == 32) less[at] = sums[0] + sums[1];
+            else less[2 * block * rows + row] = sums[0], less[(2 * block + 1) * rows + row] = sums[1];
+        }
 #endif
-    const int has_totals = w->least || w->zeros;
-    for (int64_t i = 0; i < rows * blocks && !are_whole && (has_totals || w->bits < 8); i++)
-        less[i] = total_of((X *)converted + i * size, size);
-    for (int64_t i = 0; i < rows * groups && has_totals; i++) {
-        totals[i] = 0;
-        for (int64_t j = 0; j < w->group / size; j++) totals[i] += less[i * (w->group / size) + j];
+        for (int64_t block = 0; block < blocks && !are_whole && has_less; block++)
+            less[block * rows + row] = total_of(some + block * size, size);
+        for (int64_t group = 0; group < groups && has_totals; group++) {
+            float total = 0;
+            for (int64_t i = group * together; i < (group + 1) * together; i++) total += less[i * rows + row];
+            totals[group * rows + row] = total;
+        }
     }
     for (int64_t i = 0; i < rows * blocks && w->bits < 8; i++) less[i] *= -w->offset;
     const int64_t panels = (w->outputs + LANES - 1) / LANES;
     const Product product = {
-        w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, parts_of_row > 2,
-        of_row, each, groups, blocks, stride, rows, panels_together(panels, threads),
+        w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, parts_of_row, parts_of_row == 1 ? 2 : 1,
+        of_row, of_parts, stride, rows, panels_together(panels, threads),
     };
     in_pieces(multiply_panels, &product, (panels + product.together - 1) / product.together, threads);
 }
