@@ -498,16 +498,25 @@ def draft_of(directory: Path, kind: str, name: str = "draft_vocab_size") -> Any:
     return load_draft_head(str(head), str(target()), CPU, None, 2, lambda what: None)
 
 
-def test_a_draft_needs_an_output_matrix_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"its target's output matrix.*Name it as --head"):
-        draft_of(tmp_path / "head", "dflash", "none")
+def test_a_head_of_one_forward_is_no_draft(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"reads its target's states.*Name it as --head"):
+        draft_of(tmp_path / "head", "peagle")
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"),
+    [
+        ("dflash", "draft_vocab_size"),
+        ("dflash", "none"),
+        ("dspark", "draft_vocab_size"),
+        ("xpress", "draft_vocab_size"),
+        ("dflash2", "none"),
+    ],
+)
 @torch.inference_mode()
-def test_a_draft_has_the_rows_of_a_block(kind: str, tmp_path: Path) -> None:
+def test_a_draft_has_the_rows_of_a_block(kind: str, vocabulary: str, tmp_path: Path) -> None:
     """Token by token what a proposal has at once; then a new block, behind what it has drafted."""
-    draft = draft_of(tmp_path / "head", kind)
+    draft = draft_of(tmp_path / "head", kind, vocabulary)
     head = draft.head
     ids, states = text_and_states(config_of(kind))
     head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 1)

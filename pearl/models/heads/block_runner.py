@@ -16,7 +16,7 @@ import torch
 
 from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.heads.dflash import DFlashHead
+from pearl.models.heads.dflash import DFlashHead, TextEnd
 from pearl.models.heads.head import Block
 from pearl.models.heads.runner import StatesRunner
 from pearl.models.runner import Capabilities, check_feeds
@@ -121,7 +121,8 @@ class BlockRunner(StatesRunner):
             text.anchor = length - 1
             text.states = head.block_states(text.tokens[text.anchor], slot)
         rows = _Rows(head.ids, text.tokens[text.anchor + 1 : length])
-        head.add_levels(rows, text.states, text.tokens[text.anchor])
+        before = text.tokens[max(0, text.anchor - 1)]
+        head.add_levels(rows, text.states, TextEnd(before, text.tokens[text.anchor]))
         return rows.logits
 
     def rollback(self, length: int, slot: int = 0) -> None:

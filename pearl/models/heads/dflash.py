@@ -17,7 +17,7 @@ Source: "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; speculat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -202,6 +202,18 @@ def checked(
     return weights
 
 
+class TextEnd(NamedTuple):
+    """The last tokens of a text.
+
+    Attributes:
+        before: the token before the anchor; the anchor itself if the text, as far as the head knows it, begins there.
+        anchor: the last token, after which a block is guessed.
+    """
+
+    before: int
+    anchor: int
+
+
 class DFlashHead:
     """The weights of a head, and a cache for each slot; see `Head`.
 
@@ -241,7 +253,7 @@ class DFlashHead:
         self._hidden_norm = tensors["hidden_norm.weight"].to(self.dtype)
         known = len(tensors.get("lm_head.weight", range(target.vocab_size)))
         self.ids = token_ids(tensors, known, self.device)
-        self._anchors = [0] * target.slots  # the last token of each slot's text
+        self._ends = [TextEnd(0, 0)] * target.slots
         room = whole_blocks(self.context + settings.size)
         heads = layers.heads
         shape = (target.slots, len(layers), heads.kv, room, heads.dim)
@@ -260,8 +272,14 @@ class DFlashHead:
 
     def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
         """See `Head.extend`."""
+        anchor = int(tokens[-1])
+        before = anchor  # as in training, where a text begins with its anchor
+        if len(tokens) > 1:
+            before = int(tokens[-2])
+        elif self.lengths[slot]:
+            before = self._ends[slot].anchor
         self.cache_states(features, slot)
-        self._anchors[slot] = int(tokens[-1])
+        self._ends[slot] = TextEnd(before, anchor)
 
     def cache_states(self, features: torch.Tensor, slot: int) -> None:
         """Read the target's hidden states [n, features] of the slot's next positions."""
@@ -287,8 +305,8 @@ class DFlashHead:
 
     def propose(self, block: Block, slot: int) -> None:
         """See `Head.propose`."""
-        anchor = self._anchors[slot]
-        self.add_levels(block, self.block_states(anchor, slot), anchor)
+        end = self._ends[slot]
+        self.add_levels(block, self.block_states(end.anchor, slot), end)
 
     def block_states(self, anchor: int, slot: int) -> torch.Tensor:
         """Return the states [size, hidden] of a block after the slot's text, after the last norm.
@@ -332,7 +350,7 @@ class DFlashHead:
         x = layers.normalise(hidden, layers.layers[number].attention_norm)
         return layers.layer_states(number, hidden, x, self._ropes, attends)
 
-    def add_levels(self, block: Block, states: torch.Tensor, anchor: int) -> None:
+    def add_levels(self, block: Block, states: torch.Tensor, end: TextEnd) -> None:
         """Add a level for each row of `states` that guesses a token, while the block wants more."""
         for logits in self.logits(states[self._settings.first :]):
             block.add(logits)

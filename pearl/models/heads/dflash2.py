@@ -22,7 +22,7 @@ from pearl.models.families import Config, Shapes
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import Rounding, gated
 from pearl.models.forward.slot_attention import BlockAttention, NativeAttention
-from pearl.models.heads.dflash import BlockSettings, DFlashHead, checked, target_layers
+from pearl.models.heads.dflash import BlockSettings, DFlashHead, TextEnd, checked, target_layers
 from pearl.models.heads.head import Block, HeadTarget, Tensors
 
 __all__ = ["make", "target_layers"]
@@ -168,11 +168,11 @@ class DFlash2Head(DFlashHead):
         x = gated(layer.gate_up(convolved(x, before)), layers.gate)
         return hidden + convolved(layer.down(x), after)
 
-    def add_levels(self, block: Block, states: torch.Tensor, anchor: int) -> None:
+    def add_levels(self, block: Block, states: torch.Tensor, end: TextEnd) -> None:
         """See `DFlashHead.add_levels`."""
         states = states[self._settings.first :]
         projected = linear(states, self._projection)
-        token = anchor
+        token = end.anchor
         for logits, row in zip(self.logits(states), projected, strict=True):
             top_logits, candidates = logits.topk(self._dflash2.candidates)
             context = self._predecessors[token] * row

@@ -27,6 +27,7 @@ from pearl.models.forward.linear_layers import Rounding
 from pearl.models.heads.dflash import (
     BlockSettings,
     DFlashHead,
+    TextEnd,
     checked,
     is_of_speculators,
     options_of,
@@ -142,11 +143,11 @@ class DSparkHead(DFlashHead):
         if dspark.rank:
             self._bias = self._matrix(tensors[_W2])
 
-    def add_levels(self, block: Block, states: torch.Tensor, anchor: int) -> None:
+    def add_levels(self, block: Block, states: torch.Tensor, end: TextEnd) -> None:
         """See `DFlashHead.add_levels`."""
         all_logits = self.logits(states)
         memory = states.new_zeros(self._dspark.rank)
-        token = anchor
+        token = end.anchor
         for row, state in enumerate(states):
             embedded = self._embedded(token)
             bias, memory = self._markov(embedded, state, memory)

@@ -21,7 +21,7 @@ from torch.nn.functional import linear, silu
 
 from pearl.models.families import Config, Shapes
 from pearl.models.forward.linear_layers import Rounding
-from pearl.models.heads.dflash import BlockSettings, DFlashHead, checked, target_layers
+from pearl.models.heads.dflash import BlockSettings, DFlashHead, TextEnd, checked, target_layers
 from pearl.models.heads.head import Block, HeadTarget, Tensors
 
 __all__ = ["make", "target_layers"]
@@ -87,33 +87,19 @@ class XPressHead(DFlashHead):
             if name.startswith(_REFINER) and name != _READOUT:
                 self._refiner[name.removeprefix(_REFINER)] = tensor.to(self.dtype)
         self._readout = self._matrix(tensors[_READOUT])
-        self._befores = [0] * target.slots  # the token before each slot's anchor
 
-    def extend(self, tokens: torch.Tensor, features: torch.Tensor, slot: int) -> None:
-        """See `Head.extend`."""
-        if len(tokens) > 1:
-            before = int(tokens[-2])
-        elif self.lengths[slot]:
-            before = self._anchors[slot]
-        else:  # as in training, where a text begins with its anchor
-            before = int(tokens[-1])
-        super().extend(tokens, features, slot)
-        self._befores[slot] = before
-
-    def propose(self, block: Block, slot: int) -> None:
-        """See `Head.propose`."""
-        anchor = self._anchors[slot]
+    def add_levels(self, block: Block, states: torch.Tensor, end: TextEnd) -> None:
+        """See `DFlashHead.add_levels`."""
         first = self._settings.first
-        states = self.block_states(anchor, slot)
         all_logits = self.logits(states)
         state_inputs = self._of_states(states)
         inputs: list[torch.Tensor] = []  # of each row so far [rank]
-        token = self._befores[slot] if first else anchor
+        token = end.before if first else end.anchor
         for row, logits in enumerate(all_logits):
             embedded = self._refiner["token_embed.weight"][token]
             inputs.append(self._project("in_proj", torch.cat((state_inputs[row], embedded))))
             if row < first:
-                token = anchor
+                token = end.anchor
                 continue
             token = block.add(logits + self._bias(torch.stack(inputs)))
             if not block.wants_more:
