@@ -176,7 +176,8 @@ def test_these_cases_use_what_they_are_about(method: str, rule: str, temperature
             pauses=counts.num_draft_stops,
             siblings=counts.num_siblings,
         )
-    assert bool(sums["accepted"]) == spec.drafts
+    if method != "auto":  # which drafts where that should pay
+        assert bool(sums["accepted"]) == spec.drafts
     has_guesses = spec.look_ahead > 0 and spec.needs != "datastore"  # there is no datastore here
     assert bool(sums["guesses"]) == has_guesses
     assert not spec.takes_stops or sums["pauses"]

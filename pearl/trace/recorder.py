@@ -302,7 +302,7 @@ def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
 _SIMPLE = {int, float, str, bool, type(None)}
 _UNRECORDED: dict[type, str] = {
     events.Forwarded: "fed",
-    events.Guess: "worth",
+    events.Guess: "payoff",
 }  # type -> its field that is no data
 
 
