@@ -360,6 +360,10 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
             browser.run("request('hello')[1].messages.map((one) => one.role).join()")
             == "system,user"
         )
+        browser.run(  # auto drafts only where that should pay
+            "const asked = request; request = (...given) => { const made = asked(...given);"
+            " made[1].speculation = 'pearl'; return made; }"
+        )
         browser.run(
             "texts = []; new MutationObserver(() => texts.push($('shares').innerText))"
             ".observe($('shares'), {childList: true});"  # a slow browser looks after the reply's end
