@@ -97,7 +97,9 @@ class Client:
             self._reader.start()
             self.wait_until(lambda: self.welcome is not None or time.monotonic() > deadline)
             if self.welcome is None:
-                raise StartError("the target does not answer within startup_timeout; see --log-level debug")
+                raise StartError(
+                    "the target does not answer within startup_timeout; see --log-level debug"
+                )
         except BaseException as error:
             self.close()
             if isinstance(error, TargetLost):
