@@ -4,8 +4,8 @@
 
 Runs in PEARL's environment, on two cores; each way is a process of vLLM's environment (`scripts/setup_vllm`). The ways,
 with the cores of target and draft, are decoded in turns, `--rounds` times; greedy, one text at a time, with the same
-prompts. Prints medians of the rounds with their range, and writes all figures with the hardware. A trace of the
-last round of each way with PEARL goes to a file beside FILE.
+prompts. Prints medians of the rounds with their range, and writes all figures with the hardware. With `--trace`, a
+trace of the last round of each way with PEARL goes to a file beside FILE; recording lengthens the proposer's calls.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--together", type=int, default=1, help="texts at once")
     parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))))
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.worker:
@@ -161,28 +162,26 @@ def decode(way: Way, options: argparse.Namespace) -> dict[str, Any]:
             plan_file.write_text(json.dumps(plan))
             return run(command, environment)
         address = f"ipc://{directory}/draft"
+        pearl = {"address": address, "ngrams": way.drafts == "pearl"}
+        flags = ["--slots", str(options.together), "--log-level", "info"]
         trace = options.out.with_suffix(f".{way.drafts}.trace.json").absolute()
+        if options.trace:
+            pearl["trace"] = str(trace)
+            flags += ["--trace", str(trace)]
+            for part in trace.parent.glob(f"{trace.name}.*.part"):
+                part.unlink()
         plan["extra"]["speculative_config"] = {
             "method": "custom_class",
             "model": "pearl.vllm.PearlProposer",
             "num_speculative_tokens": options.most,
         }
-        plan["extra"]["additional_config"] = {
-            "pearl": {
-                "address": address,
-                "trace": str(trace),
-                "ngrams": way.drafts == "pearl",
-            }
-        }
+        plan["extra"]["additional_config"] = {"pearl": pearl}
         plan_file.write_text(json.dumps(plan))
-        for part in trace.parent.glob(f"{trace.name}.*.part"):
-            part.unlink()
-        flags = ["--slots", str(options.together), "--trace", str(trace), "--log-level", "info"]
         with draft_service(options.draft, address, *flags):
             result = run(command, environment)
-        subprocess.run(
-            [sys.executable, "-m", "pearl", "trace", "merge", str(trace)], cwd=ROOT, check=True
-        )
+        if options.trace:
+            merge = [sys.executable, "-m", "pearl", "trace", "merge", str(trace)]
+            subprocess.run(merge, cwd=ROOT, check=True)
         return result
 
 
@@ -218,12 +217,12 @@ def work(plan: dict[str, Any]) -> None:
         seed=0,
         **plan["extra"],
     )
-    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    drafter = getattr(worker.model_runner, "drafter", None)
-    watch = Watch(engine.llm_engine, drafter if "additional_config" in plan["extra"] else None)
     chats = [[{"role": "user", "content": prompt}] for prompt in plan["prompts"]]
     warm = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     engine.chat(chats[:1], warm, use_tqdm=False)
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    drafter = getattr(worker.model_runner, "drafter", None)
+    watch = Watch(engine.llm_engine, drafter if "additional_config" in plan["extra"] else None)
     sampling = SamplingParams(temperature=0, max_tokens=plan["tokens"], ignore_eos=True)
     together = plan["together"]
     figures: dict[str, Any] = {}
