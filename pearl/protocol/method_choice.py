@@ -3,8 +3,9 @@
 A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`, and `head`
 where the target has a head.  Most stretches use the best way so far; a trial uses another way for one stretch.  One
 comparison is the trial's rate divided by the rate of the neighbouring stretches, which use the best way.  A way becomes
-the best once its mean is half a standard error above the best's.  A way that lost is tried again once enough tokens
-have been generated that the trial costs only a small share of them.
+the best once its mean is half a standard error above the best's.  What the measured forward times predict of a way
+counts as its first comparison.  A way that lost is tried again once enough tokens have been generated that the trial
+costs only a small share of them.
 `ngram` is the first best way: without useful guesses it is the same as the target alone.
 
 A trial costs the change, and the time by which its stretch is slower.  A way is tried only where that should be a small
@@ -15,6 +16,9 @@ within ten tokens if its rate falls below 0.7 of another way's: a trial is left 
 left for a trial of the faster way.  Where the target may compute on several cores, one of the ways is `ar`, the target
 alone on one core.
 
+The rates of `ngram` and `ar` depend little on the text, those of ways with a draft much.  A way with a draft that has
+won on one text may be slow on the next.  So `ngram` is tried again as soon as its usual rate is the higher one.
+
 Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
 
@@ -24,7 +28,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, inf, log, sqrt
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from pearl.spec.methods import METHODS
@@ -33,6 +37,7 @@ from pearl.spec.methods import METHODS
 WAYS = ("ngram", "pearl", "sd", "ssd")
 HEAD = "head"  # where the target has one, tried first
 ONE_CORE = "ar"  # the target alone on one core, where it may compute on several; tried last
+_STEADY = {WAYS[0], ONE_CORE}  # ways whose rates depend little on the text
 
 # Minimum length of a stretch (both): the rate of a shorter one is mostly noise.
 _TOKENS = 24
@@ -61,6 +66,9 @@ _READING = 256
 # After three successive stretches of the best way below 0.6 of its usual rate all others become due.
 _SLOWED = 3
 _SLOW = 0.6
+# A way's usual rate is the median of so many stretches: a few slow seconds of the machine do not change it.
+_LASTING = 11
+_GAINS = 0.95  # a way is due soon if the best way makes less than this share of what it should make
 _SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
 
 
@@ -91,7 +99,7 @@ class Auto:
     Attributes:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
-        rates: running mean of the tokens per second of each way's stretches.
+        rates: usual tokens per second of each way: the median of its last stretches.
         untimed: the way of texts that depend on who proposed what; each keeps to one way.
     """
 
@@ -101,6 +109,8 @@ class Auto:
         self.untimed = "pearl"
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
+        # Tokens per second of each way's last stretches.
+        self._stretches: dict[str, deque[float]] = {}
         self._since_trial = _LEAST_PATIENCE  # tokens since the last trial of any way
         self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
         self._has_draft = True
@@ -112,7 +122,7 @@ class Auto:
         # (way, rate) of a trial that is not compared yet.
         self._trial: tuple[str, float] | None = None
         self._comparisons: list[Comparison] = []  # of this text
-        # Rate of each way's last stretch in this text; for `ar` at first an estimate.
+        # Rate of each way's last stretch in this text; for steady ways at first what they usually make.
         self._made: dict[str, float] = {}
         self._predicted: Mapping[str, float] = {}
         self._is_fleeing = False  # the way in use is on trial because the best way has become slow
@@ -171,14 +181,17 @@ class Auto:
     ) -> str:
         """Begin a text of at most `left` new tokens; return its way.
 
-        `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
+        `alone`: estimated tokens per second of the target alone on all cores (0: unknown); used until a stretch of
+        `ngram` has been timed.
         `one_core`: the same, on one core.
         `predicted`: tokens per second of ways that have not been tried, by the measured forward times.
         """
         self._reference = self._trial = None
         self._comparisons.clear()
         self._has_draft = has_draft
-        self._made = {ONE_CORE: one_core} if ONE_CORE in self.ways else {}
+        self._made = {WAYS[0]: self.rates.get(WAYS[0], alone)}
+        if ONE_CORE in self.ways:
+            self._made[ONE_CORE] = one_core
         self._predicted = dict(predicted or {}) | self._made
         self._is_fleeing = False
         self._usual = self._usual or alone
@@ -302,7 +315,9 @@ class Auto:
         rate = self._rate
         if not rate:
             return
-        self.rates[self.way] = (self.rates.get(self.way, rate) + rate) / 2
+        stretches = self._stretches.setdefault(self.way, deque(maxlen=_LASTING))
+        stretches.append(rate)
+        self.rates[self.way] = median(stretches)
         self._made[self.way] = rate
         if self.way != self.best:
             if self._is_fleeing and self._reference:
@@ -332,6 +347,9 @@ class Auto:
         """Add a comparison: `method` reached `rate` tokens per second, the best way `reference`. Update `best`."""
         best = self.estimates[self.best]
         estimate = self.estimates[method]
+        predicted = self._predicted.get(method)
+        if predicted and not estimate.count and method not in _STEADY:
+            estimate = Estimate(best.score + log(predicted / reference), 1)
         count = min(estimate.count + 1, _MEMORY)
         gain = log(rate / reference)
         self._comparisons.append(Comparison(method, self.best, gain))
@@ -366,12 +384,18 @@ class Auto:
         count = self.estimates[method].count
         if not count:
             return 0
+        if self._slowdown(method) < _GAINS:
+            return _LEAST_PATIENCE
         cost = self._cost(max(1.0, self._slowdown(method)))
         return min(max(cost * count / _SHARE, _LEAST_PATIENCE), _MOST_PATIENCE)
 
     def _slowdown(self, method: str) -> float:
         """Return the best way's rate / the expected rate of `method`; 0 for a way of which nothing is known."""
         estimate = self.estimates[method]
+        usual = self.rates.get(method)
+        current = self._reference or self.rates.get(self.best)
+        if usual and current and method in _STEADY:
+            return current / usual
         if estimate.count:
             return exp(self.estimates[self.best].score - estimate.score)
         predicted = self._predicted.get(method)

@@ -58,7 +58,7 @@ class AutoText:
             self._place(do)
         elif self.is_timed:
             max_new = submit.limit - len(submit.prompt)
-            alone = self._speeds.rate_alone(self._speeds.cores)
+            alone = self._speeds.rate_alone(Cores.ALL)
             one_core = self._speeds.rate_alone(Cores.ONE)
             predicted = self._speeds.predicted_rates()
             self._use(auto.begin(max_new, alone, one_core, has_draft, predicted), do)
