@@ -59,7 +59,8 @@ class Served:
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
         tools = format_of(engine.tokenizer, door.tool_parser)
-        setup = Setup(MODEL, RequestOptions(method=method), tools, engine.config)
+        options = RequestOptions(method=method)
+        setup = Setup(MODEL, options, tools, engine.config, engine.tokenizer)
         self.app = App(self.service, setup, door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))

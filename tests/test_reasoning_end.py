@@ -17,9 +17,11 @@ from pearl.engine.request import Chat, encode, prompt_for
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.feeds import paths
 from pearl.models.toy import alpha_pair
+from pearl.server.requests import Setup, read_request
+from pearl.server.schemas import ChatCompletionRequest
 from pearl.spec.methods import METHODS
 from pearl.text import reasoning
-from pearl.text.reasoning import TAGS, tag_pair, tags_after
+from pearl.text.reasoning import TAGS, is_open_after, tag_pair, tags_after
 from pearl.text.reasoning_end import ReasoningState
 from pearl.text.reasoning_marks import mark_token, reasoning_of
 from pearl.text.stream import TextStream
@@ -328,6 +330,22 @@ def test_a_continued_thought_is_followed_to_its_end(
     else:
         assert len(thought) > 1
         assert answer.removesuffix("3") in ("111111", "222222")
+
+
+@pytest.mark.parametrize("content", ["", "The answer"])
+@pytest.mark.parametrize("name", TAGS)
+def test_a_thought_in_a_field_of_its_own_is_continued(name: str, content: str) -> None:
+    """As reasoning; or as the content that follows it. It was dropped."""
+    tokenizer = with_tokens(Case("", tokens=TAGS[name].tokens, tags=name))
+    begun = message(content, "assistant") | {"reasoning_content": "part of"}
+    body = {"model": "m", "messages": [message("Hi"), begun], "continue_final_message": True}
+    setup = Setup("m", SamplingParams(), tokenizer=tokenizer)
+    request = read_request(body, ChatCompletionRequest, setup)
+    (chat,) = request.prompts
+    assert isinstance(chat, Chat)
+    prompt = encode(tokenizer, chat)
+    assert tokenizer.decode(prompt).endswith(content or "part of")
+    assert is_open_after(tokenizer, TAGS[name], prompt, chat.prefix) == (not content)
 
 
 @pytest.mark.parametrize("names", [(), TAGS["think"].tokens])

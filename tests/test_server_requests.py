@@ -97,6 +97,19 @@ IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tool_choice": 3}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            }
+        },
+        "tool_choice",
+    ),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
@@ -296,12 +309,19 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """A `tool_choice` that allows these functions."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_tools_and_their_calls_reach_the_template() -> None:
     """And the reasoning of earlier turns; parts of a content are joined to one text."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     tool, strict = (
         {"type": "function", "function": function | more} for more in ({}, {"strict": True})
     )
+    other = {"type": "function", "function": {"name": "g"}}
     answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
     parts = [{"type": "text", "text": part} for part in "12"]
     thought = called('{"x": 2}') | {"reasoning_content": "Hm"}
@@ -311,6 +331,7 @@ def test_tools_and_their_calls_reach_the_template() -> None:
         ({"tools": [strict]}, Chat(wanted, [tool])),
         ({"tools": []}, Chat(wanted, [])),
         ({"tools": [tool], "tool_choice": "none"}, Chat(wanted, [])),
+        ({"tools": [tool, other], "tool_choice": allowed("f")}, Chat(wanted, [tool])),
     ):
         assert read_request(asked | tools, ChatCompletionRequest, SETUP).prompts == [prompt]
 

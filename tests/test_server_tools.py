@@ -20,6 +20,7 @@ from tests.called import ADD, CALLS, NO_CALLS, POINT, SCHEMAS, TEXTS, TOOLS, joi
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
 NAMED = {"type": "function", "function": {"name": "add"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 WRITTEN = 'Well\n<tool_call>\n\\{"name": "add", "arguments": \\{"x": (1|22)\\}\\}\n</tool_call>'  # as an expression
 
@@ -205,7 +206,7 @@ def test_references_of_a_schema_lead_to_the_same_place() -> None:
 # ---- chats ----
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED])
 def test_calls_that_must_be_made_fit_their_schema(served: Served, choice: Any) -> None:
     """Whole and streamed; the model is random, so that only the grammar makes it so."""
     names = set()
@@ -225,7 +226,7 @@ def test_calls_that_must_be_made_fit_their_schema(served: Served, choice: Any) -
         chunks = served.events("chat/completions", **fields)
         assert [call["function"] for call in joined(chunks)] == [call["function"]]
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert names <= ({"add"} if choice is NAMED else {"add", "stop"})
+    assert names <= ({"add", "stop"} if choice == "required" else {"add"})
 
 
 def test_calls_that_the_model_chooses_to_make(served: Served) -> None:
@@ -392,7 +393,14 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
     given: Any = {"model": MODEL, "tools": FUNCTIONS, "temperature": 1.0, "extra_body": {"seed": 4}}
     first = client.create(input="Hi", tool_choice={"type": "function", "name": "add"}, **given)
     (call,) = first.output
-    assert call.type == "function_call"
+    subset: Any = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "add"}],
+    }
+    (allowed_call,) = client.create(input="Hi", tool_choice=subset, **given).output
+    assert allowed_call.type == call.type == "function_call"
+    assert allowed_call.name == call.name == "add"
     assert json.loads(call.arguments)["x"] in (1, 22)
     assert first.status == "completed"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}

@@ -92,7 +92,7 @@ class Door:
         tools = format_of(engine.tokenizer, self.tool_parser)
         engine.tokenizer.reasoning_tags = self.reasoning_tags
         warn_of_unknown_tags(engine.tokenizer)
-        setup = Setup(model, options, tools, engine.config)
+        setup = Setup(model, options, tools, engine.config, engine.tokenizer)
         app = App(service, setup, self.access)
         server = Server(app, service)
         watching = asyncio.create_task(_end_when_lost(service, server))

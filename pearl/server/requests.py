@@ -22,7 +22,7 @@ from pearl.server.schemas import (
     validate,
 )
 from pearl.text.grammar import grammar_of
-from pearl.text.reasoning import is_open_after, tags_after
+from pearl.text.reasoning import is_open_after, tags_after, tags_for
 from pearl.text.reply import parser_of
 from pearl.text.stream import Tokenizer
 from pearl.text.tools import FORMATS, Format, forced_schema, with_call_ids
@@ -41,12 +41,14 @@ class Setup:
         options: the defaults of requests.
         tools: the format in which the model writes calls.
         engine: the configuration of the engine.
+        tokenizer: the target's.
     """
 
     model: str
     options: RequestOptions
     tools: Format = FORMATS["hermes"]
     engine: EngineConfig = field(default_factory=EngineConfig)
+    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True)
@@ -156,16 +158,25 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
     messages = [message.for_template() for message in request.messages]
     prefix = ""
     if request.continue_final_message:
-        prefix = messages.pop()["content"]
+        prefix = _begun(messages.pop(), setup)
     tools: list[dict[str, Any]] = []
-    if request.tools and request.tool_choice != "none":
-        functions = [tool["function"] for tool in body["tools"] if is_function(tool)]
-        tools = [_tool(function) for function in functions]
+    allowed = {function.name for function in request.allowed_functions}
+    for tool in body.get("tools") or ():
+        if is_function(tool) and tool["function"]["name"] in allowed:
+            tools.append(_tool(tool["function"]))
     call = ""
     if request.forced_functions:
         call = setup.tools.prefix
     messages = with_call_ids(messages, setup.tools)
     return Chat(messages, tools, prefix, call, request.variables)
+
+
+def _begun(message: Mapping[str, Any], setup: Setup) -> str:
+    """Return the text of a reply that is to be continued, with its reasoning where the model writes any."""
+    content = str(message["content"])
+    thought = message.get("reasoning_content")
+    tags = tags_for(setup.tokenizer) if thought and setup.tokenizer is not None else None
+    return content if tags is None else tags.begun(thought, content)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:

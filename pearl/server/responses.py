@@ -96,10 +96,12 @@ class ResponsesRequest(SharedRequest):
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            name = chat_name(choice.get("namespace"), str(choice.get("name")))
-            return {"type": "function", "function": {"name": name}}
-        return choice
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+            subset = _without(choice, "type") | {"tools": list(map(_named, choice["tools"]))}
+            return {"type": "allowed_tools", "allowed_tools": subset}
+        return _named(choice)
 
     def _response_format(self) -> Any:
         format = self.text.get("format") or None
@@ -113,6 +115,14 @@ def _renamed(text: str) -> str:
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)
     return text
+
+
+def _named(choice: Any) -> Any:
+    """Return a chat's choice of a function, {"type": "function", "function": {"name": ...}}, for a response's."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return choice
+    name = chat_name(choice.get("namespace"), str(choice.get("name")))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:

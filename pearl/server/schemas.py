@@ -277,6 +277,26 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class ToolSubset(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)
+    ] = Field(description="The functions that may be called, of those in tools.")
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+def _kind_of_choice(choice: Any) -> str:
+    """Return the tag of a `tool_choice`: "|" of a word, "|allowed" of a subset, else "|named"."""
+    if isinstance(choice, str):
+        return "|"
+    is_subset = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+    return "|allowed" if is_subset else "|named"
+
+
 # ---- grammars and streams ----
 
 
@@ -442,6 +462,15 @@ class CompletionRequest(SharedRequest):
         return value
 
 
+def _names_in(choice: Any) -> list[str]:
+    """Return the names of the functions that a `tool_choice` names."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedTools):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return []
+
+
 class ChatCompletionRequest(SharedRequest):
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
@@ -451,8 +480,9 @@ class ChatCompletionRequest(SharedRequest):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("|")]
-        | Annotated[NamedTool, Tag("|named")],
-        Discriminator(lambda value: "|" if isinstance(value, str) else "|named"),
+        | Annotated[NamedTool, Tag("|named")]
+        | Annotated[AllowedTools, Tag("|allowed")],
+        Discriminator(_kind_of_choice),
     ] = "auto"
     parallel_tool_calls: bool = Field(
         default=True, description="False: only the first call is returned."
@@ -483,10 +513,9 @@ class ChatCompletionRequest(SharedRequest):
     @classmethod
     def _is_listed(cls, value: Any, info: ValidationInfo) -> Any:
         names = [tool.function.name for tool in info.data.get("tools", ())]
-        if isinstance(value, NamedTool) and value.function.name not in names:
-            raise ValueError(
-                f"names the function {value.function.name[:100]!r}, which is not in tools"
-            )
+        for name in _names_in(value):
+            if name not in names:
+                raise ValueError(f"names the function {name[:100]!r}, which is not in tools")
         if value == "required" and not names:
             raise ValueError("required needs tools")
         return value
@@ -509,12 +538,26 @@ class ChatCompletionRequest(SharedRequest):
         return options
 
     @property
-    def forced_functions(self) -> list[Function]:
+    def allowed_functions(self) -> list[Function]:
+        """The functions that the model may call."""
+        if self.tool_choice == "none":
+            return []
         functions = [tool.function for tool in self.tools]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            return [function for function in functions if function.name == name]
-        return functions if self.tool_choice == "required" else []
+        if not isinstance(self.tool_choice, AllowedTools):
+            return functions
+        names = _names_in(self.tool_choice)
+        return [function for function in functions if function.name in names]
+
+    @property
+    def forced_functions(self) -> list[Function]:
+        """The functions one of which the model must call; none if it need not call any."""
+        mode = self.tool_choice
+        if isinstance(mode, NamedTool):
+            name = mode.function.name
+            return [tool.function for tool in self.tools if tool.function.name == name]
+        if isinstance(mode, AllowedTools):
+            mode = mode.allowed_tools.mode
+        return self.allowed_functions if mode == "required" else []
 
     @property
     def variables(self) -> dict[str, Any]:

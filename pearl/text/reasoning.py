@@ -64,6 +64,16 @@ class Tags:
             is_open = tag.group("start") is not None
         return is_open
 
+    def begun(self, thought: str, content: str) -> str:
+        """Return the beginning of a reply: a thought that goes on, or if `content` follows it, one that has ended."""
+        if self.answer:
+            end = self.closing + self.turn + self.answer
+            reply = self.opening + thought
+        else:
+            end = f"\n{self.closing}\n\n"
+            reply = f"{self.opening}\n{thought}"
+        return reply + end + content if content else reply
+
     def continued(self, prompt: str, reply: str) -> str:
         """Return the prompt with the beginning of the reply, `reply`, appended, so that the model continues it.
 
