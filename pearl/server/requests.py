@@ -175,7 +175,9 @@ def _begun(message: Mapping[str, Any], setup: Setup) -> str:
     """Return the text of a reply that is to be continued, with its reasoning where the model writes any."""
     content = str(message["content"])
     thought = message.get("reasoning_content")
-    tags = tags_for(setup.tokenizer) if thought and setup.tokenizer is not None else None
+    if not thought or setup.tokenizer is None:
+        return content
+    tags = tags_for(setup.tokenizer)
     return content if tags is None else tags.begun(thought, content)
 
 
