@@ -1,4 +1,4 @@
-"""Translates grammars to llguidance's notation. A child process first tries whether a parser of the grammar can be made.
+"""Translates grammars to llguidance's notation, after a child process has tried to make a parser of each grammar.
 
 Some grammars cost far more than llguidance's limits allow: twenty short patterns in one `allOf` take half a minute, a
 `multipleOf` of millions takes gigabytes, and a running call cannot be interrupted. The child process runs this module,
