@@ -65,8 +65,8 @@ class ForwardTimes:
 
     Args:
         known: (tokens fed, seconds).
-        like: times of the same model on other cores. A size that was measured only there gets its time there, times
-            the ratio of both sums of times over the sizes measured here.
+        like: times of the same model on other cores. A size that was measured only there is estimated from its time
+            there, scaled by (sum of the times here) / (sum of the times there) over the sizes measured here.
     """
 
     def __init__(
