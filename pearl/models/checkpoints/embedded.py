@@ -108,11 +108,11 @@ def check_sha256(path: Path, expected: str) -> None:
 def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """Convert a matrix from the format of `pack_layers` in scripts/embed_draft.py to blocks of Q4_1.
 
+    The blocks are bytes [rows, columns / 32 * 20].
+
     Args:
         steps: bytes [rows, columns / 2], two weights in each.
         low, width: [rows, columns / 32]; a weight is low + width * step.
-
-    Returns bytes [rows, columns / 32 * 20].
     """
     import torch
 
