@@ -18,7 +18,7 @@ from pearl.text.schema import simplified
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-SECONDS = 0.3  # limit of CPU time to make a parser and its first step; usual schemas take a hundredth
+SECONDS = 0.3  # of CPU time, to make a parser and its first step; usual schemas take a hundredth
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 

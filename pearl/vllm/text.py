@@ -18,8 +18,10 @@ from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-_LEAST_DRAFTED = 1.5  # n-grams are looked up only if fewer drafted tokens than this are expected to be accepted
-_INDEXED = 2048  # last tokens of a prompt whose n-grams are indexed: indexing takes time from vLLM's step
+# N-grams are looked up only if fewer drafted tokens than this are expected to be accepted.
+_LEAST_DRAFTED = 1.5
+# Last tokens of a prompt whose n-grams are indexed: indexing takes time from vLLM's step.
+_INDEXED = 2048
 
 
 class Chain(NamedTuple):

@@ -54,7 +54,7 @@ _DIRECT = (
     "pearl-no-pre-verify",
     "pearl-no-post-verify",
 )
-_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts with one of `_SHAPES`, and simultaneous texts
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts in `_SHAPES`, and simultaneous texts
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
 _QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one method of each kind
 _RULES = ("greedy", "coupled")  # rules that commit the target's own draw

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 _REPORTED_FROM = 1e9  # bytes
-_SCARCE = 0.75  # above this share of the memory, the report of a model's need also says what there is
+# If a model needs more than this share of the memory, its report says how much memory there is.
+_SCARCE = 0.75
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
 MEASURED_FROM = 1e8  # bytes of weights
