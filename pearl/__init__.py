@@ -39,7 +39,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on its first use: neither workers nor `--help` need the engine."""
+    """Import a public name on its first use, so that workers and `--help`, which need no engine, import none."""
     if name in _ROOMS:
         return getattr(import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'pearl' has no attribute {name!r}")

@@ -100,9 +100,10 @@ def bench(
     """Compare methods, rules and stop policies on the same prompts.
 
     A WAY is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or pearl,rule=opt,epsilon=0.1;
-    "published" is pearl with none of its guesses. Without any: all methods, ar and ngram also on all cores that PEARL
-    uses ("ar, all devices"). They take turns, text by text, beside ar. sd runs with its fastest gamma. Decoding is
-    greedy unless --temperature is given; only committed tokens up to EOS count.
+    "published" is pearl with none of its guesses. If you name no WAY, all methods run; ar and ngram also run on all
+    cores that PEARL uses ("ar, all devices"). All ways decode the first text, then all the second, and so on; ar is
+    always among them. sd runs with its fastest gamma. Decoding is greedy unless --temperature is given; only committed
+    tokens up to EOS count.
     """
     # Only the flag is refused: a configuration file may set the rule for other commands.
     if ways and ctx.get_parameter_source("rule") is click.core.ParameterSource.COMMANDLINE:
@@ -348,11 +349,12 @@ def check_bits(
 ) -> None:
     """Compare logits and texts of all methods bit for bit.
 
-    Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
-    with the draft killed, of prompts one after the other in one cache and of a second turn of the first; some methods
-    with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
-    target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
-    check that sampled texts have the target's distribution; the project's tests do.
+    The exit code is 1 if any differ. Logits are those of one sequence, cut into forwards at random. Texts come from
+    every method and window, with one cache for all prompts and a second turn of the first; also after the draft was
+    killed. Some methods also decode with penalties, with a grammar (extra structured), and several texts at once in
+    slots. Each text is compared with that of the target alone, decoded from an empty cache with the same seed; texts
+    under the ratio rule are compared with each other. This does not check that sampled texts have the target's
+    distribution; the project's tests do.
     Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared
     with and without it.
     """

@@ -121,7 +121,7 @@ class ChatSession:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """Show a line that the chat waits; return the first piece, if one comes. Without a screen, return no piece."""
+        """Wait for the first piece, while a line says so, and return it; without a screen, return no piece at once."""
         if not self._is_screen:
             return []
         with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):

@@ -98,9 +98,10 @@ def train(
 ) -> None:
     """Train a classifier on answers of the target to PROMPTS, files as pearl bench reads them.
 
-    Each token of the answers is an example: how the draft's distribution looks there, and whether its token is the
-    target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
-    are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
+    Each token of the greedy answers is an example: the shape of the draft's distribution, and whether the draft's
+    likeliest token is the target's. Every fourth text is held out of training. On the held-out texts the command
+    chooses the confidence at which drafting ends and the longest window: those with which method sd is fastest, at the
+    forward times of --t-draft and --t-target.
     """
     from pearl.lab.studies import stops
     from pearl.lab.studies.recorded_texts import record_pair

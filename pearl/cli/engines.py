@@ -27,7 +27,7 @@ _SERVED = "pearl serve"
 def ps(as_json: bool) -> None:
     """List your engines on this machine.
 
-    Those of pearl serve, and those of other programs: --connect works with each.
+    Lists the engines of pearl serve and of programs that use pearl. --connect works with each of them.
     """
     running = registry.running_engines()
     if as_json:

@@ -144,7 +144,10 @@ def _deltas(stream: Stream, parser: ReplyParser | None) -> Iterator[Delta]:
 def _document(
     settings: Settings, engine: Engine, result: Result, text: str, reasoning: str | None
 ) -> dict[str, object]:
-    """Return the output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text."""
+    """Return the output of --json.
+
+    It has the settings with all defaults filled in, so the same prompt tokens and settings give the same text again.
+    """
     logprobs = None
     options = settings.options
     if options.logprobs is not None:

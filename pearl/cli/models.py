@@ -30,7 +30,8 @@ _MODEL = click.argument("model")
 def list_models(as_json: bool) -> None:
     """List the models on this machine's disk.
 
-    Those in the hub's cache, and the embedded pair. forward: by the model's family; pearl show is exact.
+    These are the models in the hub's cache, and the embedded pair. The column "forward" is inferred from the model's
+    family; pearl show checks it.
     """
     from pearl.models.checkpoints.hub import size_text
     from pearl.models.checkpoints.stored import stored
@@ -56,8 +57,8 @@ def list_models(as_json: bool) -> None:
 def pull(model: str) -> None:
     """Download a model from the hub into its cache.
 
-    MODEL is ID, ID@REVISION, or ID:FILE for a GGUF file, where a part of its name is enough: Q4_K_M. Takes only the
-    files that are loaded, and prints their path.
+    MODEL is ID, ID@REVISION, or ID:FILE for a GGUF file; a part of the file's name, such as Q4_K_M, is enough. The
+    command downloads only the files that are needed, and prints their path.
     """
     from pearl.models.checkpoints import hub
 

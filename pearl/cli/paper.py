@@ -273,8 +273,8 @@ _MILLISECONDS: dict[str, Any] = {"type": float, "show_default": True, "metavar":
 
 
 @_study(
-    click.option("--t-draft", default=5.0, help="To train the classifier for.", **_MILLISECONDS),
-    click.option("--t-target", default=40.0, help="Likewise.", **_MILLISECONDS),
+    click.option("--t-draft", default=5.0, help="Time of a draft forward.", **_MILLISECONDS),
+    click.option("--t-target", default=40.0, help="Time of a target forward.", **_MILLISECONDS),
 )
 def disco(asked: _Asked, bars: Bars, t_draft: float, t_target: float) -> Report:
     """DISCO: static and dynamic speculation lengths, stop policies, the oracle's lengths, and the classifier's F1."""

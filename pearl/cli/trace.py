@@ -40,7 +40,7 @@ def trace() -> None:
 @_FILES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(files: Sequence[Path], as_json: bool) -> None:
-    """Work, waits by cause and overlap of each run, side by side: one of sd and one of pearl, say."""
+    """Print each run's work, waits by cause and overlap, side by side, such as a run of sd and one of pearl."""
     reports = {str(path): _report(path) for path in files}
     if as_json:
         write_json(STDOUT, reports if len(reports) > 1 else reports[str(files[0])])

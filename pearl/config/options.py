@@ -80,9 +80,10 @@ class Reasoning(Record, frozen=True):
     """The marks around the reasoning before an answer, such as <think> and </think>.
 
     Attributes:
-        start_token: the token that is `start`; None: it is found in the text.
+        start_token: the id of the token whose text is `start`; None if there is none, and the text is searched for
+            `start`.
         ends: marks each of which ends the reasoning.
-        end_tokens: the tokens that are these; empty: they are found in the text.
+        end_tokens: the ids of the tokens whose texts are `ends`; empty if there are none, and the text is searched.
         is_open: whether the prompt has opened the reasoning.
     """
 
@@ -252,7 +253,7 @@ class RequestOptions(Record, frozen=True):
     grammar_ends: Ends = ()
     #: The tokens of `prediction`, as many as the text may have.
     predicted: Annotated[tuple[Position, ...], Meta(max_length=MOST_PREDICTED)] = ()
-    #: Before the answer, which alone stop strings and grammars are for; None: the text is all answer.
+    #: The marks of the reasoning; None: there is none. Stop strings and grammars apply only to the answer after it.
     reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
@@ -349,9 +350,9 @@ class RequestOptions(Record, frozen=True):
         return self.changed(method=name, branches=branches, draft_stop=FIXED, stop_parameters=())
 
     def switched(self, name: str) -> Self:
-        """Return a copy for one text by another method: what was set for the method does not hold for another.
+        """Return a copy with another method, for one text. Settings that belong to the old method return to defaults.
 
-        The rule stays. Under `coupled`, the default of method auto, so does the text of a seed.
+        The rule stays the same. If it is `coupled`, the default of method auto, a seed gives the same text as before.
         """
         if name == self.method:
             return self
@@ -390,7 +391,7 @@ class RequestOptions(Record, frozen=True):
         )
 
     def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:
-        """Return a copy in which each field that was None for its default has that default.
+        """Return a copy that has the default value in each field that is None because its default was to be used.
 
         Args:
             defaults: the checkpoint's defaults, by field; a sampling option that they do not name is off.
@@ -401,7 +402,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def rule_in_use(self) -> str:
-        """`rule` or its default: for method auto coupled, under which auto's choices never change a text."""
+        """`rule`, or its default. Method auto has the default `coupled`, so that auto's choices never change a text."""
         if self.rule is not None:
             return self.rule
         if self.method == "auto":
@@ -425,7 +426,7 @@ class RequestOptions(Record, frozen=True):
             return CAP
         return self.gamma
 
-    # ---- what follows from them, once resolved ----
+    # ---- what follows from the options once they are resolved ----
 
     @property
     def method_spec(self) -> Method:

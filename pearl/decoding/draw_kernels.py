@@ -1,4 +1,6 @@
-"""Two Triton kernels that run races of tokens: one finds the winner of each block of a row, the other that of each row.
+"""Two Triton kernels that draw tokens by an exponential race: the token with the least random time wins.
+
+The first kernel finds the winner of each block of a row, the second the winner of each row.
 
 This is `sampling.race_rows` for a GPU: 16 rows of 32,000 ids take 0.12 ms on an H100, and 0.58 ms with torch, which
 needs 25 operations.  `TRITON_INTERPRET=1` runs the kernels on a CPU.

@@ -1,8 +1,8 @@
-"""Beam search for the likeliest block of tokens, for rules that judge whole blocks: a draft's step, and the search.
+"""Beam search for the likeliest block of tokens, for rules that judge whole blocks.
 
-Each level takes one forward.  It feeds the tokens of all sequences kept so far, as one tree after the text's last
-token, and extends each sequence by its likeliest tokens.  `step` explains steps; between the steps of a block the
-`DraftText` keeps the search.
+Each level of the search is one step of the draft (see `step`) and takes one forward.  The forward feeds the tokens of
+all sequences kept so far, as one tree after the text's last token, and each sequence is extended by its likeliest
+tokens.  The `DraftText` keeps the search from one step to the next.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Search:
         return self._beams[0] if self.is_done else Beam()
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """Merge the sequences into a tree, which has a common beginning once: return its tokens and their parents.
+        """Merge the sequences into a tree, in which common prefixes are shared. Return its tokens and their parents.
 
-        The parent of a token that follows the text is -1.
+        A token that directly follows the text has parent -1.
 
         Example: the sequences (5, 7) and (5, 8) give the tokens [5, 7, 8] and the parents [-1, 0, 0].
         """

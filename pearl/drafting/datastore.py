@@ -109,9 +109,9 @@ def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Pa
     """Raise `ConfigError` unless every id of the datastore means the same token in the tokenizer."""
     size = header.vocab_size
     if tokenizer.vocab_size < size or vocabulary_digest(tokenizer, size).hex() != header.digest:
-        whose = " ".join(header.tokenizer.split())[:200]
+        model = " ".join(header.tokenizer.split())[:200]
         raise ConfigError(
-            f"datastore {directory} was built with another tokenizer, that of {whose}: build one with this model's"
+            f"datastore {directory} was built with another tokenizer, that of {model}: build one with this model's"
         )
 
 

@@ -1,8 +1,8 @@
-"""The classifier of stop policy `disco`, which predicts whether the target accepts a draft token, and its file.
+"""The classifier of stop policy `disco`, and its file. It predicts whether the target accepts a draft token.
 
-Two layers over the ten largest probabilities and the entropy of the draft's distribution, and the token's position.
-Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).
-This file must not know how the classifier is trained: `pearl.lab.studies.stops` does.
+It has two layers. Its inputs are the ten largest probabilities and the entropy of the draft's distribution, and the
+token's position. Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models"
+(Mamou et al. 2024). This file must not know how the classifier is trained, which is in `pearl.lab.studies.stops`.
 """
 
 from __future__ import annotations

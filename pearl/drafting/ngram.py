@@ -114,7 +114,7 @@ class NgramTable:
     """The end positions of each n-gram of some tokens, for n up to `LONGEST`. Adding or removing a token is O(1).
 
     Attributes:
-        tokens: as far as they are in the table.
+        tokens: the indexed tokens.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -151,7 +151,7 @@ class NgramTable:
         del text[length:]
 
     def ends(self, text: Sequence[int], position: int, n: int) -> Sequence[int]:
-        """Return, in their order, the positions here after the `n` tokens that `text` has before `position`."""
+        """Return, ascending, the end positions in this table of the n-gram that `text` has before `position`."""
         return self._ends[n - 1].get(tuple(text[position - n : position]), ())
 
     def matched(self, end: int, text: Sequence[int], position: int, at_least: int) -> int:

@@ -27,9 +27,10 @@ _MOST = 8  # occurrences at a position
 class PredictedGuesses(SuffixLookup):
     """Candidates from places of the prediction whose tokens before them are those of the text.
 
-    Longer matches come first; of equal ones the next after the place up to which the text has followed the prediction.
-    Before that place only matches of `LONGEST` tokens count: few texts go back.
-    Before the prediction stands the prompt's end, so that a text is first expected to begin as the prediction does.
+    The current place is the one up to which the text has followed the prediction. Longer matches come first; of equally
+    long ones, the nearest after the current place. Places before it count only with matches of `LONGEST` tokens: few
+    texts go back. The prompt's end is searched with the prediction, and stands before it. So a text is first expected
+    to begin as the prediction does.
 
         >>> guesses = PredictedGuesses((5, 6, 7), [1, 2])
         >>> guesses.candidates(2)[0].token

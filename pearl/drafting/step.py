@@ -111,8 +111,8 @@ class Step:
     """One request's share of a forward: tokens of the text with guesses after them, and a token of each branch.
 
     A step draws the text's next token.  While a draw equals the guess for its position, the step also draws for the
-    position after it.  The host does not wait for a chained forward without guesses and branches: `collect` reads its
-    draw.
+    position after it.  If forwards are chained (see `DraftModel.chains`) and the step has neither guesses nor branches,
+    `draw` does not wait for the device: `collect` reads the draw.
 
     Attributes:
         command: the command that the step carries out.

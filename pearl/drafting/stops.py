@@ -68,7 +68,7 @@ class Threshold(StopPolicy):
 
 
 class Heuristic(StopPolicy):
-    """Begins with a window of 5 tokens. One accepted whole adds 2 tokens, any other removes 1, as in transformers."""
+    """Begins with a window of 5 tokens. As in transformers, a fully accepted window adds 2, any other removes 1."""
 
     def __init__(self) -> None:
         self.window = _FIRST_WINDOW

@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
     """How one text is generated.
 
     method, rule: override the method and rule of the `RequestOptions`.
-    prefix: the beginning of the reply, where the prompt is tokens and has it. A `Chat` has its own.
+    prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a field for it.
     preview: also yield the draft's pending tokens.
     raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
     show: special tokens whose names appear in the text.
@@ -204,9 +204,10 @@ def submission(
 def prompt_for(
     tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str = ""
 ) -> list[int]:
-    """Return the prompt; where a grammar follows, with what the format wants between the prompt and an answer.
+    """Return the prompt. If the options have a grammar, the prompt is extended so that the answer can begin after it.
 
-    If no token could tell the grammar where the reasoning ends that the prompt opens, the prompt closes it.
+    Some formats have a text that begins an answer: it is appended. If the prompt has opened reasoning, and the
+    vocabulary has no token that ends reasoning, the text that ends it is appended: the grammar could not find the end.
 
     Args:
         prefix: the beginning of the reply, if it is part of the prompt.

@@ -73,7 +73,7 @@ class Result:
 
     @property
     def logprobs(self) -> list[TokenDetails]:
-        """The details of each token, by the name of the option that asks for log probabilities."""
+        """The same as `details`, under the name of the option that requests log probabilities."""
         return self.details
 
     def __repr__(self) -> str:

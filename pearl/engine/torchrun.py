@@ -148,7 +148,7 @@ def serve(config: EngineConfig, progress: Progress) -> None:
 
 @contextmanager
 def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
-    """Report an error of this rank to rank 0, which might wait in vain: not every torchrun ends rank 0 then.
+    """Report an error of this rank to rank 0, which might otherwise wait in vain: torchrun may not end it.
 
     On one host rank 0 prints the error. This rank then exits with 0: otherwise torchrun could end rank 0 before it
     prints.

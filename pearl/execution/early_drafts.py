@@ -27,7 +27,7 @@ from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
 
 PATIENCE = 3.0  # seconds
-LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
+LEAST_LEAD = 1e-4  # seconds by which a sleeping thread may wake too late
 _LONGEST_NAP = 5e-4  # seconds
 _UNKNOWN = Drafted((-1,))  # stands for a token that is not known yet; no command has this id
 

@@ -296,11 +296,13 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Return the position up to which the last forward was fed `tokens`: the text from the forward's first position
-        on.
+        """Return the position after the last of `tokens` that was fed to the last forward.
 
-        If the forward was fed a tree, also log the states of these tokens: the tree is settled only before the next
-        forward.
+        If the forward was fed a tree, also keep the states of its tokens on this path. The model's cache still has all
+        nodes of the tree: it is cut down to a path only before the next forward.
+
+        Args:
+            tokens: the text from the forward's first position on.
         """
         path = request.fed.walk(-1, tokens)
         if request.fed.parents is not None:

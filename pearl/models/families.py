@@ -71,7 +71,7 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             0: unlimited. None: if it has no layer_types, all layers have full attention.
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
-        has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
+        has_caps: whether attention scores and logits may be limited with a tanh, as Gemma 2's.
         has_experts: whether layers may have experts.
         clamps_experts: whether experts are gpt-oss's: with biases, and gate and up limited.
         has_sinks: whether the softmax of each head has a learned score without a position.

@@ -1,4 +1,4 @@
-"""A `ModelRunner` around a draft's runner that takes and returns tokens of the target's, another vocabulary."""
+"""A `ModelRunner` for a draft whose vocabulary differs from the target's. It takes and returns the target's tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Spelling(NamedTuple):
 
 
 class TranslatedRunner(ModelRunner):
-    """Reads and proposes token ids of `translation`'s target, over a vocabulary of `vocab_size`.
+    """Runs the draft's `runner` on token ids of the target, whose vocabulary has `vocab_size` ids.
 
     Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution is renormalised over
     the tokens that both models have, and only these are proposed.  A token that only the target has is fed as the draft

@@ -104,7 +104,7 @@ class DraftMachine(Machine):
         self.epoch = begin.epoch
         self.draft_until = begin.draft_until
         self._lost = self._paused = self._is_hedged = False
-        self._part()
+        self._diverge()
         self.sequence.restart(begin.tokens)
         do(Open(begin.tokens, begin.options, self.slot, request=begin.request))
         self._go_on(do)
@@ -134,7 +134,7 @@ class DraftMachine(Machine):
             return
         self.begun = None
         self._lost = False
-        self._part()
+        self._diverge()
         self.sequence.drop_pending()
         self._go_on(do)
 
@@ -215,7 +215,7 @@ class DraftMachine(Machine):
             )
             do(Send(message))
 
-    def _part(self) -> None:
+    def _diverge(self) -> None:
         """Take in that the prefix has changed: drop the tokens being drafted, and the branches."""
         self._overtaken = True
         self._paused = False
@@ -311,7 +311,7 @@ class DraftMachine(Machine):
             else:
                 outcome = (seq.committed, token)
                 prepared = self._branches.get(outcome, ())
-                self._part()
+                self._diverge()
                 seq.correct(token)
                 if prepared:
                     seq.extend(prepared)
@@ -320,7 +320,7 @@ class DraftMachine(Machine):
             self.epoch = verdict.epoch
             self._overtaken = True
             if self._followed is None or self._followed[0] < verdict.start:
-                self._part()
+                self._diverge()
                 seq.drop_pending()
         if self._branches:
             self._branches = {
@@ -333,7 +333,7 @@ class DraftMachine(Machine):
     def _lose(self, verdict: Verdict, do: Do) -> None:
         assert self.begun is not None
         self._lost = True
-        self._part()
+        self._diverge()
         self._paused = False
         self.sequence.drop_pending()
         self.epoch = verdict.epoch

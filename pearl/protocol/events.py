@@ -161,7 +161,10 @@ class Rollback(OfRequest, frozen=True):
 
 
 class Keep(OfRequest, frozen=True):
-    """Let a path of the tree fed last continue the text in the KV cache. `path`: nodes, each the parent of the next."""
+    """Keep one path of the last tree in the KV cache, as the continuation of the text; drop the tree's other nodes.
+
+    `path`: the nodes of the path, each the parent of the next.
+    """
 
     path: tuple[int, ...]
 

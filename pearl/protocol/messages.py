@@ -25,7 +25,7 @@ MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
 LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock measures less
 MOST_SECONDS = 1e9  # thirty years; quotients and multiples of times must stay finite
 MAX_STATISTICS = 1 << 20  # characters
-MAX_EVENTS = 4096  # of the requests that one step of another engine decides
+MAX_EVENTS = 4096  # in one list of `Outcomes`
 
 Tokens = Annotated[tuple[Position, ...], Meta(max_length=MAX_TOKENS)]
 Run = Annotated[tuple[Position, ...], Meta(max_length=MAX_RUN)]
@@ -103,7 +103,7 @@ class Hello(Message, frozen=True, tag=1):
     Attributes:
         context: the most tokens the sender's model can hold.
         name: the sender's, for logs: "vllm, data-parallel rank 0".
-        slots: of a draft service: requests that it drafts for side by side.
+        slots: how many requests a draft service drafts for at the same time; 0 if the sender is none.
     """
 
     version: Version

@@ -39,13 +39,13 @@ HEAD = "head"  # where the target has one, tried first
 ONE_CORE = "ar"  # the target alone on one core, where it may compute on several; tried last
 _STEADY = {WAYS[0], ONE_CORE}  # ways whose rates depend little on the text
 
-# Minimum length of a stretch (both): the rate of a shorter one is mostly noise.
+# A stretch has at least this many tokens and this many steps: the rate of a shorter one is mostly noise.
 _TOKENS = 24
 _STEPS = 8
 # A way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate.
 _CLEARLY = 0.7
 _SOON = 4
-# Minimum length (both) of the last steps by which the best way is found to have become slow.
+# The best way counts as slow by the rate of its last steps: at least this many tokens and this many steps.
 _RECENT_TOKENS = 8
 _RECENT_STEPS = 3
 # Standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded
@@ -100,7 +100,7 @@ class Auto:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
         rates: usual tokens per second of each way: the median of its last stretches.
-        untimed: the way of texts that depend on who proposed what; each keeps to one way.
+        untimed: the way for texts that would change with the proposals. Such a text uses one way from start to end.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:

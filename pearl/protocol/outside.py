@@ -1,7 +1,8 @@
-"""What a draft service and the engines outside that it drafts for (vLLM) agree on beside the messages.
+"""What a draft service and the other engine that it drafts for (vLLM) agree on, besides the messages.
 
-The other engine verifies by itself and says what it committed.  A greedy draft serves every sampling setting of its:
-it accepts a proposed token with the target's own probability of it, which the draft's likeliest token maximises.
+The other engine verifies draft tokens by itself, and reports the tokens that it has committed.  It may sample with any
+settings, and the draft is greedy nevertheless: a drafted token is accepted with the target's probability of it, which
+is largest, as far as the draft can tell, for the draft's likeliest token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,6 @@ REFUSED = "RequestError"
 
 
 def can_serve(options: RequestOptions) -> bool:
-    """Whether a service drafts by these options: greedily, by logits that the text before does not change."""
+    """Return whether a draft service takes requests with these options: it drafts greedily, from unchanged logits."""
     is_greedy = options.temperature == 0 and options.rule_in_force.block(options.parameters) == 1
     return options.method == OPTIONS.method and is_greedy and not options.shapes_logits

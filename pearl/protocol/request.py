@@ -171,8 +171,9 @@ class Request:
         self._delivered = self._indexed = self.sequence.committed
 
     def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
-        """Return what the guessing index lacks of the text, (start, tokens);
-        from now on the index counts as having it.
+        """Return (start, tokens): the end of the text that the guessing index does not have yet.
+
+        The caller adds it to the index.
         """
         start = self._indexed
         self._indexed = len(self.sequence.tokens)
@@ -243,8 +244,9 @@ class Request:
         self.counts.run = 0
 
     def learn(self, foresight: Foresight, token: int) -> None:
-        """Update `foresight`: the draft's row said something of the first pending token, and the target has drawn
-        `token`.
+        """Update `foresight` after the target has drawn `token` at the position of the first pending token.
+
+        It learns from what the draft's row said of the pending token; without a row it learns nothing.
         """
         (seen,) = self.proposals.seen(1)
         if seen is not None:

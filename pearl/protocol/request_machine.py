@@ -385,7 +385,7 @@ class RequestMachine(Machine):
             if index < len(nodes):
                 request.count_guess(self.fed.guesser(nodes[index]))
         self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
-        # If every draft token so far was right, one token ahead of the draft is still the same window.
+        # If every draft token was right, one more token, which the draft has not sent yet, does not end the window.
         request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
 
     # ---- forwards ----

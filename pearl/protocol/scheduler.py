@@ -1,6 +1,6 @@
 """Scheduling: the queue of waiting requests, their slots, prefill chunks, and who joins a forward.
 
-The only queue and the only batching policy; both workers and the simulator follow it.
+There is no other queue and no other batching policy: both workers and the simulator use these.
 """
 
 from __future__ import annotations

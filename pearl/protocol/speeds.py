@@ -26,11 +26,12 @@ _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1
 _AGED_WEIGHT = 1 / 256
 _MAX_WEIGHT = 0.75
-# A new time is capped at so many times the estimate: the forward may have prepared memory or
+# A new time counts as at most this multiple of the estimate: the forward may have prepared memory or
 # kernels for later ones.
 _OUTLIER = 2.0
-# A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
-# A retry that takes at least 0.9 of the estimate doubles the number for its size: it costs more than it brings in.
+# In `hoped`, the time of a size that was not fed for 256 forwards shrinks by 0.2% with each further forward, to at
+# least half. So a size whose time was an outlier is tried again. If the retry takes at least 0.9 of the estimate, the
+# 256 are doubled for this size, because such retries cost more than they bring in.
 _LASTS = 256
 _DECAY = 0.998
 _AS_SLOW = 0.9
@@ -64,8 +65,8 @@ class ForwardTimes:
 
     Args:
         known: (tokens fed, seconds).
-        like: times of the same model on other cores. The time of a size measured only there is scaled by: sum of the
-            times here / sum of the times there, over all sizes measured here.
+        like: times of the same model on other cores. A size that was measured only there is estimated from its time
+            there, scaled by (sum of the times here) / (sum of the times there) over the sizes measured here.
     """
 
     def __init__(
@@ -338,9 +339,10 @@ class Speeds:
         return 1 + rates.index(max(rates))
 
     def predicted_rates(self) -> dict[str, float]:
-        """Return the tokens per second that each way with a draft should make by the measured times; none if unknown.
+        """Return the tokens per second to expect of each way that uses the draft; empty before both models are timed.
 
-        What branches and guesses add is left out, but for `ssd`: there drafting takes no time, if it is foreseen.
+        The gain from branches and guesses is left out. Only for `ssd` each outcome counts as foreseen: drafting then
+        runs during the verification, and takes time only where it is longer.
         """
         target = self.on(Cores.OWN)
         t1 = target.seconds(1)

@@ -1,7 +1,7 @@
 """How far the draft drafts ahead, and how many guesses the target is fed.
 
-Has the expected tokens per second, and the windows of each method. Pure arithmetic. Source: PEARL (Liu et al.), Theorem
-1, and DESIGN section 2.
+This file computes the expected tokens per second, and the window of each method. It is pure arithmetic. Source: PEARL
+(Liu et al.), Theorem 1, and DESIGN section 2.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _whole(tokens: int, block: int) -> int:
     return max(1, -(-tokens // block)) * block
 
 
-# A target forward with guesses must be expected to make so many times the tokens per second of one without. Chances and
-# times are estimates, those of the guesses that look best err upwards, and a tree takes time outside of the forward.
+# Feed guesses only if the expected tokens per second are this many times those without guesses. Chances and times are
+# estimates, the chances of the best-looking guesses err upwards, and a tree also takes time outside of the forward.
 LEAST_GAIN = 1.05
 
 
@@ -74,8 +74,8 @@ class Payoff:
 
     Args:
         expected: expected tokens of the forward without guesses.
-        seconds: seconds of the forward with 0, 1, 2 and so on guesses; there may be no more guesses than it has times.
-        least_gain: tokens per second with guesses / without, below which none are fed.
+        seconds: seconds of the forward with 0, 1, 2 and so on guesses, up to the most that will be offered.
+        least_gain: feed guesses only if they multiply the tokens per second by more than this.
 
     Attributes:
         count: the number of guesses to feed, the first of those offered.
@@ -110,12 +110,12 @@ class Payoff:
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return how many of some tokens to feed with `fed` others for the most expected tokens per second.
+    """Return how many candidate tokens to add to a forward of `fed` tokens for the most expected tokens per second.
 
     Args:
-        chances: probability that each is right, never rising.
-        expected: expected tokens of the forward without them.
-        t_target: seconds of a forward by the number of tokens fed.
+        chances: for each candidate the probability that it is accepted, in descending order.
+        expected: expected tokens of the forward without candidates.
+        t_target: function from the number of tokens fed to the seconds of a forward.
     """
     payoff = Payoff(expected, [t_target(fed + count) for count in range(len(chances) + 1)])
     for chance in chances:
@@ -125,7 +125,12 @@ def worthwhile(
 
 @dataclass(frozen=True)
 class Window:
-    """One step's window: the target starts once `needed` tokens are unfed; the draft drafts up to `draft_until`."""
+    """The limits of one step.
+
+    Attributes:
+        needed: the target starts a forward once this many tokens wait to be fed.
+        draft_until: the draft drafts up to this position of the text (not including it).
+    """
 
     needed: int
     draft_until: int
@@ -133,8 +138,8 @@ class Window:
     def in_blocks(self, block: int, length: int) -> Window:
         """Return this window with both sides rounded up to whole blocks of `block` tokens.
 
-        `needed` also counts the last committed token, which is fed with the blocks. A row for the next position judges
-        nothing without the rest of its block, so the target waits for a block before any forward.
+        One of the `needed` tokens is the last committed token, which is fed with the blocks and belongs to none. The
+        target waits for a whole block before every forward, because a block can only be judged as a whole.
         """
         needed = 1 + _whole(self.needed - 1, block)
         return Window(needed, length + _whole(self.draft_until - length, block))
@@ -149,8 +154,8 @@ class Window:
             c: the window, fixed or measured.
             fresh: whether no drafted token survives (after a prefill, a rejection or a bonus token): a new window
                 begins at `length`.
-            pending: if `fresh`: number of tokens that are pending all the same, from a branch prepared for this
-                outcome.
+            pending: number of drafted tokens that are there even though `fresh` is true: those of a branch that the
+                draft had prepared for this outcome.
         """
         if not method.drafts:
             return Window(1, length)

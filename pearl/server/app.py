@@ -289,7 +289,7 @@ class _Reply:
                 status, counts = await self._send_stream(prompts, send)
                 log_as(status, counts)
                 return
-            texts = await self._written(prompts)
+            texts = await self._generate(prompts)
             counts = usage(texts, self.request.body.n)
             answer = await asyncio.to_thread(self.writer.whole, texts, counts)
             await Response(answer, media_type="application/json")(scope, receive, send)
@@ -306,7 +306,7 @@ class _Reply:
         check_fits(tokens, self.request, self.service.engine.context)
         return tokens
 
-    async def _written(
+    async def _generate(
         self, prompts: list[list[int]], events: _EventStream | None = None
     ) -> list[ReplyText]:
         """Generate all texts, as many at a time as the engine has slots; send each piece to `events`, if given."""
@@ -352,7 +352,7 @@ class _Reply:
         """
         events = _EventStream(send)
         try:
-            texts = await self._written(prompts, events)
+            texts = await self._generate(prompts, events)
         except ApiError as error:
             if not events.has_begun:
                 raise

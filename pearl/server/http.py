@@ -1,4 +1,4 @@
-"""Bodies of requests, and replies as OpenAI's objects, whole or in chunks, which `app` sends."""
+"""Reads the bodies of requests, and writes replies as OpenAI's objects, whole or in chunks; `app` sends them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ReplyText:
         return self._taken(new)
 
     def _count(self, new: Delta) -> None:
-        """Count the tokens held so far as reasoning or as answer, if what is new tells."""
+        """Count the held tokens as reasoning or as answer, once `new` shows which of the two they belong to."""
         is_answer = bool(new.content or new.calls)
         if new.reasoning:
             self.reasoning_tokens += self._held_tokens
@@ -162,7 +162,7 @@ class ReplyWriter(Protocol):
         """Return a reply whose texts have ended. May take long: call it outside the event loop."""
 
     def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
-        """Return the events of a piece; of the first one also those that begin the text.
+        """Return the events of a piece. Before the first piece of a text, return also those that begin the text.
 
         Args:
             delta: what the piece adds to the text's message.

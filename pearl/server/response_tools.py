@@ -5,8 +5,8 @@ Codex sends the functions of an MCP server as a group, and newer versions send a
     {"type": "additional_tools", "tools": [
         {"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]}
 
-The model is told of the function mcp__files__read, and its call of that comes back as {"name": "read", "namespace":
-"mcp__files"}: by both fields the client finds what to run.
+The model is told of a function mcp__files__read. If it calls this function, the client gets {"name": "read",
+"namespace": "mcp__files"}, and finds by both fields what to run.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ResponsesRequest(SharedRequest):
 
 
 def _renamed(text: str) -> str:
-    """Return a chat's field, or a message that begins with one, with the field's name here."""
+    """Replace names of a chat's fields in `text`, a field or an error message, by the names of this endpoint."""
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)
     return text
@@ -142,7 +142,7 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         match item.get("type") or "message":
             case "message" if item.get("role") == "assistant":
-                # Of a message between a call and its output, which Codex sends, the call's message has the content.
+                # Codex may send a message between a call and its output: its content joins the call's message.
                 message = _assistant(messages, "content")
                 message["content"] = _content(item.get("content"))
             case "message":
@@ -189,7 +189,7 @@ def _reasoning(item: dict[str, Any]) -> str:
 
 
 def _output(output: Any) -> Any:
-    """Return a function's output as text; pictures among its parts, which the model cannot see, are named alone."""
+    """Return a function's output as text. A part that is no text, such as a picture, becomes its type in brackets."""
     if not isinstance(output, list):
         return output or ""
     texts = []

@@ -246,10 +246,10 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> d
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
-    """Return arguments as an object, as far as a text that was cut goes.
+    """Return arguments as an object. Text that was cut off is read as far as it goes.
 
-    For example {"key": "re"} for the text `{"key": "re`. Other text becomes the argument of an own name:
-    {"arguments": "red"} for the text `red`.
+    For example {"key": "re"} for the text `{"key": "re`. Text that is no JSON object becomes an argument with the name
+    "arguments": {"arguments": "red"} for the text `red`.
     """
     from pydantic_core import from_json  # which refuses half a surrogate pair, as tokenizers do
 

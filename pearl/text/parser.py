@@ -1,7 +1,8 @@
-"""Grammars in llguidance's notation, each tried in a process of its own before a parser of it is made here.
+"""Translates grammars to llguidance's notation, after a child process has tried to make a parser of each grammar.
 
-llguidance's limits do not count everything: twenty short patterns in one `allOf` take it half a minute, a `multipleOf`
-of millions gigabytes, and nothing interrupts it. This module is that process, too, so it imports little of PEARL.
+Some grammars cost far more than llguidance's limits allow: twenty short patterns in one `allOf` take half a minute, a
+`multipleOf` of millions takes gigabytes, and a running call cannot be interrupted. The child process runs this module,
+so the module imports little of PEARL.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pearl.text.schema import simplified
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-SECONDS = 0.3  # of a processor, to make a parser and its first step; usual schemas take a hundredth
+SECONDS = 0.3  # of CPU time, to make a parser and its first step; usual schemas take a hundredth
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
@@ -50,10 +51,10 @@ def checked(grammar: str) -> str:
         raise ValueError(f"its parser would take more than {SECONDS} s to make, or too much memory")
     if trial.stdout:
         raise ValueError(trial.stdout.decode())
-    return _written(grammar)
+    return _translated(grammar)
 
 
-def _written(grammar: str) -> str:
+def _translated(grammar: str) -> str:
     from llguidance import LLMatcher
 
     kind, _, text = grammar.partition("\n")
@@ -73,7 +74,7 @@ def _try(grammar: str) -> str:
 
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        matcher = LLMatcher(LLTokenizer("byte"), _written(grammar), log_level=0, limits=limits())
+        matcher = LLMatcher(LLTokenizer("byte"), _translated(grammar), log_level=0, limits=limits())
     except ValueError as error:
         return str(error)
     matcher.compute_logit_bias()

@@ -237,7 +237,7 @@ def is_open_after(
 
 
 def end_of(tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int]) -> str:
-    """Return the end of a prompt as text, with the names of tags."""
+    """Return the end of a prompt as text. It includes the names of tags' special tokens, which `decode` leaves out."""
     names = Marks(tags.tokens, tokenizer).ids
     end = ""
     ordinary: list[int] = []

@@ -1,8 +1,8 @@
-"""Where the reasoning at the beginning of a text ends: stop strings and grammars are for the answer behind it.
+"""Finds the end of the reasoning at the beginning of a text. Stop strings and grammars apply to the answer after it.
 
-A mark such as "</think>" is found by its token where the vocabulary has one, so that a model which quotes it, in other
-tokens, ends nothing; else in the text.  Pure, and a function of the tokens alone: the front and each worker find the
-same place, whatever was proposed.
+Reasoning ends with a mark such as "</think>".  If the vocabulary has a token for the mark, only this token ends the
+reasoning: the model may quote the mark in other tokens.  Otherwise the mark is searched in the text.  The place depends
+on the text's tokens alone, so the front and each worker find the same place, whatever was proposed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReasoningState:
         return self._until_end(text)
 
     def flush(self) -> str:
-        """Return the text held back, at the end."""
+        """Return the text that is still held back; call it at the end of the text."""
         lead = self._lead
         self._lead = ""
         return lead

@@ -39,7 +39,9 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int], prefix: str = "") 
 
 
 def _start(tags: Tags) -> str:
-    """Return the shortest text that begins reasoning but no answer."""
+    """Return the text that reasoning begins with: the opening tag's token, or the whole tag if answers begin with this
+    token, too.
+    """
     name = tags.tokens[0]
     return tags.opening if tags.answer.startswith(name) else name
 

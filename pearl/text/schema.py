@@ -90,7 +90,10 @@ def place_of(text: str, problem: str) -> str:
 
 
 def _places(root: Any) -> Iterator[SchemaPlace]:
-    """Yield a schema and the schemas within it that are objects; the caller may drop keywords of the latest."""
+    """Yield a schema, then the schemas within it; only those that are objects.
+
+    The caller may drop keywords of a schema before it takes the next one.
+    """
     pending = deque([SchemaPlace("#", root)])
     while pending:
         place = pending.popleft()

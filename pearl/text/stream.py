@@ -255,7 +255,12 @@ class StopMatcher:
         return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the last text before the token `stop`; return as `push` does. A stop within the text has priority."""
+        """Take the text before a stop token, which ends the text; return what may be shown, as `push` does.
+
+        Args:
+            text: the last piece of text before the token.
+            stop: the token's text. It becomes `matched` if no stop string is found in the text.
+        """
         shown = self.push(text)
         if self.matched is None:
             shown += self.flush()

@@ -122,7 +122,7 @@ class FileTokenizer(Tokenizer):
         encodes: whether to read the merges now, and not only when the first text is encoded.
 
     Attributes:
-        eos: the end token that the tokenizer itself names.
+        eos: id of the end token that the tokenizer's own files name; None if they name none.
     """
 
     def __init__(self, directory: Path, encodes: bool = True) -> None:

@@ -390,7 +390,7 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
 
 
 def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[dict[str, Any]]:
-    """Return the messages with the ids of calls that the format's template takes; whatever ids the client gave them."""
+    """Return the messages with ids of calls in the form that the format's template needs, in place of the client's."""
     if not format.call_id:
         return list(messages)
     renamed = []

@@ -1,7 +1,8 @@
 """What became of each drafted token of a trace: accepted, rejected, or discarded (never judged).
 
-Found out from the text that the target committed. An "outcome" (position, token) is what the target may commit where
-the draft expects another token; a "branch" is what the draft prepares for an outcome.
+This file compares drafted tokens with the text that the target committed. An "outcome" (position, token) is a token
+that the target may commit at a position where the draft expects another; a "branch" is what the draft prepares for an
+outcome.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ class Proposals:
     """The calls of the proposer in one run.
 
     Attributes:
-        calls: number of steps after which it was asked.
+        calls: number of steps after which the proposer was called.
         at_once: calls that returned within 1 ms.
-        rows: number of requests in all of them; `ready` of these had a window.
-        rejected: requests whose step committed another token than was drafted; `foreseen`: the draft had prepared for
-            it.
+        rows: number of requests, summed over all calls.
+        ready: how many of `rows` had a drafted window ready.
+        rejected: how many of `rows` had a drafted token rejected in the step before the call.
+        foreseen: how many of `rejected` were rejected for a token that the draft had prepared for.
     """
 
     calls: int
@@ -37,7 +38,7 @@ class Proposals:
 
 
 def proposals(slices: Iterable[Slice]) -> Proposals | None:
-    """Return the figures of slices of the target; None for a target of PEARL's own."""
+    """Count the proposer's calls in the target's slices. None without any: the target is not in another engine."""
     calls = [piece for piece in slices if piece.name == "propose" and piece.args["rows"]]
     if not calls:
         return None

@@ -56,7 +56,7 @@ class RunTrace:
 
     Attributes:
         target: the outermost slices of the target's loop, without requests.
-        draft: those of the draft's loop; of several loops, if a draft was lost and restarted.
+        draft: the outermost slices of the draft's loop, or of several loops if a draft was lost and restarted.
         requests: one slice for each request.
     """
 
@@ -176,9 +176,9 @@ def _slice(event: Event) -> Slice:
 def _outermost(slices: list[Slice]) -> list[Slice]:
     """Return the slices that lie in no other slice, and all decisions.
 
-    A decision may take no (virtual) time, and so seem to lie in a forward.  A forward may have ended before its loop
-    requested it: its slice has no length, and may start together with another.  So that it counts as an outermost one,
-    the shorter of two slices that start together comes first.
+    Decisions are always returned, because a decision that takes no (virtual) time may seem to lie in a forward.  A
+    forward that ended before its loop requested it has a slice of length 0, which may start together with another
+    slice.  Such slices are sorted by length, so the empty one comes first and counts as outermost.
     """
     outermost: list[Slice] = []
     latest_end = 0.0

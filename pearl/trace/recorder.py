@@ -1,7 +1,8 @@
-"""The parts of a trace: each worker writes one while it runs, times and names without interpretation. Also reads them.
+"""Writes and reads the parts of a trace. Each worker writes one part while it runs, which `pearl trace merge` combines.
 
-A part has one JSON array a line: a header, records and, if the worker was not killed, an end. A reader skips an
-incomplete last line, so a killed worker loses at most its last quarter of a second.
+A part has times and names without interpretation. It has one JSON array a line: a header, records and, if the worker
+was not killed, an end. A reader skips an incomplete last line, so a killed worker loses at most its last quarter of a
+second.
 """
 
 from __future__ import annotations
@@ -165,9 +166,10 @@ def part_path(trace: Path, role: str, pid: int) -> Path:
 
 
 def outside_recorder(trace: Path, role: str, config: Mapping[str, Any]) -> Recorder:
-    """Record a draft service, or another engine for which one drafts: they have no run in common, but `trace`.
+    """Return a recorder for a draft service, or for another engine that a draft service drafts for.
 
-    Raises `TraceError` as `Recorder`.
+    The two are not started together, so all parts with the same `trace` count as one run. Raises `TraceError` as
+    `Recorder` does.
     """
     header = {"role": role, "config": config, "run": _OUTSIDE}
     return Recorder(part_path(trace, role, os.getpid()), header | where_and_what())

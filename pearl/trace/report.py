@@ -68,7 +68,7 @@ class Report:
         ratio: median duration of a verification forward / median duration of a draft forward.
         alternation: the least time that the same steps would take without overlap: the target's work plus the drafting
             of the judged tokens, without waits and messages.
-        proposals: of a target in another engine.
+        proposals: calls of the proposer, if the target was in another engine.
     """
 
     method: str

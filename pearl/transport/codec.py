@@ -138,9 +138,7 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
-    """As `decode`, but return the error instead of raising it, so that a bad message does not cost the others of its
-    batch.
-    """
+    """As `decode`, but return the error instead of raising it, so that the other messages of a batch are still read."""
     try:
         return decode(frames, to_target)
     except RemoteProtocolError as error:

@@ -315,7 +315,7 @@ class ZmqConnection(_Socket):
             raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        self._look()
+        self._check_monitor()
         if self._failure:
             raise TransportError(self._failure)
         self._write(frames)
@@ -332,10 +332,10 @@ class ZmqConnection(_Socket):
     def connected(self) -> bool:
         """False once the connection has been cut off; true while there is no listener yet."""
         with self._lock:
-            self._look()
+            self._check_monitor()
         return not self._failure
 
-    def _look(self) -> None:
+    def _check_monitor(self) -> None:
         if not self._failure and not self._is_closed and _is_readable(self._monitor):
             frames = self._monitor.recv_multipart(_NOBLOCK)
             (event,) = _EVENT.unpack_from(frames[0])

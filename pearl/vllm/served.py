@@ -1,6 +1,7 @@
-"""The texts of this engine as its draft service knows them: which have slots, what has come, what is to be sent.
+"""All texts of this engine that a draft service drafts for, or will when it has a slot, and the messages about them.
 
-Drafted tokens are taken in as they come, in the connection's thread while vLLM computes; all else in vLLM's.
+Drafted tokens are taken in as they arrive, in the connection's thread while vLLM computes. Everything else happens in
+vLLM's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ServedTexts:
 
     Args:
         limit: the most tokens that vLLM holds of a request.
-        vocab_size: ids that the target has: others may not reach it.
+        vocab_size: number of ids that the target has. A draft that sends another id loses the request.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ServedTexts:
         self.link = link
         self.speeds = speeds
         self.texts: dict[int, DraftedText] = {}
-        #: Whether drafted tokens have come since the last wait in vain.
+        #: Whether waiting may help: False after a wait that was in vain, until drafted tokens arrive again.
         self.has_news = True
         self._limit = limit
         self._vocab_size = vocab_size
@@ -98,7 +99,7 @@ class ServedTexts:
         return text
 
     def end(self, number: int) -> None:
-        """A request's row is gone."""
+        """Remove a request whose row is gone."""
         with self._lock:
             text = self.texts.pop(number)
             self._unserved.pop(number, None)
@@ -108,7 +109,7 @@ class ServedTexts:
         self._recorder.end(number)
 
     def flush(self) -> list[object]:
-        """Give the service the texts that it has slots for; send it all that is due, in one message, and return it."""
+        """Begin texts that the service has slots for; send all queued messages as one. Return the queued commands."""
         with self._lock:
             self._begin_next()
             return self._send()
@@ -178,7 +179,7 @@ class ServedTexts:
         return not lacking
 
     def _join(self, context: int, seconds: float) -> None:
-        """A draft has come, or comes back: all texts wait for its slots."""
+        """Take in that a draft has connected, perhaps again: all texts wait for its slots."""
         self.speeds.observe_draft(seconds)
         self._unserved = dict.fromkeys(self.texts)
         self._pause = 0
@@ -218,7 +219,7 @@ class ServedTexts:
 
 
 def _together(messages: Iterable[Message]) -> Outcomes:
-    """Return the messages as one. Those of one request are in this order anyway."""
+    """Combine the messages into one. It has them by kind, in the order in which one request's messages come anyway."""
     finishes: list[Finish] = []
     begins: list[Begin] = []
     verdicts: list[Verdict] = []

@@ -1,4 +1,4 @@
-"""What the proposer is told: by vLLM's configuration, and by its user under `additional_config["pearl"]`."""
+"""The proposer's settings: those of its user, in `additional_config["pearl"]`, and the process's place in vLLM."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class ProposerSettings:
 
     Attributes:
         address: where the draft service listens.
-        keys: file of keys, where that is another host.
+        keys: file of keys, if the service is on another host.
         timeout: seconds of silence after which the service counts as lost.
-        ngrams: whether n-grams of the text are proposed where the draft has nothing better.
-        trace: file that `pearl trace merge` is to make of this half and the service's; data-parallel rank 0's alone.
+        ngrams: whether n-grams of the text are proposed if more of them should be accepted than of the draft's.
+        trace: the trace file that `pearl trace merge` will make of this engine's part and the service's. Only
+            data-parallel rank 0 records.
     """
 
     address: str
@@ -34,7 +35,7 @@ class ProposerSettings:
 
     @staticmethod
     def of(vllm_config: Any) -> ProposerSettings:
-        """Read them. Raises `ConfigError`, which says where to write what."""
+        """Read the settings from vLLM's configuration. Raises `ConfigError`, which says where to write what."""
         additional = vllm_config.additional_config
         stated = additional.get("pearl") if isinstance(additional, Mapping) else None
         if not isinstance(stated, Mapping) or not isinstance(stated.get("address"), str):
@@ -74,7 +75,9 @@ class Place:
 
     Attributes:
         name: for the service's log.
-        asks: whether it asks the service. Of the ranks that share a request vLLM takes the drafts of the first.
+        data_rank: the data-parallel rank.
+        asks: whether this process asks the service for drafts. If several ranks share a request, only the first does,
+            because vLLM takes the drafts of that rank.
     """
 
     name: str
@@ -83,7 +86,10 @@ class Place:
 
     @staticmethod
     def of(vllm_config: Any) -> Place:
-        """Raises `ConfigError` where every rank's drafts would count, and could differ."""
+        """Read the place from vLLM's configuration.
+
+        Raises `ConfigError` if vLLM would take drafts of every rank: they could differ from rank to rank.
+        """
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size
         num_ranks *= getattr(parallel, "prefill_context_parallel_size", 1)

@@ -1,7 +1,7 @@
-"""One request of vLLM as its draft has it: what was committed, what is drafted after it, what is prepared otherwise.
+"""One request of vLLM: its committed tokens, the tokens drafted after them, and branches for other outcomes.
 
-vLLM decides the text; this only follows it.  The same objects serve PEARL's own target, so a draft that is late, that
-restarts or that sends nonsense is met by the same rules.
+vLLM decides the text; this file only follows it.  It uses the same objects as PEARL's own target, so a draft that is
+late, that restarts or that sends nonsense is handled by the same rules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-_LEAST_DRAFTED = 1.5  # tokens expected of the draft's for which n-grams are not sought
-_INDEXED = 2048  # tokens at the end of a prompt in which n-grams are sought: indexing them takes vLLM's time
+# N-grams are looked up only if fewer drafted tokens than this are expected to be accepted.
+_LEAST_DRAFTED = 1.5
+# Last tokens of a prompt whose n-grams are indexed: indexing takes time from vLLM's step.
+_INDEXED = 2048
 
 
 class Chain(NamedTuple):
@@ -33,12 +35,12 @@ class DraftedText:
     """A request for which a service drafts.
 
     Args:
-        number: names it to the service.
-        tokens: the prompt, and what was generated already.
-        limit: the most tokens that vLLM holds of it.
+        number: identifies the request to the service.
+        tokens: the prompt, and the tokens that were generated already.
+        limit: the most tokens that vLLM holds of the request.
         context: tokens that the draft holds; 0: there is no draft.
         window: c as last used.
-        has_ngrams: whether n-grams of the text are proposed where the draft has nothing better.
+        has_ngrams: whether n-grams of the text are proposed if more of them should be accepted than of the draft's.
     """
 
     def __init__(
@@ -70,12 +72,12 @@ class DraftedText:
         self.draft.begin(do)
 
     def drop(self) -> None:
-        """No draft is at work on this request now; what was drafted is of no use to one that begins again."""
+        """Take in that no draft works on this request now. Drop the drafted tokens: the next draft begins anew."""
         self.draft.known = 0
         self.request.discard_pending()
 
     def fail(self, do: Do) -> None:
-        """The draft cannot go on with this request."""
+        """Take in that the draft cannot go on with this request."""
         self.draft.finish(do)
         self.draft.is_lost = True
         self.drop()
@@ -131,7 +133,7 @@ class DraftedText:
             self._restart(do)
 
     def resynchronise(self, epoch: int, do: Do) -> None:
-        """The draft has lost the text."""
+        """Give the draft the whole text again: it has lost it in `epoch`."""
         if epoch == self.request.epoch:
             self._restart(do)
 
@@ -152,7 +154,7 @@ class DraftedText:
         return len(self.request.sequence.tokens) < self.request.sequence.committed + count
 
     def proposal(self, most: int) -> Chain:
-        """Return the chain of up to `most` tokens with more expected to be accepted: the draft's, or n-grams."""
+        """Return up to `most` tokens to verify: the draft's or n-grams, whichever has more expected accepted tokens."""
         drafted = self._drafted(most)
         expected = sum(drafted.chances)
         if self._index is None or expected >= _LEAST_DRAFTED:

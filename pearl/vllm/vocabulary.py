@@ -25,7 +25,7 @@ class Vocabulary:
 
     @staticmethod
     def of(model_config: Any) -> Vocabulary:
-        """That of vLLM's target; empty where vLLM runs without a tokenizer."""
+        """Return the vocabulary of vLLM's target; an empty one if vLLM runs without a tokenizer."""
         if model_config.skip_tokenizer_init:
             return Vocabulary({})
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -37,11 +37,11 @@ class Vocabulary:
         return len(self._tokens)
 
     def digest(self, size: int) -> bytes:
-        """As `pearl.text.tokenizer.vocabulary_digest`."""
+        """Return the digest of the first `size` tokens, which equals `pearl.text.tokenizer.vocabulary_digest`."""
         return _digest(self._tokens[:size])
 
     def misfit(self, hello: Hello) -> str:
-        """Return why a draft's tokens are others, as far as this side can tell; empty if they are not."""
+        """Return how the draft's vocabulary differs from the target's; empty if it does not, or cannot be compared."""
         if (
             not 0 < hello.vocab_size <= self.size
             or self.digest(hello.vocab_size) == hello.vocab_digest

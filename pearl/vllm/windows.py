@@ -13,20 +13,24 @@ from math import ceil, log
 from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import worthwhile
 
-# Of tokens a second, by which waiting must be better: a proposer that waits holds up all of vLLM.
+# Wait only if that multiplies the tokens per second by more than this: a proposer that waits holds up all of vLLM.
 _LEAST_GAIN = 1.15
-# Of the tokens of a window, that all up to one are accepted: past that the draft's time is better spent on branches.
+# A window ends where the probability that all its tokens are accepted falls below this: the draft's time is then better
+# spent on branches.
 _LEAST_REACHED = 0.2
 
 
 @dataclass
 class StepSpeeds(Speeds):
-    """As `Speeds`, of a target that verifies at most `most` drafted tokens of a request in a step."""
+    """The `Speeds` of a target that verifies at most `most` drafted tokens of a request in a step."""
 
     most: int = 1
 
     def best_window(self, beside: int = 0) -> int:
-        """Return c: the last committed token and the drafted ones; all that vLLM takes until speeds are known."""
+        """Return the window c, which counts the last committed token and the drafted tokens.
+
+        Until speeds are known, c is the most that vLLM takes.
+        """
         if not self.ratio:
             return self.most + 1
         acceptance = min(max(self.acceptance, 0.05), 0.98)
@@ -38,7 +42,8 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
     """Return how many drafted tokens of each request to verify in the next step, for most tokens a second in all.
 
     Args:
-        chances: for each request, of each of its drafted tokens, that it and all before it are accepted.
+        chances: for each request and each of its drafted tokens, the probability that this token and all drafted tokens
+            before it are accepted.
     """
     ranked: list[tuple[float, int]] = []
     for row, row_chances in enumerate(chances):
@@ -96,7 +101,11 @@ class _State:
 
     @staticmethod
     def of(drafted: int, acceptance: float, foreseen: float, seconds: float) -> _State:
-        """A step that verifies `drafted` tokens; the draft's next token must agree with the target's own, too."""
+        """Return the state of a step that verifies `drafted` tokens.
+
+        A window is ready after it if all of them are accepted and the draft's next token is the target's own next
+        token, or else if the draft had prepared for the rejection.
+        """
         all_agree = acceptance ** (drafted + 1)
         tokens = (1 - all_agree) / (1 - acceptance)
         return _State(tokens, all_agree + (1 - all_agree) * foreseen, seconds)

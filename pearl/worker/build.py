@@ -154,7 +154,8 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
-        translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
+        # First, because it may refuse the pair.
+        translation, tokenizer, spoken = _draft_vocabulary(config, progress)
         if translation is not None:
             lifeline.note(
                 f"the draft {config.draft} has another vocabulary than its target: {translation} and proposes no "
@@ -214,7 +215,7 @@ def run_draft_service(
     stopping: Callable[[], bool],
     progress: Progress,
 ) -> None:
-    """A draft service at `address`, from loading until `stopping()`. Raises `PearlError`s for what went wrong.
+    """Run a draft service at `address`, from loading until `stopping()`. Raises a `PearlError` for what went wrong.
 
     Args:
         config: the settings of an engine that would have this service as its draft; of that engine's target only the
@@ -232,7 +233,7 @@ def run_draft_service(
         device = place(config, "draft")
         device_choice = settled(config, "draft")
         pin(config, "draft")
-        translation, tokenizer, _ = _spoken(config, progress)
+        translation, tokenizer, _ = _draft_vocabulary(config, progress)
         model = config.model("draft")
         if config.slots > 1:  # a single one has all branches that there are
             model = replace(model, slots=config.slots * (1 + _BRANCHES_EACH))
@@ -289,12 +290,13 @@ def _occupy(device: Device, runner: ModelRunner) -> None:
         occupy(device.cores, runner.use_threads)
 
 
-def _spoken(
+def _draft_vocabulary(
     config: EngineConfig, progress: Progress
 ) -> tuple[Translation | None, Tokenizer, ModelConfig]:
-    """Return (translation, tokenizer, model) of the token ids that the draft sends.
+    """Return (translation, tokenizer, model), which say what the token ids that the draft sends mean.
 
-    `translation` is None if the draft need not translate. The ids are those of `tokenizer`, which comes with `model`.
+    `tokenizer` defines these ids; it is that of `model`, which is the draft or the target. `translation` converts
+    between the draft's own ids and these; it is None if they are the same.
     """
     trust = config.trust_remote_code
     if is_head(config.draft):
@@ -337,8 +339,9 @@ def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
 
 
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:
-    """Return the guides of texts held to a grammar; they need a tokenizer that encodes, which is loaded for the first
-    grammar only, because few requests have one.
+    """Return the guides, which hold texts to a grammar.
+
+    They need a tokenizer that encodes. It is loaded with the first grammar, because few requests have a grammar.
     """
 
     return Guides(

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 # Between pings to a silent draft: the socket of a dead process refuses them at once.
 PROBE_SECONDS = 0.1
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
-_IGNORED = DraftTokens(-1, 0, 0, ())  # of no request; replaces what is not examined
+# Belongs to no request; it replaces a message that is not examined.
+_IGNORED = DraftTokens(-1, 0, 0, ())
 
 
 class DraftLink:
@@ -134,7 +135,7 @@ class DraftLink:
     def receive(
         self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator
     ) -> None:
-        """Pass the events of the protocol that follow from a message to `handle`, one by one.
+        """Turn a message into events of the protocol, and call `handle` with each event.
 
         Raises `DraftLost` if the draft is no longer worth waiting for.
         """

@@ -1,7 +1,7 @@
 """A draft worker as a service: it drafts for any number of targets in other engines, which connect to it.
 
-To its state machines each of these is a target whose requests have slots among others.  It never decides anything about
-a text, so an engine that leaves, hangs or lies costs the others nothing but its slots.
+The requests of all these targets share the draft's slots.  A draft never decides anything about a text, so an engine
+that leaves, hangs or lies costs the others nothing but the slots of its requests.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from pearl.worker.draft_rows import RowPacker
 
 log = logging.getLogger(__name__)
 
-# A request of which nothing has been heard for so long gives up its slot to a new one: its engine
-# has preempted it, hangs or is gone.
+# A new request may take the slot of one of which nothing was heard for this time: its engine has preempted it, hangs or
+# is gone.
 _ABANDONED_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 0.5
 
@@ -58,11 +58,11 @@ class DraftService(DraftWorker):
     """Drafts for every engine that connects, until `stopping()`.
 
     Args:
-        hello: introduces the draft; `vocab_size` and `vocab_digest` are of its tokenizer.
-        digest: of its first ids, to compare with those of an engine that has fewer.
+        hello: introduces the draft; `vocab_size` and `vocab_digest` are those of the draft's tokenizer.
+        digest: computes the digest of the draft's first n ids, to compare it with that of an engine that has n ids.
         executor: computes the drafts.
-        slots: how many requests it drafts for side by side; further ones are refused for now.
-        computes, piece: as of `DraftWorker`.
+        slots: how many requests are drafted for at the same time; further ones are refused for now.
+        computes, piece: see `DraftWorker`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class DraftService(DraftWorker):
                 self._release(request)
 
     def _send(self, message: Message) -> None:
-        """Send to the engine whose request it is; what is of no request, to every engine."""
+        """Send a message to the engine that has the message's request; without a request, to all engines."""
         request = getattr(message, "request", None)
         if request is None:
             for peer in self._peers:

@@ -108,7 +108,7 @@ class Fronts:
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
 
     def watch(self, request: int) -> Stopwatch:
-        """Return the stopwatch of a request; if none has this number, as a late message may name, an unused one."""
+        """Return the stopwatch of a request, or an unused one if the request is over: messages may come late."""
         return self._watches.get(request) or Stopwatch()
 
     @property

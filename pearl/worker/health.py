@@ -26,14 +26,19 @@ _AT_REST = frozenset(state.value for state in DrafterState if state is not Draft
 
 
 class _Progress(NamedTuple):
-    """The furthest that a request has come, (committed tokens, committed and pending tokens), and since when."""
+    """How far a request has come.
+
+    Attributes:
+        lengths: the largest (committed tokens, committed and pending tokens) so far.
+        since: when these lengths were first seen, in seconds.
+    """
 
     lengths: tuple[int, int]
     since: float
 
 
 class _SlowRun(NamedTuple):
-    """Slow tokens of one request in a row."""
+    """Successive slow tokens of one request: their number and their total time."""
 
     tokens: int = 0
     seconds: float = 0.0

@@ -105,7 +105,7 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
     The host threads of a GPU are pinned to the cores that the other worker leaves: if one shared a core with the other
     worker's forward, that forward would wait for it.
 
-    Threads that are already running (of the sockets) stay unpinned.
+    Threads that are already running, such as those of the sockets, stay unpinned.
     """
     cores = settled(config, role).cores
     if cores is not None:

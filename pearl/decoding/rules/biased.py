@@ -3,8 +3,9 @@
 Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft).  They never accept a token whose
 target probability is 0, so a token that a grammar or top-p rules out never becomes text.  The two differ in how they
 replace a rejected token.  Opt draws from max(target - draft, 0), as the ratio rule does.  Of all replacements, this has
-the least bias, the total variation distance from the target; bias and rejection probability then add up to the distance
-between draft and target.  Uno draws from the target itself, and is biased even with epsilon 0.
+the least bias.  (The bias is the total variation distance between the tokens' distribution and the target's.  Under
+opt, bias and rejection probability add up to the distance between draft and target.)  Uno draws from the target itself,
+and is biased even with epsilon 0.
 
 Source: Yin et al. 2024, section 4.2.  For uno, the paper's text draws the replacement from the target's distribution,
 but the paper's printed code draws it from the draft's.  We follow the text.

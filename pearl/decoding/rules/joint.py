@@ -56,9 +56,9 @@ class JointTarget:
     def judge(self, proposed: Proposed) -> Judged:
         """Judge a block. Each token's row is 0 except at the token, where it is the draft's probability.
 
-        The text before a block determines the block, without a draw.  So only one token could be committed at an
-        accepted position.  The bias there is the distance of this certainty from the target's distribution: 1 - target
-        probability, or at temperature 0 either 0 or 1.
+        The text before a block determines the block, without a draw.  So an accepted position is certain to get the
+        block's token.  The bias there is the total variation distance between this certainty and the target's
+        distribution: 1 - target probability; at temperature 0 it is either 0 or 1.
         """
         tokens = proposed.tokens
         target = proposed.launched

@@ -1,4 +1,5 @@
-"""Measure real runs: compare methods on prompts, emulate the paper's pairs, calibrate a pair.
+"""Measure real runs: compare methods on prompts, calibrate a pair, check that texts are equal bit for bit.
 
-These modules start engines and read clocks.  Experiments in virtual time are in `pearl.lab.studies`.
+These modules start engines and read clocks.  Emulated pairs of the papers and experiments in virtual time are in
+`pearl.lab.studies`.
 """

@@ -54,7 +54,7 @@ _DIRECT = (
     "pearl-no-pre-verify",
     "pearl-no-post-verify",
 )
-_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts with a shape, and simultaneous texts
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts in `_SHAPES`, and simultaneous texts
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
 _QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one method of each kind
 _RULES = ("greedy", "coupled")  # rules that commit the target's own draw
@@ -342,8 +342,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
 class References:
     """The reference texts, by name.
 
-    Under a direct rule ("greedy", "coupled") the reference texts are the target's own. With a shape, their name is
-    such as "greedy, grammar". Under rule ratio they are those of method `pearl` with stream windows.
+    Under a direct rule ("greedy", "coupled") the reference texts are the target's own. Those with one of `_SHAPES` have
+    its name after the rule's: "greedy, grammar". Under rule ratio the references are the texts of method `pearl` with
+    stream windows.
 
     Args:
         texts: name -> texts. The engine that is checked decodes missing ones.

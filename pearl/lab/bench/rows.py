@@ -1,4 +1,7 @@
-"""The rows of a benchmark: their decoding settings, which are built in or named as for `pearl bench`, and devices."""
+"""The rows of a benchmark, each with its decoding settings and its devices.
+
+There is a built-in set of rows; `pearl bench` and others can name rows by their settings.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Trains block drafters of the target with vLLM's speculators, on answers and states that `states` wrote.
 
 A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens before the last
-one.  Model, loss and trainer are those of speculators; only its choice of a device is ours, as it looks for an
-accelerator and has no way to a CPU.
+one.  Model, loss and trainer are those of speculators.  Only the choice of a device is ours: speculators always takes
+an accelerator, and cannot train on a CPU.
 
 Source: "DFlash", 2026; "DSpark", 2026; speculators 0.9.0.
 """

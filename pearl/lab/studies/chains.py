@@ -1,8 +1,9 @@
 """The experiments of Yin et al. 2024: for two Markov chains, theorems 1 to 5 give rejections and bias exactly.
 
-As in the paper, a token's distribution depends on the position and the previous token.  The paper does not print its
-chains, so ours are drawn from a seed.  The runtime's state machines and rules decode them under the virtual clock.  The
-theorems are evaluated by recursion over positions, which for such chains is the sum over all texts.
+Target and draft are Markov chains: as in the paper, a token's distribution depends on the position and the previous
+token.  The paper does not print its chains, so ours are drawn from a seed.  The runtime's state machines and rules
+decode texts with these two models under the virtual clock.  The theorems are sums over all texts; for Markov chains
+they are computed exactly by recursion over positions.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class Chains:
 def expected_rejections(chains: Chains, candidates: int = 1) -> float:
     """Return the expected number of rejections in a text of the whole horizon, by theorems 1 and 3.
 
-    Theorem 1 is for one candidate. Theorem 3 is for several candidates, which are tried only at the root: at a text's
-    first position, and after each correction. The recursion over positions carries two distributions of the text's last
-    token, under the target: over all texts, and over the texts at a root. Theorem 2: with one candidate, no unbiased
-    rule has fewer rejections than theorem 1 gives.
+    Theorem 1 is for one candidate. Theorem 3 is for several candidates, which are tried only at a root: at a text's
+    first position, and after each correction. From position to position the recursion carries two vectors over the last
+    token x of the target's texts: `law` is P(x), `rooted` is P(x and the position is a root). Theorem 2: with one
+    candidate, no unbiased rule has fewer rejections than theorem 1 gives.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0

@@ -113,7 +113,7 @@ def measure(
     most_batch: int,
     most_context: int,
 ) -> Report:
-    """Return all tables and figures but the study's rows.
+    """Return the tables and figures of this module. The study's table of methods is not among them.
 
     Args:
         config: names the target, and the datastore if there is one.

@@ -27,7 +27,9 @@ def sd_improvement(a: float, gamma: int, cost: float) -> float:
 
 
 def acceptance_of(mean_accepted: float) -> float:
-    """Return the acceptance rate a for which a run has `mean_accepted` = 1 / (1 - a) tokens, with its correction.
+    """Return the acceptance rate a for which runs have `mean_accepted` = 1 / (1 - a) tokens on average.
+
+    A run is consecutive accepted draft tokens and the target's correction after them.
 
     Source: PEARL (Liu et al. 2024), theorem 2; some statements of this theorem count one token more.
     """

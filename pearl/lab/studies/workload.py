@@ -1,8 +1,8 @@
-"""Texts for which it is fixed in advance at which positions the draft is right; and the totals of a method on them.
+"""Simulated texts whose right and wrong draft tokens are fixed in advance, and the totals of a method on such texts.
 
 So every method, window and delay meets the same right and wrong tokens.  Over several texts they are a Latin hypercube
-(McKay, Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of
-texts.  That leaves little noise.
+(McKay, Beckman, Conover 1979): within each text acceptance is i.i.d., and at each position the draft is right in the
+expected number of texts.  That leaves little noise.
 """
 
 from __future__ import annotations

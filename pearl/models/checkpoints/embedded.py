@@ -1,7 +1,7 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Both become directories in the cache, like the directories that describe GGUF files, but with their weights.  Must not
-know runners or devices.
+Each becomes a directory in the cache. Such a directory describes a GGUF file, as those of other GGUF files do, but also
+holds the weights. This file must not know runners or devices.
 """
 
 from __future__ import annotations
@@ -106,7 +106,14 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Return a matrix that `pack_layers` in scripts/embed_draft.py has packed, as blocks of Q4_1: bytes [out, n]."""
+    """Convert a matrix from the format of `pack_layers` in scripts/embed_draft.py to blocks of Q4_1.
+
+    The blocks are bytes [rows, columns / 32 * 20].
+
+    Args:
+        steps: bytes [rows, columns / 2], two weights in each.
+        low, width: [rows, columns / 32]; a weight is low + width * step.
+    """
     import torch
 
     halves = torch.stack((steps & 15, steps >> 4), -1).view(len(steps), -1, 2, 16)

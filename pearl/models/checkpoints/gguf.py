@@ -307,7 +307,7 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
 
 
 def family_of(architecture: str, stated: Fields) -> Family:
-    """Return the family of a file. Raises `ValueError` if a needed field is missing, or a value is not computed."""
+    """Return the family of a file. Raises `ValueError` if a needed field is missing, or a value is not supported."""
     experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
     if family is None:

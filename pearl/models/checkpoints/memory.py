@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 _REPORTED_FROM = 1e9  # bytes
-_SCARCE = 0.75  # a model that needs more than this share of the memory is reported with both
+# If a model needs more than this share of the memory, its report says how much memory there is.
+_SCARCE = 0.75
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _EXPERTS = ("num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size")
 MEASURED_FROM = 1e8  # bytes of weights
@@ -163,7 +164,7 @@ def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
 
 
 def _size_of_weights(directory: Path) -> int:
-    """Return the bytes of the files that have the weights. For a GGUF file, return those of its weights in bfloat16.
+    """Return the size of the weight files, in bytes. A GGUF file counts as if its weights were in bfloat16.
 
     Mistral's repositories have the weights a second time, in consolidated files, which are not counted.
     """
@@ -255,8 +256,8 @@ def _room(device: torch.device, gpus: int) -> int | None:
 def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots: int) -> int:
     """Return how many slots beyond `slots` would still fit into the device's memory; 0 if unknown.
 
-    Raises `ModelError` if `slots` do not fit on a CPU.  Checked before allocation, which would succeed: the kernel
-    assigns pages only as the cache fills.
+    Raises `ModelError` if `slots` do not fit on a CPU. Call it before the cache is allocated. The allocation itself
+    would not fail, because the kernel assigns pages only as the cache fills.
 
     Args:
         slot_bytes: size of a slot of `context` tokens; 0: unknown.
@@ -306,7 +307,7 @@ def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
 
 
 def _meminfo(proc: Path, name: str) -> list[int]:
-    """Return the bytes of a line such as "MemTotal: 1024 kB", in a list that is empty where there is none."""
+    """Return the bytes that the line `name`, such as "MemTotal: 1024 kB", states; an empty list if there is no line."""
     with suppress(OSError, ValueError):
         for line in proc.read_text().splitlines():
             label, _, value = line.partition(":")

@@ -167,7 +167,10 @@ def takes(weights: Weights) -> bool:
 
 
 def takes_inputs(count: int) -> bool:
-    """Return whether `Native` can multiply by a matrix with so many inputs. It would read past other rows."""
+    """Return whether `Native` can multiply by a matrix with `count` inputs.
+
+    It reads inputs in groups of `_LEAST`, and would read past the end of a row that is no multiple of that.
+    """
     return count % _LEAST == 0
 
 

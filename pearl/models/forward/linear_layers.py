@@ -128,7 +128,7 @@ class KernelMatrix:
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return all constants of a product's kernel that the matrix decides; N also depends on the kernel."""
+        """Return the constants of a product's kernel that follow from the matrix. The caller sets N."""
         return self.options() | {
             "K": self.shape[1],
             "BIAS": self.bias is not None,

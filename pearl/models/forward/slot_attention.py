@@ -243,7 +243,8 @@ class BlockMask(NamedTuple):
     Attributes:
         windows: for each layer, how many positions before the block all rows see; 0: all.
         is_causal: for each layer, whether a row sees no later rows.
-        has_one_start: False: a window moves with the rows, and counts a row's own position.
+        has_one_start: whether all rows see the same positions before the block: the `windows` before its first row.
+            False: a window ends with the row's own position, and counts it.
     """
 
     windows: tuple[int, ...]

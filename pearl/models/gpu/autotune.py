@@ -217,9 +217,9 @@ class Cuts:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             cuts = self._read()
             cuts[self._key(product)] = asdict(fastest)
-            draft = self._path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(cuts, indent=1))
-            os.replace(draft, self._path)
+            building = self._path.with_suffix(f".{os.getpid()}")
+            building.write_text(json.dumps(cuts, indent=1))
+            os.replace(building, self._path)
         return fastest
 
 

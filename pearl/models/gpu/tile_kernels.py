@@ -37,7 +37,8 @@ class TileShape(NamedTuple):
         ROWS: rows of x.
         NORMS: whether x is multiplied by the weights of a norm.
         BITS, GROUP, EXTRA, OFFSET: see `linear_layers.KernelMatrix`.
-        APART: distance to BN further columns that are multiplied, too: those of up, for gate; 0: there are none.
+        APART: if positive, BN further columns are multiplied, too, which are this far from the first ones: columns of
+            up, when the first ones are of gate.
         OVERLAPS: see `product_kernels`.
     """
 
@@ -116,7 +117,7 @@ def _load_scales(scales, starts, columns, shape):
 
 @triton.jit
 def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
-    """Return the first number of pairs that were loaded as one word each, or with `second` the second.
+    """Return the first number of each pair, or with `second` the second. Each pair was loaded as one word.
 
     Without EXTRA there are no pairs: return the numbers themselves.
     """

@@ -102,7 +102,7 @@ class Decode:
         record: Record,
         size: int,
     ) -> None:
-        """Record the forward of tables of `size` rows. It adds sums in the order of the smallest tables' forward."""
+        """Record the forward of tables of `size` rows. It sums in the same order as that of the smallest tables."""
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
         replay = record(forward.launch)
@@ -266,7 +266,7 @@ class _TableForward:
 
     Attributes:
         table: the numbers to fill in before a launch; see `row_table.numbers`.
-        cuts: the cut of each product.
+        cuts: for each product, how its kernel cuts the matrix into tiles.
     """
 
     def __init__(

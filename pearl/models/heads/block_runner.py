@@ -1,10 +1,10 @@
 """A block drafter as a draft model: a `ModelRunner` whose forwards are the rows of blocks.
 
-A block follows the text's last token, the anchor.  The target's states of the tokens that it has not verified yet are
-missing; their tokens are left out, so the anchor stands where the first of them would.  Each fed token after the anchor
-takes the block's next row, which costs no forward.  A new block begins where a block ends, where the text was rolled
-back, in each fork of a text, and when further states of the target have arrived.  So a branch is a block behind one
-outcome of the block that is being verified.
+A block follows the text's last token, the anchor.  The head reads the target's states of the text, and has none of the
+tokens that the target has not verified yet.  It leaves them out: the anchor gets the position of the first of them.
+Each token that is fed after the anchor takes the block's next row, which costs no forward.  A new block begins where a
+block ends, where the text was rolled back, in each fork of a text, and when further states of the target have arrived.
+So a branch is a block of its own, after one possible outcome of the verification of the block before it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Text:
 
     Attributes:
         tokens: its tokens.
-        first: position of the first state that the head has of it.
+        first: position of the first token whose state of the target the head has.
         anchor: position of the block's anchor.
         states: the states of the block [size, hidden]; None if the next row begins a new one.
     """

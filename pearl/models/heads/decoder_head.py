@@ -1,4 +1,4 @@
-"""What heads have in common that draft token by token with decoder layers of our own forward."""
+"""The base class of heads that draft token by token with decoder layers of our own forward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DecoderHead(DraftHead):
 
     Args:
         forward: how the family of the layers is computed.
-        layer: the configuration of the layers, as a model's.
+        layer: the configuration of the layers, in the form that a whole model's config.json has.
         tensors: by their names in speculators. If embedding or output matrix is missing, the target's is used.
         rounding: how matrices are rounded; see `linear_layers.matrix`.
     """

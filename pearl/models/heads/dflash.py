@@ -79,7 +79,7 @@ class BlockSettings:
 
     Attributes:
         forward: how the family of its decoder layers is computed.
-        layer: the configuration of these layers, as a model's.
+        layer: the configuration of these layers, in the form that a whole model's config.json has.
         size: rows of a block.
         mask_token: the token of the rows after the anchor's.
         first: the first row that guesses a token.
@@ -97,11 +97,11 @@ class BlockSettings:
     def of(
         config: Config, computed: tuple[str, ...] = (), samples_from_anchor: bool = False
     ) -> BlockSettings:
-        """Read config.json. Raises `ValueError` for what is not computed.
+        """Read config.json. Raises `ValueError` for settings that are not supported.
 
         Args:
             computed: further settings that may be true.
-            samples_from_anchor: whether SpecForge's heads of this kind do so.
+            samples_from_anchor: whether SpecForge's heads of this kind sample from the anchor.
         """
         options = options_of(config)
         inner = config.get("transformer_layer_config", config)

@@ -49,7 +49,7 @@ class DFlash2Settings(NamedTuple):
 
     @staticmethod
     def of(config: Config, hidden: int) -> DFlash2Settings:
-        """Read config.json. Raises `ValueError` for what is not computed."""
+        """Read config.json. Raises `ValueError` for sizes that do not fit each other."""
         settings = DFlash2Settings(
             taps=int(config["conv_kernel_size"]),
             group=int(config["conv_group_size"]),
@@ -63,7 +63,7 @@ class DFlash2Settings(NamedTuple):
         return settings
 
     def shapes(self, layers: int, hidden: int, vocab_size: int) -> Shapes:
-        """Return the shapes of the tensors that DFlash has not."""
+        """Return the shapes of the tensors that a DFlash head does not have."""
         shapes: Shapes = {
             _PREDECESSORS: (vocab_size, self.rank),
             _SUCCESSORS: (vocab_size, self.rank),

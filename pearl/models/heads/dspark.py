@@ -1,11 +1,11 @@
 """DSpark: a block drafter whose tokens depend on each other, and that says how sure it is.
 
-It is a DFlash head with two small parts.  The Markov head adds a bias to the logits of each row, which
-depends on the token before.  The confidence head predicts with which probability the target accepts
-the row's token.
+It is a DFlash head with two small parts.  The Markov head adds a bias to the logits of each row; the
+bias depends on the token before.  The confidence head predicts with which probability the target
+accepts the row's token.
 
-With w1 and w2 two tables of tokens and h a row's state, the bias is w2 x, where x comes from e, the row
-of the token before in w1:
+The Markov head has two matrices with a row for each token, w1 and w2.  Let h be the state of a block's
+row, and e the row of w1 for the token before.  The bias is w2 x, and x depends on the kind of head:
 
 - vanilla: x = e
 - gated: x = sigmoid(gate_proj [h, e]) * e
@@ -63,7 +63,7 @@ class DSparkSettings(NamedTuple):
 
     @staticmethod
     def of(config: Config) -> DSparkSettings:
-        """Read config.json; each trainer has defaults of its own. Raises `ValueError` for what is not computed."""
+        """Read config.json; each trainer has defaults of its own. Raises `ValueError` for settings not supported."""
         options = options_of(config)
         if is_of_speculators(config):
             rank = 256

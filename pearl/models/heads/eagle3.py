@@ -2,8 +2,8 @@
 
 For each token but the first, the head reads the token and the target's states of the token before
 it.  Its output for the last token guesses the next token.  To draft further tokens, it reads its own
-outputs in place of the target's states.  The target verifies every guess, so nothing here must be
-exact.
+outputs in place of the target's states.  The target verifies every guess, so an inexact head costs
+acceptance, not correctness.
 
 The layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first layer
 differs: with e the token's embedding and h the states, it computes queries, keys and values from
@@ -95,7 +95,7 @@ class HeadSettings:
 
     Attributes:
         forward: how the family of the head's decoder layers is computed.
-        layer: the configuration of these layers, as a model's.
+        layer: the configuration of these layers, in the form that a whole model's config.json has.
         input_norms: the norms that the target's states pass before `fc`, in this order.  A norm is
             given by the names of its weights: one name if it normalises all states together, or a
             name for each layer's states if it normalises them one by one.
@@ -113,7 +113,7 @@ class HeadSettings:
 
     @staticmethod
     def of(config: Config, names: Iterable[str]) -> HeadSettings:
-        """Read config.json. Raises `ValueError` for what is not computed.
+        """Read config.json. Raises `ValueError` for settings that are not supported.
 
         Args:
             names: names of the head's tensors in speculators.

@@ -1,7 +1,7 @@
 """The interface that heads of all kinds have, and the parts of the target that a head needs.
 
-A head reads the target's hidden states of a text, and proposes the tokens after it: one with each of
-its forwards (`ChainHead`), or a block of them with one.
+A head reads the target's hidden states of a text, and proposes tokens that follow the text.  With one
+forward it proposes one token (`ChainHead`) or a block of tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Block:
         position: the position of the first token.
         most: how many levels are wanted.
         least: no further level is wanted if the probability of all tokens drawn is less than this.
-        ranks: the tokens of a level.
+        ranks: number of tokens in a level: the drawn token and its runners-up.
     """
 
     def __init__(

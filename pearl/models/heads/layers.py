@@ -80,7 +80,7 @@ def forward_of_layers(kind: str, layer: Config) -> Forward:
 
 
 def as_a_model(config: Config, count: int) -> dict[str, Any]:
-    """Return the configuration of a model with `count` such layers, with defaults for absent settings."""
+    """Return a head's configuration as that of a whole model with `count` layers, with defaults for absent settings."""
     heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
     layer = {

@@ -141,7 +141,7 @@ def load_draft_head(
 
 
 def _output_of(decoder: Decoder, rounding: Rounding) -> Matrix:
-    """Return the matrix that computes a model's logits, as a head in another process than its target needs it."""
+    """Return the target's output matrix, for a head that runs in the draft's process and computes logits with it."""
     is_native = decoder.device.type == "cpu"
     dtype = decoder.dtype
     if is_native:

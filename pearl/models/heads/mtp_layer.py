@@ -1,13 +1,13 @@
 """A layer for multi-token prediction in a checkpoint of its own, which our own forward computes.
 
-For each token but the first, the layer reads the token and the target's last state of the token before
-it, as the target's last norm reads it.  With e the token's embedding and h the state, the decoder layer
-reads input_proj [token_layernorm e, hidden_layernorm h], and its output after `final_layernorm` is both
-what the target's output matrix reads, and the state from which the next token is guessed.
+For each token but the first, the layer reads the token, and the target's state of the token before it:
+after the target's last layer, before its last norm.  With e the token's embedding and h the state, the
+decoder layer reads input_proj [token_layernorm e, hidden_layernorm h].  Its output after `final_layernorm`
+is both what the target's output matrix reads, and the state from which the next token is guessed.
 
-Such checkpoints have neither embedding nor output matrix: they are the target's.  speculators' trainer
-computes each later guess among rows of the same depth.  Engines compute it from one cache, in which the
-text's tokens stand with the target's states; so does this head.
+Such checkpoints have neither embedding nor output matrix: the head uses the target's.  In speculators'
+trainer, the rows of a later guess attend to rows of the same depth.  Engines compute all guesses with one
+cache instead, in which the text's tokens were read with the target's states; so does this head.
 
 Source: "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025; speculators 0.9.0.
 """

@@ -32,7 +32,7 @@ _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # the last two a
 
 
 class BlockSettings(NamedTuple):
-    """The settings that an EAGLE-3 head has not.
+    """The settings that a P-EAGLE head has in addition to those of EAGLE-3.
 
     Attributes:
         size: tokens of a block.
@@ -84,7 +84,7 @@ def make(
 
 
 def _as_trained(config: Config) -> Config:
-    """Return the configuration by which the trainer computes: SpecForge's scales no rope of such heads."""
+    """Return the configuration that the trainer computed with: SpecForge's trainer applies no rope scaling."""
     if "speculators_model_type" in config:
         return config
     rope: Config = config.get("rope_parameters") or config
@@ -98,7 +98,7 @@ class Waiting(NamedTuple):
     Attributes:
         start: how many tokens the slot had before them.
         tokens: [n].
-        states: [n, hidden], those of the target before each token, as the layers read them.
+        states: [n, hidden], for each token the target's hidden states of the token before it, projected to `hidden`.
     """
 
     start: int

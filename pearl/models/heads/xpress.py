@@ -1,15 +1,16 @@
 """XPress: a block drafter whose refiner makes each token depend on those before it.
 
-It is a DFlash head with a refiner, which adds a bias to the logits of each row.  With h a row's state
-after the last norm, g the mean of h over the block, and e the row's token before, in a table of tokens:
+It is a DFlash head with a refiner, which adds a bias to the logits of each row.  Let h be a row's state
+after the last norm, g the mean of h over the block, and e the embedding of the token before the row's:
 
     a = in_proj [down_h h, down_g g, e]
     x = a + sum over rows j up to this one of mix[row, j] * a_j
     bias = readout (x + mlp_down (silu (mlp_gate x) * mlp_up x))
 
-Trainer and authors guess all rows at once, again and again, each time with the tokens of the time before
-(`num_jacobi_passes`): pass k settles row k.  Here the rows are computed one after the other, which gives
-what as many passes as rows give, for one pass of the largest matrix, `readout`.
+The trainer and the authors compute all rows at once, in several passes (`num_jacobi_passes`).  Each pass
+reads the tokens of the pass before, so pass k settles row k.  Here the rows are computed one after the
+other.  That gives the same tokens as one pass for each row, and multiplies by the largest matrix,
+`readout`, only once for each row.
 
 Source: speculators 0.9.0.
 """

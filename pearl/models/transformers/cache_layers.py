@@ -1,4 +1,4 @@
-"""Cache layers that can be rolled back, in place of transformers' layers. They depend on the state that a layer keeps:
+"""Cache layers that can be rolled back, in place of transformers' layers. The state that a layer keeps decides which:
 
 * Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. If there is an
   indexer, which chooses the positions to attend to, it also keeps the indexer's keys. transformers sizes a mask by the
@@ -240,7 +240,7 @@ class Snapshots:
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
-        """Change all state of one of the `kinds`. A trial so finds out whether forwards depend on it."""
+        """Change all state of one of the `kinds`, so that a trial can find out whether forwards depend on it."""
         for layer in self._layers:
             for state in _tensors(vars(layer).get(kind)):
                 state += 1
@@ -298,7 +298,7 @@ class CacheSizes(NamedTuple):
 
 
 def cache_sizes(model: PreTrainedModel, item: int) -> CacheSizes:
-    """Feed one token to a model, which may be on the device "meta", and return its `sizes_of`."""
+    """Feed one token to a model, which may be on the device "meta", and return the `sizes_of` its cache layers."""
     layers = layers_of(model.config, 1)
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 _TRIED = 8  # tokens of the trial at construction
 # Least cosine of logits that are equal up to rounding.
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
+# Least median of these cosines in half precision: in some rows rounding may choose other experts.
+_ALIKE_IN_HALF = 0.97
 # Most tokens of a forward of a model with recurrent state. The state is copied before each forward.
 PIECE = 512
-# The same for the median row in half precision: in some rows rounding may choose other experts.
-_ALIKE_IN_HALF = 0.97
 
 
 class HFRunner(ModelRunner):
@@ -268,10 +268,10 @@ class HFRunner(ModelRunner):
 
 
 def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return [n], the cosine of each row of `rows` with its row of `expected`, both [n, vocab], minus their means.
+    """Return the cosine similarity [n] of each row of `rows` and the same row of `expected`, both [n, vocab].
 
-    The cosine of rows that are nearly equal is 1.  Logits that are infinite, or the same in all rows, do not count: a
-    mask's -1e9 would outweigh all others.
+    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  Logits that are infinite, or the same
+    in all rows, do not count: a mask's -1e9 would outweigh all others.
     """
     pair = torch.stack((rows, expected)).double()
     fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
