@@ -8,10 +8,13 @@ takes replies apart.
 from __future__ import annotations
 
 import logging
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import regex
 
 from pearl.errors import ConfigError, RequestError
@@ -27,7 +30,7 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags around the reasoning in a text.
+    """The tags around the reasoning in a text; tags.toml has those of all models.
 
     Attributes:
         start, end: expressions that match the tags.
@@ -78,60 +81,22 @@ class Tags:
         return prompt + reply
 
 
-def tag_pair(
-    start: str, end: str, marks: tuple[str, ...] = (), dropped: tuple[str, ...] = ()
-) -> Tags:
+def tag_pair(start: str, end: str) -> Tags:
     """Return tags whose beginning and end are fixed strings."""
     return Tags(
         regex.escape(start),
         regex.escape(end),
-        tokens=(start, end, *dropped),
-        marks=marks or (end,),
-        dropped=dropped,
+        tokens=(start, end),
+        marks=(end,),
         opening=start,
         closing=end,
     )
 
 
-HARMONY = Tags(
-    regex.escape("<|channel|>analysis<|message|>"),
-    regex.escape("<|end|>"),
-    tokens=(
-        "<|channel|>",
-        "<|message|>",
-        "<|start|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-        "<|constrain|>",
-    ),
-    marks=("<|channel|>analysis",),
-    opening="<|channel|>analysis<|message|>",
-    closing="<|end|>",
-    turn="<|start|>assistant",
-    answer="<|channel|>final<|message|>",
-)
-
+_TABLES = tomllib.loads(Path(__file__).with_name("tags.toml").read_text(encoding="utf-8"))
 # All kinds of tags, by their names in `--reasoning-tags`. If a template has marks of several, the first one counts.
-TAGS = {
-    "harmony": HARMONY,  # gpt-oss
-    "gemma": Tags(  # Gemma 4
-        regex.escape("<|channel>") + r"\w*\n",
-        regex.escape("<channel|>"),
-        tokens=("<|channel>", "<channel|>"),
-        marks=("<|channel>",),
-        opening="<|channel>thought",
-        closing="<channel|>",
-    ),
-    "seed": tag_pair("<seed:think>", "</seed:think>"),
-    "cohere": tag_pair(  # Command A and R7B
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    ),
-    "mistral": tag_pair("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
-    "think": tag_pair("<think>", "</think>"),
-}
+TAGS = msgspec.convert(_TABLES, dict[str, Tags])
+HARMONY = TAGS["harmony"]
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
