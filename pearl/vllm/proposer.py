@@ -117,7 +117,7 @@ class PearlProposer:
     def close(self) -> None:
         """End the connection, and complete the trace."""
         if self.served is not None:
-            self._recorder.close()
+            self._recorder.stop()
             self.served.link.close()
             self.served = None
 
@@ -218,7 +218,7 @@ class PearlProposer:
         start = self._recorder.clock()
         seconds = max(_LEAST_WAIT_SECONDS, _PATIENCE * (wanted + 1) * speeds.t_draft)
         served.has_news = served.wait(empty, wanted, seconds)
-        self._recorder.waited(start)
+        self._recorder.waited(start, self._recorder.clock(), None)
 
     def _choose(
         self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
