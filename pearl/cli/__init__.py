@@ -56,11 +56,8 @@ class _Group(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for section in SECTIONS:
-            rows = []
-            for name, listing in COMMANDS.items():
-                if listing.section == section:
-                    rows.append((name, listing.summary))
+        for section, commands in SECTIONS.items():
+            rows = [(name, listing.summary) for name, listing in commands.items()]
             with formatter.section(section):
                 formatter.write_dl(rows)
 

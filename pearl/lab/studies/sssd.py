@@ -40,7 +40,7 @@ from pearl.models.calibrate import forward_seconds
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Source
-from pearl.spec.methods import LOOK_AHEAD, METHODS
+from pearl.spec.methods import METHODS
 from pearl.text.conversation import Conversation
 from pearl.text.stream import Tokenizer
 from pearl.worker.build import make_runner
@@ -57,6 +57,7 @@ _LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt to summarise
 _FEEDS = (*SIZES, 64)
 _FREE = 1.1  # tokens are free if their forward takes at most this multiple of a one-token forward
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
+LOOK_AHEAD = METHODS["ngram"].look_ahead
 _AT_ONCE = 8  # texts decoded together
 _FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 PAPER: dict[Any, str] = {  # section 4 of the paper
