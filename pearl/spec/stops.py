@@ -39,7 +39,7 @@ class StopSpec:
 
 
 _CONFIDENCE = Parameter(
-    "confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on"
+    "confidence", 0.0, 1.0, 0.4, "the least probability with which drafting goes on"
 )
 
 _STOPS = (
