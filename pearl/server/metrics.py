@@ -51,9 +51,8 @@ class ServerMetrics:
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._model = model
         self._registry = prometheus_client.CollectorRegistry()
-        self._series: dict[str, Any] = {}  # for a series with a label, a function of its value
-        for key, series in _SERIES.items():
-            self._series[key] = self._registered(series)
+        # For a series with a label, a function of its value.
+        self._series = {key: self._registered(series) for key, series in _SERIES.items()}
         for key, current in gauges.items():
             self._series[key].set_function(current)
 

@@ -349,12 +349,8 @@ class _ResponseWriter(ReplyWriter):
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         if self._request.store:
             self._keep(self._id, self._message)
-        response = self._response(self._status)
-        counts = {}
-        for name, value in usage.items():
-            counts[_RENAMED_USAGE.get(name, name)] = value
-        response["usage"] = counts
-        return response
+        counts = {_RENAMED_USAGE.get(name, name): value for name, value in usage.items()}
+        return self._response(self._status) | {"usage": counts}
 
     def _response(self, status: str) -> dict[str, Any]:
         incomplete_details = None

@@ -226,10 +226,7 @@ def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]
     kinds = stated["token_type"]
     scores = stated["scores"]
     special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    words = set()
-    for token, id in ids.items():
-        if kinds[id] not in special:
-            words.add(token)
+    words = {token for token, id in ids.items() if kinds[id] not in special}
     merges = []
     for token in sorted(words, key=lambda token: (-scores[ids[token]], ids[token])):
         for cut in range(1, len(token)):

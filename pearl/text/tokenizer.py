@@ -282,10 +282,7 @@ def _as_special(token: Any) -> Any:
     if isinstance(token, str):
         return token
     names = ("single_word", "lstrip", "rstrip", "normalized")
-    flags = {}
-    for name in names:
-        if name in token:
-            flags[name] = token[name]
+    flags = {name: token[name] for name in names if name in token}
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 

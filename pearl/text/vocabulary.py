@@ -109,7 +109,4 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
 def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
     if isinstance(vocab, dict):
         return dict(vocab)
-    ids = {}
-    for id, (piece, _) in enumerate(vocab):
-        ids[piece] = id
-    return ids
+    return {piece: id for id, (piece, _) in enumerate(vocab)}

@@ -128,10 +128,7 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
 
     The sentence also names methods whose speedup may be equal: their confidence intervals overlap with the fastest's.
     """
-    speedups = {}
-    for row in rows:
-        if row.speedup is not None:
-            speedups[row.name] = row.speedup
+    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
     name = max(speedups, key=lambda name: speedups[name].value)
     best_speedup = speedups[name]
     if best_speedup.low <= 1 or best_speedup.value <= _MIN_SPEEDUP:

@@ -354,9 +354,7 @@ def free_tokens(writer: Writer, most_context: int) -> Table:
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]
-    rows = []
-    for batch in BATCHES:
-        rows.append([str(batch), f"{free_in_theory(batch):.1f}"])
+    rows = [[str(batch), f"{free_in_theory(batch):.1f}"] for batch in BATCHES]
     for context in _CONTEXTS:
         if context > most_context or context + max(_FEEDS) > target.context:
             continue

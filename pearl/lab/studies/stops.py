@@ -142,10 +142,7 @@ def side_by_side(
     rows += _with_policies("sd", _sd(CAP), classifier)
     rows.append([Tried("pearl", RequestOptions("pearl"))])
     rows += _with_policies("pearl", RequestOptions("pearl"), classifier)
-    results = []
-    for tried in rows:
-        results.append(_fastest(recorded, timing, tried))
-    return results
+    return [_fastest(recorded, timing, tried) for tried in rows]
 
 
 def _with_policies(

@@ -154,10 +154,7 @@ def layer_for(theirs: object, context: int) -> Any:
 
 def layers_of(config: Any, context: int) -> list[Any]:
     """Return the cache layers of a model for `context` tokens."""
-    layers = []
-    for layer in DynamicCache(config=config).layers:
-        layers.append(layer_for(layer, context))
-    return layers
+    return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
 
 
 class _Snapshot(NamedTuple):
@@ -200,9 +197,7 @@ class Snapshots:
         """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
         newest = self.kept[-1].length if self.kept else 0
         if self and not self.unknown and newest < self.length:
-            states = []
-            for layer in self._layers:
-                states.append(_copy(_state(layer)))
+            states = [_copy(_state(layer)) for layer in self._layers]
             self.kept.append(_Snapshot(self.length, states))
             if len(self.kept) > SNAPSHOTS:
                 self._thin()
@@ -272,10 +267,7 @@ def _copy(value: Any) -> Any:
         return value.clone()
     if not isinstance(value, dict):
         return value
-    copies = {}
-    for name, item in value.items():
-        copies[name] = _copy(item)
-    return copies
+    return {name: _copy(item) for name, item in value.items()}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
