@@ -16,9 +16,9 @@ from pydantic import Field, field_validator
 
 from pearl.engine import Piece
 from pearl.server.errors import ApiError, invalid
-from pearl.server.http import ReplyText, ReplyWriter
+from pearl.server.http import ReplyText, ReplyWriter, without
 from pearl.server.requests import Setup, TextRequest, read_request
-from pearl.server.response_tools import ResponseTools, chat_name
+from pearl.server.response_tools import ResponseTools, chat_name, objects_in
 from pearl.server.schemas import (
     FOREIGN_FIELDS,
     MOST_MESSAGES,
@@ -104,7 +104,7 @@ class ResponsesRequest(SharedRequest):
     def _response_format(self) -> Any:
         format = self.text.get("format") or None
         if isinstance(format, dict) and format.get("type") == "json_schema":
-            return {"type": "json_schema", "json_schema": _without(format, "type")}
+            return {"type": "json_schema", "json_schema": without(format, "type")}
         return format
 
 
@@ -113,10 +113,6 @@ def _renamed(text: str) -> str:
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)
     return text
-
-
-def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in names}
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -174,7 +170,7 @@ def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
 
 
 def _reasoning(item: dict[str, Any]) -> str:
-    parts = _objects(item.get("content")) + _objects(item.get("summary"))
+    parts = objects_in(item.get("content")) + objects_in(item.get("summary"))
     return "\n".join(str(part.get("text")) for part in parts)
 
 
@@ -183,7 +179,7 @@ def _output(output: Any) -> Any:
     if not isinstance(output, list):
         return output or ""
     texts = []
-    for part in _objects(output):
+    for part in objects_in(output):
         kind = str(part.get("type"))[:50]
         if isinstance(part.get("text"), str):
             texts.append(part["text"])
@@ -198,17 +194,11 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = []
-    for part in _objects(content):
+    for part in objects_in(content):
         if part.get("type") in ("input_text", "output_text"):
             part = part | {"type": "text"}
-        parts.append(_without(part, "annotations", "logprobs"))
+        parts.append(without(part, "annotations", "logprobs"))
     return parts
-
-
-def _objects(parts: Any) -> list[dict[str, Any]]:
-    if not isinstance(parts, list):
-        return []
-    return [part for part in parts if isinstance(part, dict)]
 
 
 class _Conversation(NamedTuple):
