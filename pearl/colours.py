@@ -1,7 +1,5 @@
 """The colours of tokens and of work, in the chat, the server's page and pictures: readable on white and on black."""
 
-from __future__ import annotations
-
 # Source of a committed token, as `pearl.protocol.messages.Provenance` names it -> colour, meaning.
 SOURCES = {
     "accepted": ("#2a9d4a", "drafted, accepted"),

@@ -1,7 +1,5 @@
 """The command line: arguments and output only. The engine and `pearl.lab` compute all printed figures and texts."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

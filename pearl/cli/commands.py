@@ -3,8 +3,6 @@
 To add a command, write a function in a module of this package and a line in commands.toml.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`pearl distill` makes a draft, `pearl disco train` a classifier for stop policy disco. Arguments and output only."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`pearl ps`, `pearl stop` and `pearl keys`: this user's engines on this machine, and the keys for two hosts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

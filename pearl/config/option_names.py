@@ -1,7 +1,5 @@
 """Options by the names of flags, files and HTTP fields, and what help and the HTTP schema say of each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from types import UnionType

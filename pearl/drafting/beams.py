@@ -5,8 +5,6 @@ token, and extends each sequence by its likeliest tokens.  `step` explains steps
 `DraftText` keeps the search.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log

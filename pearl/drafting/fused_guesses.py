@@ -4,8 +4,6 @@ If several sources guess the same token for a position, it is one candidate, so 
 has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache

@@ -5,8 +5,6 @@ probability has become small.  The rate at which guesses are right is learned fo
 probability that the head gives a guess.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Drafts with a model: opens texts, turns commands into steps (see `step`), and runs forwards of these steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 

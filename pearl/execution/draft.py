@@ -1,7 +1,5 @@
 """Carries out the draft's commands that compute, with a proposer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pearl.drafting.proposer import ModelProposer

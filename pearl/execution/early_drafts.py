@@ -10,8 +10,6 @@ Where guesses or branches are expected to gain more than waiting costs, the host
 or branches with it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Carries out the target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

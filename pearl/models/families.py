@@ -4,8 +4,6 @@
 `Gguf`.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path

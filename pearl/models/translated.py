@@ -1,7 +1,5 @@
 """A `ModelRunner` around a draft's runner that takes and returns tokens of the target's, another vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Events in (`handle`), commands out. `request_machine` decides what happens to one request, `scheduler` which ones run.
 """
 
-from __future__ import annotations
-
 from pearl.errors import LocalProtocolError
 from pearl.protocol.events import DraftGone, DraftJoined, End, Forwarded, Verifier
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Submit

@@ -1,7 +1,5 @@
 """The tokens of one forward: consecutive tokens of the text, and guesses after or next to them, as a tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """The guesses of one request: what the target looks for before a forward, and how many are worth feeding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul

@@ -4,8 +4,6 @@ An event that the table does not allow raises an error that lists the last trans
 unchanged.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum

@@ -18,8 +18,6 @@ alone on one core.
 Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The other engine verifies by itself and says what it committed.  A greedy draft 
 it accepts a proposed token with the target's own probability of it, which the draft's likeliest token maximises.
 """
 
-from __future__ import annotations
-
 from pearl.config.options import RequestOptions
 
 #: How a service drafts: PEARL, greedily.

@@ -3,8 +3,6 @@
 The only queue and the only batching policy; both workers and the simulator follow it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Bodies of requests, and replies as OpenAI's objects, whole or in chunks, which `app` sends."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -4,8 +4,6 @@ Series that mean the same as vLLM's have vLLM's names, so that dashboards for vL
 series begin with `pearl:`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.resources import files

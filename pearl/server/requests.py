@@ -1,7 +1,5 @@
 """Turns the body of a request into prompts and options, without I/O. An `ApiError` names the field that is wrong."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

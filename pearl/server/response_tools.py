@@ -9,8 +9,6 @@ The model is told of the function mcp__files__read, and its call of that comes b
 "mcp__files"}: by both fields the client finds what to run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """/v1/responses: turns its requests into chats, and the chats' texts into items and events, in OpenAI's order."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -3,8 +3,6 @@
 The recording runs while there are viewers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

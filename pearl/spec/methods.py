@@ -3,8 +3,6 @@
 Configuration, protocol, wire, help and the README's table read from here.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ To add a policy, write a class in `pearl/drafting/stops.py` and a `StopSpec` bel
 and starts without torch: so nothing here may import torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pearl.spec.methods import METHODS, chosen, methods_that

@@ -4,8 +4,6 @@ A reader is a generator over a `Cursor`. It yields None when it needs more text,
 that is certain. It takes text from the cursor only when it knows that the text is a call; other text stays there.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Generator, Mapping

@@ -7,8 +7,6 @@ apart from the answer; most templates leave out the reasoning of earlier turns.
 This file knows a tokenizer, and no engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks,
 regular expressions of llama.cpp only approximate those of the published model: there we use the published ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

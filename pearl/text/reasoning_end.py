@@ -5,8 +5,6 @@ tokens, ends nothing; else in the text.  Pure, and a function of the tokens alon
 same place, whatever was proposed.
 """
 
-from __future__ import annotations
-
 from pearl.config.options import Reasoning
 
 

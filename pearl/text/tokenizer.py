@@ -4,8 +4,6 @@ Checkpoints are directories here; `pearl.models.checkpoints.tokenizers` finds th
 takes a second, so it is imported only to convert the tokenizer of a checkpoint without tokenizer.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into m
 decoding a text and comparing two vocabularies need only the entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A picture of both workers on one time axis, as a PNG."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

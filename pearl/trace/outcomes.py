@@ -4,8 +4,6 @@ Found out from the text that the target committed. An "outcome" (position, token
 the draft expects another token; a "branch" is what the draft prepares for an outcome.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Reads a trace file back into slices. Damaged, foreign and empty files each have an error of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path

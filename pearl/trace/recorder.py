@@ -4,8 +4,6 @@ A part has one JSON array a line: a header, records and, if the worker was not k
 incomplete last line, so a killed worker loses at most its last quarter of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import logging

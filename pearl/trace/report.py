@@ -4,8 +4,6 @@ Sums over the recorded slices of both workers' loops, from the start of the firs
 that no slice covers is reported as `uncovered`.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

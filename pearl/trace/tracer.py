@@ -4,8 +4,6 @@ A worker always calls through the wrappers; without a recording, a call costs on
 cause that the state machine named; nothing is inferred from gaps.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Knows paths and the syntax of addresses; it connects only to see whether anyone 
 this user can connect.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

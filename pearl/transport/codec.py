@@ -4,8 +4,6 @@
 `RemoteProtocolError`. Knows no sockets and no state: the state machines check whether a message is allowed now.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_

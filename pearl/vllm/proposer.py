@@ -5,8 +5,6 @@ that the next step verifies: the tokens after an accepted window, or those that 
 rejection.  The outcome is sent on at once, and the draft works while vLLM verifies.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import secrets

@@ -5,8 +5,6 @@ request so far. Two requests with the same tokens may be mixed up, which does no
 for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

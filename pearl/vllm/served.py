@@ -3,8 +3,6 @@
 Drafted tokens are taken in as they come, in the connection's thread while vLLM computes; all else in vLLM's.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Sequence

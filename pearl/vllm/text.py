@@ -4,8 +4,6 @@ vLLM decides the text; this only follows it.  The same objects serve PEARL's own
 restarts or that sends nonsense is met by the same rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

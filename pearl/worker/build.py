@@ -1,7 +1,5 @@
 """Putting a worker together from its settings: device, model, tokenizer, channels, loop."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """The draft as a peer of the target worker: its messages as events of the protocol, its health, its distributions."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

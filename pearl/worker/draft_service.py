@@ -4,8 +4,6 @@ To its state machines each of these is a target whose requests have slots among 
 a text, so an engine that leaves, hangs or lies costs the others nothing but its slots.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

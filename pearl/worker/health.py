@@ -1,7 +1,5 @@
 """Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ are its key.  A target worker starts with the profile's speeds and corrects them
 the profile, except those whose rule makes them depend on the window (`ratio` under `sd`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log

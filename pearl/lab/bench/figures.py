@@ -1,7 +1,5 @@
 """Figures of benchmark rows: medians over texts with bootstrap intervals, and the JSON document."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The rows of a benchmark: their decoding settings, which are built in or named as for `pearl bench`, and devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -16,8 +16,6 @@ Source: "Break the Sequential Dependency of LLM Inference Using Lookahead Decodi
 and G are `COLUMNS`, `LEVELS` + 1 and `KEPT`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A replay asks for guesses at each position where a forward would begin, and foll
 guesses.  A target would follow the same path, because its draws are the text.  No model runs and nothing is timed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

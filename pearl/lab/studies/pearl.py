@@ -4,8 +4,6 @@ The forward times and the acceptance rate of a pair are the paper's own measurem
 predicts the paper's results of each method (Tables 1 to 3, 5 and 6) from these.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal

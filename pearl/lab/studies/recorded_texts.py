@@ -4,8 +4,6 @@ Recording runs the target, then the draft along the target's text, in this proce
 depends only on the models and the seed.  To replay a published method it suffices to know which draft tokens are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

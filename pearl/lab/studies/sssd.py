@@ -5,8 +5,6 @@ from a datastore and from both, so acceptance does not depend on the load of the
 batching are measured, which needs a quiet machine.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

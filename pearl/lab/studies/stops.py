@@ -8,8 +8,6 @@ Each token of the target's answers is an example for the classifier (Mamou et al
 The held-out texts choose its threshold and its cap: those with which `sd` is fastest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ So every method, window and delay meets the same right and wrong tokens.  Over s
 texts.  That leaves little noise.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `recipes` decides which layout a module has. This file reads the layouts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

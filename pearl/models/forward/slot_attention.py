@@ -1,7 +1,5 @@
 """Attention of a forward's rows to their slots: in C, and by torch's operations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

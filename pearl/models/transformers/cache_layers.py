@@ -10,8 +10,6 @@
 Must not know models, nor texts.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
