@@ -179,13 +179,14 @@ def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
 _TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
-def _completed(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
+def _completed(rule: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rule's table with its name, and with the tables of its parameters in place of their names."""
-    completed = {**table, "name": name}
-    parameters = table.get("parameters", ())
-    completed["parameters"] = [{"name": each} | _TABLES["parameters"][each] for each in parameters]
+    parameters = []
+    for name in table.get("parameters", ()):
+        parameters.append({"name": name, **_TABLES["parameters"][name]})
+    completed = {**table, "name": rule, "parameters": parameters}
     if "greedy" in table:
-        completed["greedy"] = _completed(name, table["greedy"])
+        completed["greedy"] = _completed(rule, table["greedy"])
     return completed
 
 
