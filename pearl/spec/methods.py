@@ -3,11 +3,12 @@
 Configuration, protocol, wire, help and the README's table read from here.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import toml
 
 MAX_WINDOW = 64  # tokens of a measured window, and of any window where requests share forwards and wait for each other
 MAX_GAMMA = 1024  # tokens of a fixed window
@@ -71,7 +72,7 @@ class Method:
         return not self.post_verify
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("methods.toml").read_text(encoding="utf-8"))
+_TABLES = toml.decode(Path(__file__).with_name("methods.toml").read_bytes())
 METHODS = {name: Method(name, **table) for name, table in _TABLES.items()}
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
 # The settings of the paper's PEARL.

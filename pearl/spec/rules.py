@@ -7,7 +7,6 @@ table, and starts without torch: so halves are only named there, and imported wh
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import toml
 
 from pearl.spec.methods import chosen
 
@@ -169,14 +169,14 @@ def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
 
     Rules that have a parameter of the same name must declare it with the same `kind`.
     """
-    owners: dict[str, dict[str, Parameter]] = {}
+    owners = {}
     for spec in specs:
         for parameter in spec.parameters:
             owners.setdefault(parameter.name, {})[spec.name] = parameter
     return owners
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+_TABLES = toml.decode(Path(__file__).with_name("rules.toml").read_bytes())
 
 
 def _completed(rule: str, table: Mapping[str, Any]) -> dict[str, Any]:
