@@ -163,11 +163,9 @@ def is_of_own_forward(config: Config) -> bool:
     return any(family.model_type == model_type for family in FAMILIES)
 
 
-def forward_of(
-    architecture: str, config: Config, activations: Collection[str] = ACTIVATIONS
-) -> Forward | None:
+def forward_of(architecture: str, config: Config) -> Forward | None:
     """Return what our own forward needs to compute a model; None if it does not compute it: see `not_computed`."""
-    if not_computed(architecture, config, activations):
+    if not_computed(architecture, config):
         return None
     return OWN_FORWARD[architecture].forward
 
@@ -299,12 +297,12 @@ def weight_shapes(forward: Forward, config: Config) -> Shapes:
 
 def _layer_shapes(forward: Forward, config: Config, sizes: Mapping[str, int]) -> Shapes:
     """Return the shapes of the tensors of a layer."""
-    shapes: Shapes = {}
+    shapes = {}
     if forward.has_sinks:
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
     if forward.has_experts:
         shapes |= _expert_shapes(config, forward.clamps_experts)
-    biased: tuple[str, ...] = ()
+    biased = ()
     for setting, names in forward.biases.items():
         if not setting or config.get(setting):
             biased += names
@@ -345,7 +343,7 @@ def _expert_shapes(config: Config, are_clamped: bool) -> Shapes:
         matrices[f"experts.{number}.gate_proj"] = (inner, hidden)
         matrices[f"experts.{number}.up_proj"] = (inner, hidden)
         matrices[f"experts.{number}.down_proj"] = (hidden, inner)
-    shapes: Shapes = {}
+    shapes = {}
     for name, shape in matrices.items():
         shapes[f"mlp.{name}.weight"] = shape
         if are_clamped:
