@@ -106,7 +106,7 @@ def train(
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
-    conversations: list[tuple[str, ...]] = []
+    conversations = []
     for path in prompts:
         conversations += read_turns(path, limit)
     tokens = settings.options.max_tokens or _TOKENS

@@ -63,7 +63,7 @@ def _servers() -> list[Card]:
 
     Raises `ConfigError` if no engine of `pearl serve` is running.
     """
-    servers: list[Card] = []
+    servers = []
     for engine in registry.running_engines():
         if engine.program == _SERVED:
             servers.append(engine)

@@ -55,7 +55,7 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
 
     Raises `ConfigError`.
     """
-    fields: dict[str, Any] = {}
+    fields = {}
     of_rule = {}
     of_stop = {}
     for name, value in values.items():

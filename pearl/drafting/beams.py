@@ -175,7 +175,7 @@ class LevelStep(Step):
         runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
-        rows: list[torch.Tensor] = []
+        rows = []
         for tokens in self._search.sequences:
             rows += runner.forward([Feed(self.text.model.fit_tokens(tokens), 1, slot)])
             runner.rollback(length, slot)

@@ -151,13 +151,13 @@ class Guesser(NgramIndex):
 
     def of_sources(self, position: int) -> list[Candidate]:
         """Return the candidates of the further sources alone."""
-        candidates: list[Candidate] = []
+        candidates = []
         for source in self._active():
             candidates += source.candidates(position)
         return candidates
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        candidates: list[Candidate] = []
+        candidates = []
         for guess in (candidate, *candidate.also):
             if guess.origin is None:
                 candidates += super().following(guess)

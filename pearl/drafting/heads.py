@@ -189,7 +189,7 @@ class HeadGuesses:
                 break
         if committed == self._position and self._levels:
             return
-        levels: list[Level] = []
+        levels = []
         if self._text.read(self._tokens, committed):
             levels = self._text.draft(committed, self._draw)
         self._position = committed

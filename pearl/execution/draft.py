@@ -32,7 +32,7 @@ class DraftExecutor:
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """Compute one forward of the model for several requests; return the event that answers each command."""
-        events: list[Drafted] = []
+        events = []
         for launched in self.proposer.launch_together(commands):
             try:
                 events.append(self.proposer.collect(launched))

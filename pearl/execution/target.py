@@ -356,7 +356,7 @@ class TargetExecutor:
         now = time.perf_counter()
         num_fed = sum(len(share.feed.tokens) for share in shares)  # includes the windows of indexes
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
-        events: list[Forwarded] = []
+        events = []
         for share in shares:
             num_others = num_fed - len(share.fed.tokens)
             forwarded = Forwarded(
@@ -473,7 +473,7 @@ class TargetExecutor:
         """Draw from the target alone; see `Sample`. Raises `ForwardError`."""
         request = self._requests[sample.request]
         tokens: list[int] = []
-        rows: list[int] = []
+        rows = []
         node: int | None = sample.node
         with request.blamed():
             while node is not None:

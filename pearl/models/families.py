@@ -297,12 +297,12 @@ def weight_shapes(forward: Forward, config: Config) -> Shapes:
 
 def _layer_shapes(forward: Forward, config: Config, sizes: Mapping[str, int]) -> Shapes:
     """Return the shapes of the tensors of a layer."""
-    shapes = {}
+    shapes: Shapes = {}
     if forward.has_sinks:
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
     if forward.has_experts:
         shapes |= _expert_shapes(config, forward.clamps_experts)
-    biased = ()
+    biased: tuple[str, ...] = ()
     for setting, names in forward.biases.items():
         if not setting or config.get(setting):
             biased += names
@@ -343,7 +343,7 @@ def _expert_shapes(config: Config, are_clamped: bool) -> Shapes:
         matrices[f"experts.{number}.gate_proj"] = (inner, hidden)
         matrices[f"experts.{number}.up_proj"] = (inner, hidden)
         matrices[f"experts.{number}.down_proj"] = (hidden, inner)
-    shapes = {}
+    shapes: Shapes = {}
     for name, shape in matrices.items():
         shapes[f"mlp.{name}.weight"] = shape
         if are_clamped:

@@ -53,7 +53,7 @@ class FedTokens:
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
         """Return the nodes of `tokens`, which follow `node`, up to the first token that was not fed."""
         children = self._children
-        nodes: list[int] = []
+        nodes = []
         for token in tokens:
             child = children.get((node, token))
             if child is None:

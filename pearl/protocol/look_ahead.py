@@ -64,7 +64,7 @@ class LookAhead:
         """Return the likeliest runners-up of pending tokens, each with the branch prepared after it."""
         request = self._request
         foresight = self._speeds.foresight
-        candidates: list[tuple[float, Alternative]] = []
+        candidates = []
         reached = 1.0  # the probability that all tokens before this position are right
         for position, seen in enumerate(pending, request.sequence.committed):
             rivals = [] if seen is None else foresight.others(seen)

@@ -140,7 +140,7 @@ class Auto:
     @property
     def speedup(self) -> float | None:
         """Speed of the best way with a draft / speed of `ngram`; None until a way with a draft has been compared."""
-        scores: list[float] = []
+        scores = []
         for method in WAYS:
             if METHODS[method].drafts and self.estimates[method].count:
                 scores.append(self.estimates[method].score)

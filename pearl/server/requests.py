@@ -155,7 +155,7 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
     prefix = ""
     if request.continue_final_message:
         prefix = messages.pop()["content"]
-    tools: list[dict[str, Any]] = []
+    tools = []
     if request.tools and request.tool_choice != "none":
         functions = [tool["function"] for tool in body["tools"] if is_function(tool)]
         tools = [_tool(function) for function in functions]

@@ -169,7 +169,7 @@ def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
 
     Rules that have a parameter of the same name must declare it with the same `kind`.
     """
-    owners = {}
+    owners: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
         for parameter in spec.parameters:
             owners.setdefault(parameter.name, {})[spec.name] = parameter

@@ -117,7 +117,7 @@ class Conversation:
         self.turns = saved.turns
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+        messages = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
         for turn in turns:

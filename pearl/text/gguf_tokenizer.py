@@ -97,7 +97,7 @@ def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the tokenizer's fields, "tokenizer.ggml.tokens" as "tokens", without special ids beyond the vocabulary."""
-    stated: dict[str, Any] = {}
+    stated = {}
     for name, value in fields.items():
         if name.startswith("tokenizer."):
             stated[name.removeprefix("tokenizer.").removeprefix("ggml.")] = value

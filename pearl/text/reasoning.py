@@ -8,14 +8,13 @@ takes replies apart.
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import regex
+from msgspec import toml
 
 from pearl.errors import ConfigError, RequestError
 from pearl.text.marks import Marks
@@ -93,9 +92,9 @@ def tag_pair(start: str, end: str) -> Tags:
     )
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("tags.toml").read_text(encoding="utf-8"))
+_TABLES = Path(__file__).with_name("tags.toml")
 # All kinds of tags, by their names in `--reasoning-tags`. If a template has marks of several, the first one counts.
-TAGS = msgspec.convert(_TABLES, dict[str, Tags])
+TAGS = toml.decode(_TABLES.read_bytes(), type=dict[str, Tags])
 HARMONY = TAGS["harmony"]
 
 

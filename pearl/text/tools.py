@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import regex
-from msgspec import Struct
+from msgspec import Struct, toml
 
 from pearl.errors import RequestError
 from pearl.text.calls import (
@@ -98,9 +96,9 @@ class Format(Struct, frozen=True, forbid_unknown_fields=True):
         return read_block(cursor, schemas, r"\s*(?=\{)", read_object)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("calls.toml").read_text(encoding="utf-8"))
+_TABLES = Path(__file__).with_name("calls.toml")
 # All formats, by their names in `--tool-parser`. If a template has marks of several, the first one counts.
-FORMATS = msgspec.convert(_TABLES, dict[str, Format])
+FORMATS = toml.decode(_TABLES.read_bytes(), type=dict[str, Format])
 # A call that a chat template is made to write.
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -194,7 +192,7 @@ def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[di
     if not format.call_id:
         return list(messages)
     renamed = []
-    ids: dict[Any, str] = {}
+    ids = {}
     number = 0
     for message in messages:
         calls = []
@@ -234,7 +232,7 @@ def in_words(
     """
     functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     instructions = _INSTRUCTIONS.format("\n".join(functions))
-    texts: list[dict[str, Any]] = []
+    texts = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:  # in one message: a template may require that user and assistant alternate
             results = []

@@ -330,7 +330,7 @@ def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
     short.
     """
     bars = _joined(bars)
-    spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    spans = defaultdict(list)
     for bar in bars:
         spans[bar.look].append((bar.start, bar.seconds))
     for name, pieces in spans.items():

@@ -90,7 +90,7 @@ class Outcomes:
             is_right = self._at(request, branch.position).token == branch.token
             text = self._prepared[request].setdefault(branch, _Text({}, text))
         text.update(enumerate(message["tokens"], start))
-        outcomes: list[str] = []
+        outcomes = []
         for position in range(message["known"], start + count):
             if position in text and position != branch.position:
                 outcome = DISCARDED

@@ -136,7 +136,7 @@ def read_document(path: Path) -> dict[str, Any]:
 def _sort(events: list[Event], trace: RunTrace) -> None:
     """Add the slices and arrows of all events to `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
-    begun: dict[Any, Event] = {}  # requests and flows, by id
+    begun = {}  # requests and flows, by id
     for event in events:
         match event["ph"]:
             case "s" | "b":
@@ -178,7 +178,7 @@ def _outermost(slices: list[Slice]) -> list[Slice]:
     requested it: its slice has no length, and may start together with another.  So that it counts as an outermost one,
     the shorter of two slices that start together comes first.
     """
-    outermost: list[Slice] = []
+    outermost = []
     latest_end = 0.0
     for piece in sorted(slices, key=attrgetter("start", "end")):
         if piece.start >= latest_end or piece.end > latest_end or piece.name == "decide":

@@ -262,7 +262,7 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     """Return, by request, the message that began each running request."""
     if isinstance(machine, Coordinator):
         return {number: text.request.submit for number, text in machine.running.items()}
-    begun = {}
+    begun: dict[int, Submit | Begin] = {}
     for text in machine.machines:
         if text.begun is not None:
             begun[text.begun.request] = text.begun

@@ -20,7 +20,7 @@ from pearl.vllm.recording import Readiness, Stepped, StepRecorder
 from pearl.vllm.rows import RowTable
 from pearl.vllm.served import ServedTexts
 from pearl.vllm.settings import Place, ProposerSettings
-from pearl.vllm.text import Chain, DraftedText
+from pearl.vllm.text import DraftedText
 from pearl.vllm.vocabulary import Vocabulary
 from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
 
@@ -139,7 +139,7 @@ class PearlProposer:
             return [[] for _ in sampled_token_ids]
         began = self._recorder.clock()
         self.served.receive()
-        rows: list[Row] = []
+        rows = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
@@ -165,7 +165,7 @@ class PearlProposer:
         self._observe(served, numbers, now, is_regular=is_regular)
         for number in served.texts.keys() - set(numbers):
             served.end(number)
-        texts: list[DraftedText] = []
+        texts = []
         readiness = Readiness()
         for row, match in zip(rows, matches, strict=True):
             tokens = row.tokens[match.start :].tolist()
@@ -222,12 +222,12 @@ class PearlProposer:
         self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
     ) -> list[list[int]]:
         """Return the tokens to verify, by row."""
-        chains: list[Chain] = []
+        chains = []
         for text in decoding:
             room = self._limit - 1 - text.request.sequence.committed
             chains.append(text.proposal(max(0, min(self._most, room))))
         lengths = window_lengths([chain.chances for chain in chains], served.speeds)
-        windows: dict[int, list[int]] = {}
+        windows = {}
         for text, chain, length in zip(decoding, chains, lengths, strict=True):
             windows[text.number] = list(chain.tokens[:length])
         return [windows.get(text.number, []) for text in texts]

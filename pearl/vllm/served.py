@@ -124,7 +124,7 @@ class ServedTexts:
         start = self._recorder.clock()
         commands = self._outbox
         self._outbox = []
-        messages: list[Message] = []
+        messages = []
         for command in commands:
             if isinstance(command, Send):
                 messages.append(command.message)
@@ -217,9 +217,9 @@ class ServedTexts:
 
 def _together(messages: Iterable[Message]) -> Outcomes:
     """Return the messages as one. Those of one request are in this order anyway."""
-    finishes: list[Finish] = []
-    begins: list[Begin] = []
-    verdicts: list[Verdict] = []
+    finishes = []
+    begins = []
+    verdicts = []
     for message in messages:
         match message:
             case Finish():

@@ -161,7 +161,7 @@ class DraftedText:
 
     def _drafted(self, most: int) -> Chain:
         tokens = self.request.sequence.pending[:most]
-        chances: list[float] = []
+        chances = []
         reached = 1.0
         for about in self.request.proposals.seen(len(tokens)):
             if about is None:

@@ -40,7 +40,7 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
     Args:
         chances: for each request, of each of its drafted tokens, that it and all before it are accepted.
     """
-    ranked: list[tuple[float, int]] = []
+    ranked = []
     for row, row_chances in enumerate(chances):
         for chance in row_chances:
             ranked.append((-chance, row))
@@ -77,7 +77,7 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
     def step(tokens: int) -> float:
         return speeds.t_target(rows * (tokens + 1))
 
-    rates: list[float] = []
+    rates = []
     ready = _State.of(ready_tokens, acceptance, foreseen, step(ready_tokens))
     for count in range(min(most, int(speeds.ratio)) + 1):
         bare = _State.of(count, acceptance, foreseen, step(count) + count * delay)

@@ -96,7 +96,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
                     spoken = draft
             digest = vocabulary_digest(spoken, spoken.vocab_size)
         steps.done("reading the tokenizers")
-        heads: list[str] = []
+        heads = []
         if is_drafting:
             heads.append(config.draft)
         if config.head is not None:

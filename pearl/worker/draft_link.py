@@ -235,7 +235,7 @@ class DraftLink:
     def _unpacked(self, rows: tuple[Any, ...], vocab: int) -> tuple[Any, ...]:
         """Return the rows as tensors [vocab]; those that the message only announces are received from the channel."""
         tensors = list(rows)
-        announced: list[int] = []
+        announced = []
         for index, row in enumerate(rows):
             if isinstance(row, PackedRow):
                 tensors[index] = row.unpack(vocab)

@@ -76,8 +76,8 @@ class DraftHealth:
             waiting: request -> (committed tokens, committed and pending tokens).
             now: seconds.
         """
-        progress: dict[int, _Progress] = {}
-        overdue: list[int] = []
+        progress = {}
+        overdue = []
         for request, lengths in waiting.items():
             furthest = self._progress.get(request)
             if furthest is None or lengths > furthest.lengths:

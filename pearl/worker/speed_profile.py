@@ -148,7 +148,7 @@ def _identity(spec: str) -> str:
     if not path.exists():
         return spec
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stamps: list[tuple[str, int, int]] = []
+    stamps = []
     for file in files:
         if file.is_file():
             status = file.stat()

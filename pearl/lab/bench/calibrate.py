@@ -76,7 +76,7 @@ def calibrate(
     acceptance = by_name[SD].acceptance or 0.0
     gamma = measured.gamma or 1
     advice, flags = advise(list(by_name.values()), gamma, config)
-    greedy_tokens: list[int] = []
+    greedy_tokens = []
     for sample in measured.of(AR):
         for text in sample.results:
             greedy_tokens += text.tokens

@@ -175,7 +175,7 @@ def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict
 
 
 def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
-    runs: list[int] = []
+    runs = []
     for text in totals.texts:
         for length, count in text.run_histogram.items():
             runs += [length] * count

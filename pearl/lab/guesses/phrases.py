@@ -112,7 +112,7 @@ class JacobiIndex(Pool):
         columns = min(COLUMNS, most // LEVELS)
         if columns < 1 or room <= COLUMNS + LEVELS:
             return None
-        tokens: list[int] = []
+        tokens = []
         for level in self.levels:
             tokens += level[:columns]
         parents = [*range(-1, columns - 1), *range((LEVELS - 1) * columns)]

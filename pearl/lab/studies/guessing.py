@@ -125,7 +125,7 @@ def _follow(
     """
     children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     position = committed - 1
-    path: list[int] = []
+    path = []
     for token in text:
         node = children.get((position, token))
         if node is None:

@@ -167,7 +167,7 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
     published = pair.published
     sd = Run("sd", pair.gamma)
     fixed = Run("pearl", pair.window)
-    cells: list[Cell] = []
+    cells = []
 
     def add(run: Run | None, label: str, unit: Unit, paper: float | None) -> None:
         cells.append(Cell(pair.title, run, label, unit, paper))

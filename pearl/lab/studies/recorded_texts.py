@@ -113,7 +113,7 @@ def record(
         raw: use no chat template.
         tick: called with a line of progress.
     """
-    seen: set[tuple[int, ...]] = set()
+    seen = set()
     target, draft = pair
     longest = min(target.context, draft.context) - tokens
     raw = raw or not tokenizer.chat_template

@@ -258,7 +258,7 @@ def train(
     rows, labels = examples(learned.texts)
     classifier = fit(rows, labels, recorded.target, recorded.draft, seed)
     confidences: list[float] = []
-    labels_held_out: list[bool] = []
+    labels_held_out = []
     for text in held_out.texts:
         confidences += map(classifier.confidence, features_of(text))
         labels_held_out += text.right

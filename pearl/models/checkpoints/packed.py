@@ -331,7 +331,7 @@ def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list[Tensors]:
     """Return the quantised modules that have tensors among `names`."""
-    parts: dict[str, set[str]] = defaultdict(set)
+    parts = defaultdict(set)
     for name in names:
         module = module_of(name)
         parts[module].add(name.removeprefix(f"{module}."))

@@ -222,7 +222,7 @@ class Snapshots:
 
     def kinds(self) -> list[str]:
         """Return the names of the attributes in which recurrent layers hold state so far."""
-        names: set[str] = set()
+        names = set()
         for layer in self._layers:
             if layer in self.unknown:
                 continue
