@@ -1,7 +1,5 @@
 """Autotuner: chooses tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
