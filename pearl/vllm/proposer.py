@@ -175,7 +175,7 @@ class PearlProposer:
                 text = served.begin(match.number, tokens)
             texts.append(text)
             if row.committed:
-                readiness += self._look(text)
+                self._look(text, readiness)
         commands = served.flush()
         event = Stepped(tuple(row.committed for row in rows))
         self._recorder.decided(event, commands, now)
@@ -195,11 +195,14 @@ class PearlProposer:
         served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
         self._recorder.step(windows, self._step.start, now)
 
-    def _look(self, text: DraftedText) -> Readiness:
-        """Return what the draft has ready, and learn how often it prepares for what happens."""
+    def _look(self, text: DraftedText, readiness: Readiness) -> None:
+        """Count what the draft has ready, and learn how often it prepares for what happens."""
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
-        return Readiness(1, int(not text.lacks(1)), int(text.was_rejected), int(text.was_foreseen))
+        readiness.rows += 1
+        readiness.ready += not text.lacks(1)
+        readiness.rejected += text.was_rejected
+        readiness.foreseen += text.was_foreseen
 
     def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
         """Wait for first tokens where that makes more tokens a second, for as long as they should take."""

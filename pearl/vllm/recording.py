@@ -3,8 +3,6 @@
 The records are those of PEARL's own target, so its timeline and report are made of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,14 +37,6 @@ class Readiness:
     ready: int = 0
     rejected: int = 0
     foreseen: int = 0
-
-    def __add__(self, other: Readiness) -> Readiness:
-        return Readiness(
-            self.rows + other.rows,
-            self.ready + other.ready,
-            self.rejected + other.rejected,
-            self.foreseen + other.foreseen,
-        )
 
 
 class StepRecorder(Tracer):

@@ -106,8 +106,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
         steps.done("loading the model")
-        if device_choice.cores is not None:
-            occupy(device_choice.cores, runner.use_threads)
+        _occupy(device_choice, runner)
 
         def spread(cores: Cores) -> None:
             occupy(choices[cores], runner.use_threads)
