@@ -24,9 +24,9 @@ _TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(enco
 # In the order of `pearl --help`.
 SECTIONS: dict[str, dict[str, Listing]] = {}
 COMMANDS: dict[str, Listing] = {}
-for section, lines in _TABLES.items():
-    SECTIONS[section] = {name: Listing(**line) for name, line in lines.items()}
-    COMMANDS |= SECTIONS[section]
+for _section, _lines in _TABLES.items():
+    SECTIONS[_section] = {name: Listing(**line) for name, line in _lines.items()}
+    COMMANDS |= SECTIONS[_section]
 
 
 def example(line: str) -> str:

@@ -146,6 +146,7 @@ def _fields(new: Delta) -> dict[str, Any]:
 
 
 def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the fields whose names are not among `names`."""
     return {name: value for name, value in fields.items() if name not in names}
 
 
