@@ -4,8 +4,6 @@ The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl. A di
 next to its final path, under a file lock, and renamed once it is complete. Must not know model formats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

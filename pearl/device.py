@@ -104,7 +104,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def usable_cores() -> set[int]:
     """Return the cores that any thread of this process may use; the calling thread may be pinned to fewer."""
-    cores: set[int] = set()
+    cores = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread is ending
             cores |= os.sched_getaffinity(int(thread))

@@ -1,7 +1,5 @@
 """Untrusted JSON and YAML: parsed to data, or refused with one ValueError that says what is wrong."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ As in h11 there are two protocol errors: `LocalProtocolError` is our own bug, `R
 message says what happened, where, and what to do next.
 """
 
-from __future__ import annotations
-
 
 class PearlError(Exception):
     """Base of all errors raised on purpose.

@@ -1,7 +1,5 @@
 """Makes text from a model, a peer or a file harmless for a terminal and a log."""
 
-from __future__ import annotations
-
 import logging
 import re
 

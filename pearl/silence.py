@@ -1,7 +1,5 @@
 """Measures how long a peer has been silent, without the time in which the listener itself was stopped."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Logs how long each step of a process's start took, at level debug."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -26,7 +26,7 @@ from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.spec.methods import DRAFT_LOOKUP
+from pearl.spec.methods import METHODS
 
 # Bound on our difference from transformers, times that of transformers from a wider dtype.
 _TOLERANCE = 2.0
@@ -353,7 +353,7 @@ def chains(scale: Scale) -> Iterator[Measurement]:
         options = sampling.resolved()
         single = draft_text(runner, prompt, scale.chain, False, options)
         chained = draft_text(runner, prompt, scale.chain, True, options)
-        with_lookup = options.changed(draft_lookup=DRAFT_LOOKUP)
+        with_lookup = options.changed(draft_lookup=METHODS["pearl"].draft_lookup)
         looked_up = draft_text(runner, prompt, scale.chain, True, with_lookup)
         for what, drafted in (("chained", chained), ("with lookup", looked_up)):
             pairs = zip(single.tokens, drafted.tokens, strict=True)

@@ -15,7 +15,7 @@ from pearl.lab.studies.simulate import Timing, interpolated, paired_executors, s
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.speeds import Cores, Speeds
-from pearl.spec.methods import LOOK_AHEAD
+from pearl.spec.methods import METHODS
 from tests.auto import VOCAB, asked
 from tests.options import resolved
 from tests.test_auto import many_cores
@@ -48,7 +48,7 @@ def gain(prompt: Sequence[int], answer: Sequence[int], times: dict[int, float]) 
     speeds.target.settle()
     runner = ToyRunner(len(ids), distribution)
     executors = paired_executors(runner, ToyRunner(len(ids), distribution))
-    options = resolved("ngram", look_ahead=LOOK_AHEAD)
+    options = resolved("ngram", look_ahead=METHODS["ngram"].look_ahead)
     submit = Submit(1, tokens[: len(prompt)], len(tokens), options)
     outcome = simulate(submit, *executors, Timing(1.0, t_target), speeds=speeds)
     assert tuple(outcome.tokens) == tokens[len(prompt) :]

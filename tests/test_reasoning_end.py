@@ -1,5 +1,6 @@
 """Stop strings and grammars are for the answer of a thinking model: they begin where its reasoning ends."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_quoted_mark_ends_nothing_where_it_is_a_token() -> None:
 def test_marks_are_tokens_where_the_vocabulary_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizers.byte_level()
     monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
-    tags = {"test": tag_pair("<unk>", "</s>", ("it thinks",))}
+    tags = {"test": replace(tag_pair("<unk>", "</s>"), marks=("it thinks",))}
     monkeypatch.setattr(reasoning, "TAGS", tags)
     start = mark_token(tokenizer, "<unk>")
     end = mark_token(tokenizer, "</s>")
@@ -177,7 +178,7 @@ def thinking(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return how to set the tags of the toy."""
 
     def think(start: str, end: str) -> None:
-        tags = tag_pair(start, end, ("it thinks",))
+        tags = replace(tag_pair(start, end), marks=("it thinks",))
         monkeypatch.setattr(toy.tokenizer, "chat_template", "it thinks")
         monkeypatch.setattr(reasoning, "TAGS", {"test": tags})
 
@@ -284,7 +285,7 @@ def test_a_schema_waits_for_the_end_of_the_reasoning(
     assert "reasoning_content" not in choice["message"]
     prompt_end = _prompt_end(served)
     monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
-    tags = tag_pair(prompt_end, "7", ("it thinks",))
+    tags = replace(tag_pair(prompt_end, "7"), marks=("it thinks",))
     monkeypatch.setattr(reasoning, "TAGS", {"test": tags})
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": [111111, 222222]}}}
     (choice,) = served.post("chat/completions", response_format=schema, **asked).json()["choices"]
@@ -385,7 +386,9 @@ def test_a_grammar_behind_harmony_begins_in_the_final_channel() -> None:
 def thinking_chat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tags of the server's toy: its reasoning is between an "a" and a "7"."""
     monkeypatch.setattr(served.service.engine.tokenizer, "chat_template", "it thinks")
-    monkeypatch.setattr(reasoning, "TAGS", {"test": tag_pair("a", "7", ("it thinks",))})
+    monkeypatch.setattr(
+        reasoning, "TAGS", {"test": replace(tag_pair("a", "7"), marks=("it thinks",))}
+    )
 
 
 def _prompt_end(served: Served) -> str:

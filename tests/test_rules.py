@@ -51,7 +51,7 @@ LENIENT = RuleSpec(
     "lenient",
     "as ratio, against (1 - epsilon) times the draft's probabilities",
     target=f"{__name__}:LenientTarget",
-    parameters=(Parameter("epsilon", float, 0, 1, 0, "how much to forgive"),),
+    parameters=(Parameter("epsilon", 0, 1, 0.0, "how much to forgive"),),
 )
 
 
@@ -292,7 +292,7 @@ def test_what_a_rule_does_not_take_is_refused_in_one_line(
 
 
 def test_values_are_checked_and_defaults_filled_in(lenient: RuleSpec) -> None:
-    count = Parameter("drafts", int, 1, 8, 2, "drafts at the root")
+    count = Parameter("drafts", 1, 8, 2, "drafts at the root")
     spec = replace(lenient, name="wide", parameters=(*lenient.parameters, count))
     assert spec.values(()) == {"epsilon": 0, "drafts": 2}
     values = spec.values((("drafts", 3.0),))

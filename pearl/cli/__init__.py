@@ -1,7 +1,5 @@
 """The command line: arguments and output only. The engine and `pearl.lab` compute all printed figures and texts."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -56,11 +54,8 @@ class _Group(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for section in SECTIONS:
-            rows = []
-            for name, listing in COMMANDS.items():
-                if listing.section == section:
-                    rows.append((name, listing.summary))
+        for section, commands in SECTIONS.items():
+            rows = [(name, listing.summary) for name, listing in commands.items()]
             with formatter.section(section):
                 formatter.write_dl(rows)
 

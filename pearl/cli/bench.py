@@ -373,7 +373,7 @@ def check_bits(
     if prompts:
         first_turns = [turns[0] for turns in read_turns(prompts, limit)]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
-    findings: list[Finding] = []
+    findings = []
     with Bars() as bars:
         bars.begin("loading the models", None)
         for finding in check_pair(

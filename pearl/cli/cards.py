@@ -1,7 +1,5 @@
 """Prints the running engines as a table, and finds the engine that a user names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from pearl.engine.registry import Card, engines_named, running_engines

@@ -1,7 +1,5 @@
 """`pearl chat`: a conversation in a terminal. `reply` displays replies, `slash_commands` has the chat's commands."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

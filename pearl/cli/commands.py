@@ -1,10 +1,10 @@
 """The list of `pearl`'s commands, so that `pearl --help` need not import all of them, which would take seconds.
 
-To add a command, write a function in a module of this package and a line in `COMMANDS`.
+To add a command, write a function in a module of this package and a line in commands.toml.
 """
 
-from __future__ import annotations
-
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -16,58 +16,17 @@ class Listing(NamedTuple):
         summary: the first sentence of the command's docstring.
     """
 
-    section: str
     place: str
     summary: str
 
 
-_USE = "Use it"
-_GUESS = "Guess without a model"
-_CHECK = "See and check"
-_MEASURE = "Measure"
-_MAKE = "Make a draft"
-
+_TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 # In the order of `pearl --help`.
-COMMANDS = {
-    "chat": Listing(_USE, "chat:chat", "Talk with the model."),
-    "draft": Listing(_USE, "draft:draft", "Draft for engines of other kinds, such as vLLM."),
-    "generate": Listing(_USE, "generate:generate", "Generate one text from a prompt."),
-    "keys": Listing(
-        _USE, "engines:keys", "Make the keys that secure a control channel between two hosts."
-    ),
-    "list": Listing(_USE, "models:list_models", "List the models on this machine's disk."),
-    "ps": Listing(_USE, "engines:ps", "List your engines on this machine."),
-    "pull": Listing(_USE, "models:pull", "Download a model from the hub into its cache."),
-    "rm": Listing(_USE, "models:rm", "Remove a model from the caches."),
-    "serve": Listing(_USE, "serve:serve", "Keep an engine running for others to connect to."),
-    "show": Listing(_USE, "models:show", "Show what a model is, and how it would run here."),
-    "stop": Listing(_USE, "engines:stop", "Stop an engine of yours on this machine."),
-    "datastore": Listing(
-        _GUESS,
-        "datastore:datastore",
-        "Make datastores: texts that guesses come from, with no draft model.",
-    ),
-    "check": Listing(
-        _CHECK, "bench:check_bits", "Compare logits and texts of all methods bit for bit."
-    ),
-    "trace": Listing(_CHECK, "trace:trace", "Report or draw the recordings of --trace FILE."),
-    "bench": Listing(
-        _MEASURE, "bench:bench", "Compare methods, rules and stop policies on the same prompts."
-    ),
-    "calibrate": Listing(
-        _MEASURE, "bench:calibrate_pair", "Measure a pair on this machine: which method to use."
-    ),
-    "paper": Listing(
-        _MEASURE, "paper:paper", "Tables and figures of the five papers, by runs of this runtime."
-    ),
-    "disco": Listing(
-        _MAKE, "distill:disco", "Train the classifier that tells a draft where to stop."
-    ),
-    "distill": Listing(
-        _MAKE, "distill:distill", "Make a draft for a target, out of the target's own answers."
-    ),
-}
-SECTIONS = tuple(dict.fromkeys(listing.section for listing in COMMANDS.values()))
+SECTIONS: dict[str, dict[str, Listing]] = {}
+COMMANDS: dict[str, Listing] = {}
+for _section, _lines in _TABLES.items():
+    SECTIONS[_section] = {name: Listing(**line) for name, line in _lines.items()}
+    COMMANDS |= SECTIONS[_section]
 
 
 def example(line: str) -> str:

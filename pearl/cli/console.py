@@ -166,9 +166,7 @@ def print_lines(*lines: str) -> None:
 
 def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
     """Return the least width of each column. Headers may be broken between words, cells only at their line feeds."""
-    widths = []
-    for header in columns:
-        widths.append(max(map(cell_len, header.split()), default=0))
+    widths = [max(map(cell_len, header.split()), default=0) for header in columns]
     for row in rows:
         for column, cell in enumerate(row):
             for line in cell.split("\n"):

@@ -1,7 +1,5 @@
 """`pearl datastore`: build datastores. Arguments and output only; `pearl.drafting.datastore_build` builds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`pearl distill` makes a draft, `pearl disco train` a classifier for stop policy disco. Arguments and output only."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -109,7 +107,7 @@ def train(
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
-    conversations: list[tuple[str, ...]] = []
+    conversations = []
     for path in prompts:
         conversations += read_turns(path, limit)
     tokens = settings.options.max_tokens or _TOKENS

@@ -1,7 +1,5 @@
 """`pearl draft serve`: a draft model for engines of other kinds. Arguments and output only."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pearl ps`, `pearl stop` and `pearl keys`: this user's engines on this machine, and the keys for two hosts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -65,7 +63,7 @@ def _servers() -> list[Card]:
 
     Raises `ConfigError` if no engine of `pearl serve` is running.
     """
-    servers: list[Card] = []
+    servers = []
     for engine in registry.running_engines():
         if engine.program == _SERVED:
             servers.append(engine)

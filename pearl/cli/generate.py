@@ -1,7 +1,5 @@
 """`pearl generate`: decodes one prompt, and prints the text with a summary of its decoding."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

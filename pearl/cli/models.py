@@ -1,7 +1,5 @@
 """`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk. Arguments and output only."""
 
-from __future__ import annotations
-
 import json
 import sys
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Opens the engine of a command: starts one, alone or under torchrun, or connects to a running one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

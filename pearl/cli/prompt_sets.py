@@ -1,7 +1,5 @@
 """Reads prompts and writes JSON files, for the commands that simulate or measure."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

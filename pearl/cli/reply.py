@@ -4,8 +4,6 @@ Text that can no longer change is printed once and scrolls away. Only the unfini
 draft's guesses) is redrawn, and never more of it than fits the screen.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`pearl trace`: arguments and tables only; `pearl.trace` computes the numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

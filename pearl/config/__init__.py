@@ -4,8 +4,6 @@ A configuration file is one flat YAML mapping of these fields; every field is al
 keys and bad values are refused by name. Must not know models, sockets or processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options by the names of flags, files and HTTP fields, and what help and the HTTP schema say of each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from types import UnionType
@@ -57,7 +55,7 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
 
     Raises `ConfigError`.
     """
-    fields: dict[str, Any] = {}
+    fields = {}
     of_rule = {}
     of_stop = {}
     for name, value in values.items():

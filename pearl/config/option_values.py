@@ -1,7 +1,5 @@
 """The values of options: their bounds, the forms in which callers may give them, and why a value is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar

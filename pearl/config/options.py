@@ -48,6 +48,8 @@ from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS, Method, methods_t
 from pearl.spec.rules import RULES, RuleSpec, find
 from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_problem
 
+_PEARL = METHODS["pearl"]
+
 
 def described(registry: Mapping[str, Any]) -> str:
     """Return the names and descriptions of a registry's entries, for help."""
@@ -121,21 +123,21 @@ class RequestOptions(Record, frozen=True):
         Meta(
             description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; "
             "of these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
-            f"{methods.LOOK_AHEAD} for ngram and pearl; some of the papers' methods have more."
+            f"{_PEARL.look_ahead} for ngram and pearl; some of the papers' methods have more."
         ),
     ] = UNSET
     draft_lookup: Annotated[
         GuessBound,
         Meta(
             description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, as "
-            f"far as that pays. 0 or off: none, as published. Default, auto: {methods.DRAFT_LOOKUP} for pearl, else 0."
+            f"far as that pays. 0 or off: none, as published. Default, auto: {_PEARL.draft_lookup} for pearl, else 0."
         ),
     ] = UNSET
     branches: Annotated[
         Default[Annotated[int, Meta(ge=0, le=methods.MAX_BRANCHES)]],
         Meta(
             description="Most outcomes other than the expected one that the draft prepares for, in cheap rows of its "
-            f"forwards. 0 or off: none, as published. Default, auto: {methods.BRANCHES} for pearl and ssd, else 0."
+            f"forwards. 0 or off: none, as published. Default, auto: {_PEARL.branches} for pearl and ssd, else 0."
         ),
     ] = UNSET
     siblings: Annotated[
@@ -143,7 +145,7 @@ class RequestOptions(Record, frozen=True):
         Meta(
             description="Most runners-up of the draft's tokens that the target verifies beside them in a forward, "
             "under greedy decoding and rule coupled; of these as many as give the most tokens a second. 0 or off: "
-            f"none, as published. Default, auto: {methods.SIBLINGS} for pearl, which alone takes them."
+            f"none, as published. Default, auto: {_PEARL.siblings} for pearl, which alone takes them."
         ),
     ] = UNSET
     draft_stop: Annotated[Name, Meta(description=_stop_policies())] = FIXED

@@ -3,8 +3,6 @@
 The bounds are those of the wire: what a peer sends is decoded into these types.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any, Self
 

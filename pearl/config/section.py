@@ -1,7 +1,5 @@
 """The base of all sections of settings: it refuses bad values and unknown names, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Self

@@ -4,8 +4,6 @@ A key is a BLAKE2b hash; a vector of draws is the SplitMix64 stream that starts 
 counter-based generator in integer arithmetic, so every device computes the same bits.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from enum import IntEnum

@@ -4,8 +4,6 @@ Both models shape their logits alike, before temperature and filters.  Shaped lo
 as unshaped ones are.  So exact rules stay exact, and one seed gives one text whatever was proposed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

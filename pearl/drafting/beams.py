@@ -5,8 +5,6 @@ all sequences kept so far, as one tree after the text's last token, and each seq
 tokens.  The `DraftText` keeps the search from one step to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
@@ -177,7 +175,7 @@ class LevelStep(Step):
         runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
-        rows: list[torch.Tensor] = []
+        rows = []
         for tokens in self._search.sequences:
             rows += runner.forward([Feed(self.text.model.fit_tokens(tokens), 1, slot)])
             runner.rollback(length, slot)

@@ -7,8 +7,6 @@ again.  Draws are keyed by position, so a branch has the tokens that would be dr
 speculative speculative decoding (Saguaro), SpecBranch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod

@@ -13,8 +13,6 @@ sizes are checked on opening, and lookups in invalid data find nothing.
 Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Texts are read in `datastore_build`.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys

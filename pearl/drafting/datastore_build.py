@@ -3,8 +3,6 @@
 A text file is one document, and so is each line of a JSONL file. A folder stands for all text files below it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

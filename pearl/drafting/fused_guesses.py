@@ -4,8 +4,6 @@ If several sources guess the same token for a position, it is one candidate, so 
 has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -153,13 +151,13 @@ class Guesser(NgramIndex):
 
     def of_sources(self, position: int) -> list[Candidate]:
         """Return the candidates of the further sources alone."""
-        candidates: list[Candidate] = []
+        candidates = []
         for source in self._active():
             candidates += source.candidates(position)
         return candidates
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        candidates: list[Candidate] = []
+        candidates = []
         for guess in (candidate, *candidate.also):
             if guess.origin is None:
                 candidates += super().following(guess)

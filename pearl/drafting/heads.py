@@ -5,8 +5,6 @@ probability has become small.  The rate at which guesses are right is learned fo
 probability that the head gives a guess.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -191,7 +189,7 @@ class HeadGuesses:
                 break
         if committed == self._position and self._levels:
             return
-        levels: list[Level] = []
+        levels = []
         if self._text.read(self._tokens, committed):
             levels = self._text.draft(committed, self._draw)
         self._position = committed

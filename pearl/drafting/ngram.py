@@ -329,7 +329,7 @@ class NgramIndex(SuffixLookup):
     def _matching(self, position: int) -> list[Occurrence]:
         """Return (end, match length) of earlier occurrences of the tokens before `position`."""
         text = self.tokens
-        matches: dict[int, int] = {}
+        matches = {}
         for n in range(min(LONGEST, position), 0, -1):
             for end in reversed(self.table.ends(text, position, n)):
                 if end >= position or end in matches:
@@ -382,7 +382,7 @@ class Anchor:
         """Merge the candidates of an index with the runners-up: return each token once, without the draft's token."""
         if self.token is None and not self.runners_up:
             return list(candidates)
-        by_token: dict[int, Candidate] = {}
+        by_token = {}
         for candidate in candidates:
             if candidate.token != self.token:
                 chance = candidate.chance * self._share(candidate)

@@ -5,8 +5,6 @@ answers on which the initial rates were measured).  The target's earlier outputs
 2024) looks such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Sequence
 

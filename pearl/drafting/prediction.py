@@ -4,8 +4,6 @@ An edit leaves most of a file as it is, so the text follows the prediction, leav
 predicted outputs of OpenAI's API.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import islice

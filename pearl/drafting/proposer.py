@@ -1,7 +1,5 @@
 """Drafts with a model: opens texts, turns commands into steps (see `step`), and runs forwards of these steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -225,7 +223,7 @@ class ModelProposer:
         """Run a forward of the steps, and launch their draws. If a step's draw fails, `collect` raises the error."""
         began = make_mark(self.device)
         forwarded = make_mark(self.device)
-        feeds: list[Feed] = []
+        feeds = []
         for step in steps:
             feeds += step.feeds
         began.record()

@@ -304,7 +304,7 @@ def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 
     rows = int(command.bonus)
     if not command.hedge:
         guesses, chances = text.guess(command)
-    chosen: list[Outcome | None] = []
+    chosen = []
     if len(tokens) <= PROMPT_PIECE and (command.budget or command.hedge):
         chosen = choose(text, command, chances, len(tokens), other_tokens, sharing)
     guesses = text.model.fit_tokens(guesses[: chosen.count(None)])
@@ -314,7 +314,7 @@ def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 
     if tokens:
         fed = text.model.fit_tokens(tokens) + guesses
         feed = Feed(fed, rows, text.slot, prompt=command.prompt)
-    continued: list[Branch] = []
+    continued = []
     if text.branches is not None:
         outcomes = [outcome for outcome in chosen if outcome is not None]
         continued = text.branches.make(outcomes, text.slot)

@@ -3,8 +3,6 @@
 `launch/hub` is the content of a hub repository for custom_generate; its code calls `generate`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain

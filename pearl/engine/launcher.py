@@ -1,7 +1,5 @@
 """Launches an engine's workers as children of this process, and ends them. For torchrun see `torchrun`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -3,8 +3,6 @@
 Only checks that need no torch; the workers do the rest.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

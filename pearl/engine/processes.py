@@ -3,8 +3,6 @@
 An engine launches both workers with this module. Under torchrun each rank launches its own worker with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

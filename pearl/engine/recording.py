@@ -1,7 +1,5 @@
 """Recordings of the workers' trace that a front requests, and reads while the workers write them."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A user who can read that directory may use the engine; others cannot reach it.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

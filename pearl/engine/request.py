@@ -1,7 +1,5 @@
 """Turns a user's prompt and options into a `Submit` for the target, or raises `RequestError`. Pure."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

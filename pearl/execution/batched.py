@@ -1,7 +1,5 @@
 """One forward for several requests, or one per request if they cannot be computed together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Carries out the draft's commands that compute, with a proposer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pearl.drafting.proposer import ModelProposer
@@ -34,7 +32,7 @@ class DraftExecutor:
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """Compute one forward of the model for several requests; return the event that answers each command."""
-        events: list[Drafted] = []
+        events = []
         for launched in self.proposer.launch_together(commands):
             try:
                 events.append(self.proposer.collect(launched))

@@ -10,8 +10,6 @@ Where guesses or branches are expected to gain more than waiting costs, the host
 or branches with it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -121,8 +119,8 @@ class Ahead:
 
     def _serve(self) -> None:
         """Carry out commands; a forward may be started early between two of them."""
-        early: EarlyDraft | None = None
-        failure: BaseException | None = None  # of an unanswered command; the next one raises it
+        early = None
+        failure = None  # of an unanswered command; the next one raises it
         while (command := self._commands.get()) is not None:
             if failure is not None:
                 outcome: Outcome = failure
@@ -142,10 +140,10 @@ class Ahead:
 
     def _answer_draft(self, command: Draft, outcome: Outcome) -> EarlyDraft | None:
         """Hand out the answer to `command`; return the forward that was started early, if any."""
-        early: EarlyDraft | None = None
+        early = None
         if isinstance(outcome, Step):
             outcome, early = self._collect(command, outcome)
-        following: Draft | None = None
+        following = None
         if early is None and isinstance(outcome, Drafted):
             following = _after(command, outcome)
         starts = following is not None and self._may_start()

@@ -1,7 +1,5 @@
 """Target and draft in one process, in turn: the workers' state machines and executors, without processes or clocks."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Carries out the target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -360,7 +358,7 @@ class TargetExecutor:
         now = time.perf_counter()
         num_fed = sum(len(share.feed.tokens) for share in shares)  # includes the windows of indexes
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
-        events: list[Forwarded] = []
+        events = []
         for share in shares:
             num_others = num_fed - len(share.fed.tokens)
             forwarded = Forwarded(
@@ -477,7 +475,7 @@ class TargetExecutor:
         """Draw from the target alone; see `Sample`. Raises `ForwardError`."""
         request = self._requests[sample.request]
         tokens: list[int] = []
-        rows: list[int] = []
+        rows = []
         node: int | None = sample.node
         with request.blamed():
             while node is not None:

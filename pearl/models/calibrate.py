@@ -3,8 +3,6 @@
 The target's and the draft's worker each call their half right after they have connected.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 

@@ -4,8 +4,6 @@
 `Gguf`.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -165,11 +163,9 @@ def is_of_own_forward(config: Config) -> bool:
     return any(family.model_type == model_type for family in FAMILIES)
 
 
-def forward_of(
-    architecture: str, config: Config, activations: Collection[str] = ACTIVATIONS
-) -> Forward | None:
+def forward_of(architecture: str, config: Config) -> Forward | None:
     """Return what our own forward needs to compute a model; None if it does not compute it: see `not_computed`."""
-    if not_computed(architecture, config, activations):
+    if not_computed(architecture, config):
         return None
     return OWN_FORWARD[architecture].forward
 

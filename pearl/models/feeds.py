@@ -1,7 +1,5 @@
 """Inputs of a forward: chains and trees of tokens, each continuing the sequence of one slot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Recognises errors that mean "out of memory", and explains them to users."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import wraps

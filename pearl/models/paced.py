@@ -5,8 +5,6 @@ does while a real model computes on it, or while it waits for a GPU.  A forward 
 that torch's code is in the core's caches, as after a real forward.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The one interface between the runtime and a model. Knows nothing of drafts, targets, windows or processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -6,8 +6,6 @@ the sum of min(target, draft) is exactly alpha: under the ratio rule acceptance 
 `coin=1` has this rate under every rule and at every temperature, greedy included: see `coin_pair`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """A `ModelRunner` for a draft whose vocabulary differs from the target's. It takes and returns the target's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

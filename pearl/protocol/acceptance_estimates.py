@@ -4,8 +4,6 @@ The draft weighs its branches by them. The target weighs by them the runners-up 
 tokens. Draft and target learn separately. Pure arithmetic.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

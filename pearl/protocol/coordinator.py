@@ -3,8 +3,6 @@
 Events in (`handle`), commands out. `request_machine` decides what happens to one request, `scheduler` which ones run.
 """
 
-from __future__ import annotations
-
 from pearl.errors import LocalProtocolError
 from pearl.protocol.events import DraftGone, DraftJoined, End, Forwarded, Verifier
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Submit
@@ -71,7 +69,7 @@ class Coordinator:
             self.draft_context = event.context
             if event.seconds:  # replaces the time of an earlier draft
                 self.speeds.t_draft = event.seconds
-        commands: list[object] = []
+        commands = []
         for machine in list(self.running.values()):
             commands += self._pass(event, machine)
         return commands
@@ -94,7 +92,7 @@ class Coordinator:
 
     def _admit(self) -> list[object]:
         """Begin waiting requests in the free slots."""
-        commands: list[object] = []
+        commands = []
         while (admitted := self.scheduler.admit()) is not None:
             submit, slot = admitted
             machine = RequestMachine(
@@ -114,7 +112,7 @@ class Coordinator:
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
         """Running requests that wait for draft tokens -> (committed tokens, committed and pending tokens)."""
-        lengths: dict[int, tuple[int, int]] = {}
+        lengths = {}
         for number, machine in self.running.items():
             if machine.state in WAITING:
                 lengths[number] = (machine.sequence.committed, len(machine.sequence.tokens))

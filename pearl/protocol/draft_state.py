@@ -3,8 +3,6 @@
 Decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 from pearl.errors import RemoteProtocolError

@@ -33,23 +33,16 @@ class DrafterState(Enum):
     LOST = "lost"  # has requested the whole prefix
 
 
+_IDLE = frozenset({DrafterState.IDLE})
+_LOST = frozenset({DrafterState.LOST})
+_BEGUN = frozenset({DrafterState.DRAFTING, DrafterState.WAITING})
+
 # state -> event -> states that may follow. Messages may come while a forward runs.
 TRANSITIONS: dict[DrafterState, dict[type, frozenset[DrafterState]]] = {
-    DrafterState.IDLE: {Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING})},
-    DrafterState.DRAFTING: {
-        Drafted: frozenset(
-            {DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.IDLE, DrafterState.LOST}
-        )
-    },
-    DrafterState.WAITING: {
-        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
-        Verdict: frozenset({DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.LOST}),
-        Finish: frozenset({DrafterState.IDLE}),
-    },
-    DrafterState.LOST: {
-        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
-        Finish: frozenset({DrafterState.IDLE}),
-    },
+    DrafterState.IDLE: {Begin: _BEGUN},
+    DrafterState.DRAFTING: {Drafted: _BEGUN | _IDLE | _LOST},
+    DrafterState.WAITING: {Begin: _BEGUN, Verdict: _BEGUN | _LOST, Finish: _IDLE},
+    DrafterState.LOST: {Begin: _BEGUN, Finish: _IDLE},
 }
 ANYTIME = (Begin, Verdict, Finish)
 

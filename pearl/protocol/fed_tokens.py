@@ -1,7 +1,5 @@
 """The tokens of one forward: consecutive tokens of the text, and guesses after or next to them, as a tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -55,7 +53,7 @@ class FedTokens:
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
         """Return the nodes of `tokens`, which follow `node`, up to the first token that was not fed."""
         children = self._children
-        nodes: list[int] = []
+        nodes = []
         for token in tokens:
             child = children.get((node, token))
             if child is None:

@@ -1,7 +1,5 @@
 """The guesses of one request: what the target looks for before a forward, and how many are worth feeding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -66,7 +64,7 @@ class LookAhead:
         """Return the likeliest runners-up of pending tokens, each with the branch prepared after it."""
         request = self._request
         foresight = self._speeds.foresight
-        candidates: list[tuple[float, Alternative]] = []
+        candidates = []
         reached = 1.0  # the probability that all tokens before this position are right
         for position, seen in enumerate(pending, request.sequence.committed):
             rivals = [] if seen is None else foresight.others(seen)

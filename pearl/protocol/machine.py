@@ -4,8 +4,6 @@ An event that the table does not allow raises an error that lists the last trans
 unchanged.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -67,7 +65,7 @@ class Machine:
     @property
     def story(self) -> str:
         """The last transitions, oldest first, in words."""
-        steps: list[str] = []
+        steps = []
         for state, event, next_state in self._story:
             steps.append(f"{state.value} -{event.__name__}-> {next_state.value}")
         return ", ".join(steps) or "nothing"

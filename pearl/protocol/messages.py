@@ -4,8 +4,6 @@ The byte format (msgpack arrays, limits, checks) is `transport/codec.py`, specif
 Draft distributions are opaque here: see `pearl.decoding.distribution`.
 """
 
-from __future__ import annotations
-
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 

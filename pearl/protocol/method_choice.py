@@ -22,8 +22,6 @@ won on one text may be slow on the next.  So `ngram` is tried again as soon as i
 Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -152,7 +150,7 @@ class Auto:
     @property
     def speedup(self) -> float | None:
         """Speed of the best way with a draft / speed of `ngram`; None until a way with a draft has been compared."""
-        scores: list[float] = []
+        scores = []
         for method in WAYS:
             if METHODS[method].drafts and self.estimates[method].count:
                 scores.append(self.estimates[method].score)

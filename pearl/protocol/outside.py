@@ -5,8 +5,6 @@ settings, and the draft is greedy nevertheless: a drafted token is accepted with
 is largest, as far as the draft can tell, for the draft's likeliest token.
 """
 
-from __future__ import annotations
-
 from pearl.config.options import RequestOptions
 
 #: How a service drafts: PEARL, greedily.

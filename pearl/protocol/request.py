@@ -3,8 +3,6 @@
 Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `LookAhead`) change a `Request`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from pearl.config.options import RequestOptions

@@ -3,8 +3,6 @@
 There is no other queue and no other batching policy: both workers and the simulator use these.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from typing import Generic, TypeVar

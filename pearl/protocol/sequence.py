@@ -1,7 +1,5 @@
 """One sequence as target or draft has it: the committed prefix, the pending tokens, and what the KV cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 # A Mersenne prime: products of two residues stay cheap in Python's integers.

@@ -159,7 +159,7 @@ class ForwardTimes:
             times = [measured[size] for size in sizes]
             for index in reversed(range(len(times) - 1)):
                 times[index] = min(times[index], times[index + 1])
-            hoped: list[float] = []
+            hoped = []
             smaller = times[:1] + times  # never less than a smaller forward takes
             for size, seconds, least in zip(sizes, times, smaller, strict=False):
                 age = max(0, self._forwards - self._seen.get(size, 0) - self._wait(size))
@@ -256,7 +256,7 @@ class Speeds:
     def of(profile: Profile) -> Speeds:
         estimates = [(way, Estimate(score, count)) for way, score, count in profile.ways]
         target = ForwardTimes(profile.t_target)
-        elsewhere: dict[Cores, ForwardTimes] = {}
+        elsewhere = {}
         if profile.t_elsewhere:
             elsewhere[Cores.ALL] = ForwardTimes(profile.t_elsewhere, target)
         auto = Auto(profile.best, estimates)
@@ -265,7 +265,7 @@ class Speeds:
     @property
     def profile(self) -> Profile:
         """These speeds as a `Profile`; to be taken between two texts."""
-        ways: list[tuple[str, float, int]] = []
+        ways = []
         for way, estimate in self.auto.estimates.items():
             ways.append((way, estimate.score, estimate.count))
         return Profile(
@@ -332,7 +332,7 @@ class Speeds:
         if not self.ratio:
             return _DEFAULT_WINDOW
         t1 = self.t_target(beside + 1)
-        rates: list[float] = []
+        rates = []
         for c in self._windows(t1):
             t_target_c = self.t_target(beside + c)
             rates.append(expected_rate(c, self.bounded_acceptance, self.t_draft, t1, t_target_c))

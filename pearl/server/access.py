@@ -1,7 +1,5 @@
 """Access control: checks the API key, the host and the origin before anything else of a request is read."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

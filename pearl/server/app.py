@@ -198,7 +198,7 @@ class App:
         return answer
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        headers: dict[str, str] = {}
+        headers = {}
         if isinstance(error, HTTPException):  # the path is unknown, or does not take this method
             headers = dict(error.headers or {})
             hint = self._what_is_there(request, error.status_code, headers)
@@ -312,7 +312,7 @@ class _Reply:
         """Generate all texts, as many at a time as the engine has slots; send each piece to `events`, if given."""
         slots = asyncio.Semaphore(self.service.engine.config.slots)
         texts: list[ReplyText] = []
-        tasks: list[asyncio.Task[None]] = []
+        tasks = []
 
         async def write(text: ReplyText, tokens: list[int], sample: int) -> None:
             params = self.request.numbered(sample, self.service.engine.context - len(tokens))

@@ -1,7 +1,5 @@
 """Errors for clients: OpenAI's error object and a status code. Errors of the engine and of pydantic are converted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

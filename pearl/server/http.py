@@ -1,7 +1,5 @@
 """Reads the bodies of requests, and writes replies as OpenAI's objects, whole or in chunks; `app` sends them."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -18,7 +16,6 @@ from pearl.protocol.messages import TokenDetails
 from pearl.server.errors import ApiError
 from pearl.server.schemas import SharedRequest, StreamOptions
 from pearl.text.reply import Delta, ReplyParser
-from pearl.text.tools import Call
 
 MOST_BODY = 2 << 20  # bytes of one request
 BODY_SECONDS = 30.0  # for a body to arrive
@@ -62,7 +59,6 @@ class ReplyText:
 
     Attributes:
         index: its place among the texts of the request.
-        message: the message so far.
         result: the engine's result; complete once the text has ended.
         wait_seconds: how long the text waited until it was submitted.
         reasoning_tokens: number of tokens up to the end of the reasoning; its closing tag may be among the answer's.
@@ -76,9 +72,9 @@ class ReplyText:
 
     def __init__(self, index: int, parser: ReplyParser | None = None) -> None:
         self.index = index
-        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.reasoning_tokens = 0
         self._parser = parser
+        self._reply = Delta()  # so far
         self._is_thinking = False
         self._held_tokens = 0  # whose text may still become reasoning or answer
 
@@ -119,40 +115,39 @@ class ReplyText:
             self._is_thinking = not is_answer
 
     def _taken(self, new: Delta) -> dict[str, Any]:
-        """Add what is new to the message; return its fields."""
-        delta: dict[str, Any] = {}
-        self._append(delta, "reasoning_content", new.reasoning)
-        self._append(delta, "content", new.content)
-        for call in new.calls:
-            self._add_call(delta, call)
-        return delta
+        """Add what is new to the reply; return its fields."""
+        self._reply += new
+        return _fields(new)
 
-    def _append(self, delta: dict[str, Any], field: str, text: str) -> None:
-        if text:
-            delta[field] = delta.get(field, "") + text
-            self.message[field] = self.message.get(field, "") + text
-
-    def _add_call(self, delta: dict[str, Any], call: Call) -> None:
-        parts = delta.setdefault("tool_calls", [])
-        if "id" in call:
-            entry = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
-            self.message.setdefault("tool_calls", []).append(entry)
-            parts.append(call)
-            return
-        arguments = call["function"]["arguments"]
-        self.message["tool_calls"][-1]["function"]["arguments"] += arguments
-        if parts:
-            parts[-1]["function"]["arguments"] += arguments
-        else:
-            parts.append(call)
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message so far."""
+        message = {"role": "assistant", "content": "", **_fields(self._reply)}
+        if self._reply.calls:
+            message["tool_calls"] = [without(call, "index") for call in self._reply.calls]
+        return message
 
     @property
     def finish_reason(self) -> str:
         """OpenAI's finish reason."""
         reason = finish_reason(self.result)
-        if reason == "stop" and "tool_calls" in self.message:
+        if reason == "stop" and self._reply.calls:
             return "tool_calls"
         return reason
+
+
+def _fields(new: Delta) -> dict[str, Any]:
+    fields = {
+        "reasoning_content": new.reasoning,
+        "content": new.content,
+        "tool_calls": new.calls,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the fields whose names are not among `names`."""
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 class ReplyWriter(Protocol):

@@ -1,7 +1,5 @@
 """The server's address and lifetime: it binds before a model loads, and serves until a signal or the engine's loss."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import re

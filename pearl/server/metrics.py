@@ -4,8 +4,6 @@ Series that mean the same as vLLM's have vLLM's names, so that dashboards for vL
 series begin with `pearl:`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
@@ -51,9 +49,8 @@ class ServerMetrics:
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._model = model
         self._registry = prometheus_client.CollectorRegistry()
-        self._series: dict[str, Any] = {}  # for a series with a label, a function of its value
-        for key, series in _SERIES.items():
-            self._series[key] = self._registered(series)
+        # For a series with a label, a function of its value.
+        self._series = {key: self._registered(series) for key, series in _SERIES.items()}
         for key, current in gauges.items():
             self._series[key].set_function(current)
 

@@ -1,7 +1,5 @@
 """The OpenAPI document, /openapi.json, from which tools generate clients and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus

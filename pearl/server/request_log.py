@@ -1,7 +1,5 @@
 """The log of requests: a line for each request that has ended, and a line for each refused request."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Turns the body of a request into prompts and options, without I/O. An `ApiError` names the field that is wrong."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +157,7 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
     prefix = ""
     if request.continue_final_message:
         prefix = _begun(messages.pop(), setup)
-    tools: list[dict[str, Any]] = []
+    tools = []
     allowed = {function.name for function in request.allowed_functions}
     for tool in body.get("tools") or ():
         if is_function(tool) and tool["function"]["name"] in allowed:

@@ -9,8 +9,6 @@ The model is told of a function mcp__files__read. If it calls this function, the
 "namespace": "mcp__files"}, and finds by both fields what to run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class ResponseTools:
         others = []
         for item in items:
             if item.get("type") == "additional_tools":
-                tools = tools + _objects(item.get("tools"))
+                tools = tools + objects_in(item.get("tools"))
         for member in _members(tools):
             if member.tool.get("type") == "function":
                 name = chat_name(member.namespace, str(member.tool.get("name")))
@@ -65,16 +63,17 @@ def chat_name(namespace: Any, name: str) -> str:
 def _members(tools: list[Any]) -> Iterator[_Member]:
     for tool in tools:
         if tool.get("type") == "namespace":
-            for inner_tool in _objects(tool.get("tools")):
+            for inner_tool in objects_in(tool.get("tools")):
                 yield _Member(str(tool.get("name") or ""), inner_tool)
         else:
             yield _Member("", tool)
 
 
-def _objects(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list):
+def objects_in(values: Any) -> list[dict[str, Any]]:
+    """Return the objects in what should be a list of them."""
+    if not isinstance(values, list):
         return []
-    return [tool for tool in tools if isinstance(tool, dict)]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _chat_tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:

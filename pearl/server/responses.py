@@ -1,7 +1,5 @@
 """/v1/responses: turns its requests into chats, and the chats' texts into items and events, in OpenAI's order."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -16,9 +14,9 @@ from pydantic import Field, field_validator
 
 from pearl.engine import Piece
 from pearl.server.errors import ApiError, invalid
-from pearl.server.http import ReplyText, ReplyWriter
+from pearl.server.http import ReplyText, ReplyWriter, without
 from pearl.server.requests import Setup, TextRequest, read_request
-from pearl.server.response_tools import ResponseTools, chat_name
+from pearl.server.response_tools import ResponseTools, chat_name, objects_in
 from pearl.server.schemas import (
     FOREIGN_FIELDS,
     MOST_MESSAGES,
@@ -99,14 +97,14 @@ class ResponsesRequest(SharedRequest):
         if not isinstance(choice, dict):
             return choice
         if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-            subset = _without(choice, "type") | {"tools": list(map(_named, choice["tools"]))}
+            subset = without(choice, "type") | {"tools": list(map(_named, choice["tools"]))}
             return {"type": "allowed_tools", "allowed_tools": subset}
         return _named(choice)
 
     def _response_format(self) -> Any:
         format = self.text.get("format") or None
         if isinstance(format, dict) and format.get("type") == "json_schema":
-            return {"type": "json_schema", "json_schema": _without(format, "type")}
+            return {"type": "json_schema", "json_schema": without(format, "type")}
         return format
 
 
@@ -123,10 +121,6 @@ def _named(choice: Any) -> Any:
         return choice
     name = chat_name(choice.get("namespace"), str(choice.get("name")))
     return {"type": "function", "function": {"name": name}}
-
-
-def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in names}
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -184,7 +178,7 @@ def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
 
 
 def _reasoning(item: dict[str, Any]) -> str:
-    parts = _objects(item.get("content")) + _objects(item.get("summary"))
+    parts = objects_in(item.get("content")) + objects_in(item.get("summary"))
     return "\n".join(str(part.get("text")) for part in parts)
 
 
@@ -193,7 +187,7 @@ def _output(output: Any) -> Any:
     if not isinstance(output, list):
         return output or ""
     texts = []
-    for part in _objects(output):
+    for part in objects_in(output):
         kind = str(part.get("type"))[:50]
         if isinstance(part.get("text"), str):
             texts.append(part["text"])
@@ -208,17 +202,11 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = []
-    for part in _objects(content):
+    for part in objects_in(content):
         if part.get("type") in ("input_text", "output_text"):
             part = part | {"type": "text"}
-        parts.append(_without(part, "annotations", "logprobs"))
+        parts.append(without(part, "annotations", "logprobs"))
     return parts
-
-
-def _objects(parts: Any) -> list[dict[str, Any]]:
-    if not isinstance(parts, list):
-        return []
-    return [part for part in parts if isinstance(part, dict)]
 
 
 class _Conversation(NamedTuple):
@@ -359,12 +347,8 @@ class _ResponseWriter(ReplyWriter):
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         if self._request.store:
             self._keep(self._id, self._message)
-        response = self._response(self._status)
-        counts = {}
-        for name, value in usage.items():
-            counts[_RENAMED_USAGE.get(name, name)] = value
-        response["usage"] = counts
-        return response
+        counts = {_RENAMED_USAGE.get(name, name): value for name, value in usage.items()}
+        return self._response(self._status) | {"usage": counts}
 
     def _response(self, status: str) -> dict[str, Any]:
         incomplete_details = None

@@ -363,7 +363,7 @@ _Prompt = (
 def _field_of(name: str) -> Any:
     """Return the type and the pydantic field of an option. The field has its bounds, default and description."""
     option = OPTIONS[name]
-    bounds: dict[str, Any] = {}
+    bounds = {}
     for bound in bounds_of(option.type):
         for limit in ("ge", "gt", "le", "lt"):
             value = getattr(bound, limit)

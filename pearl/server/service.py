@@ -1,7 +1,5 @@
 """The engine as the server uses it: texts are queued for it, and counted in metrics."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

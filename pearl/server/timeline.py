@@ -3,8 +3,6 @@
 The recording runs while there are viewers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator
@@ -75,7 +73,7 @@ class Timeline:
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
     """Return the events written since the last read, except those of a worker on another host."""
-    events: list[Event] = []
+    events = []
     for path in part_paths(name):
         records, read[path] = records_since(path, read.get(path, 0))
         for record in records:

@@ -1,7 +1,5 @@
 """Settings of the control channel: `ipc` for the workers of one host, or an address that another host can reach."""
 
-from __future__ import annotations
-
 import re
 
 ON_ONE_HOST = "ipc"

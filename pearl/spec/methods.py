@@ -1,19 +1,20 @@
-"""Every decoding method, declared once. Configuration, protocol, wire, help and the README's table read from here."""
+"""Every decoding method, declared once, in methods.toml.
 
-from __future__ import annotations
+Configuration, protocol, wire, help and the README's table read from here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import toml
 
 MAX_WINDOW = 64  # tokens of a measured window, and of any window where requests share forwards and wait for each other
 MAX_GAMMA = 1024  # tokens of a fixed window
 MAX_LOOK_AHEAD = 256  # guesses in one forward
 MAX_BRANCHES = 64  # branches of one request that the target keeps until their outcome is decided
-BRANCHES = 8  # default and most outcomes that a draft prepares for, each in a slot of its cache
-LOOK_AHEAD = 16  # default guesses in one forward of the target
-DRAFT_LOOKUP = 8  # default guesses in one forward of the draft
-SIBLINGS = 16  # default runners-up of the draft in one forward of the target
+BRANCHES = 8  # most outcomes that a draft prepares for, each in a slot of its cache
 WINDOWS = ("stream", "fixed")
 _T = TypeVar("_T")
 
@@ -71,114 +72,16 @@ class Method:
         return not self.post_verify
 
 
-_GUESSES: dict[str, Any] = {
-    "look_ahead": LOOK_AHEAD,
-    "draft_lookup": DRAFT_LOOKUP,
-    "branches": BRANCHES,
-    "siblings": SIBLINGS,
-}
-_ALONE: dict[str, Any] = {"drafts": False, "pre_verify": False, "post_verify": False}
-_IN_TURN: dict[str, Any] = {"pre_verify": False, "post_verify": False}
-
-_METHODS = (
-    Method(
-        "auto",
-        "the fastest of the ways below, by measured speed",
-        **_GUESSES,
-        takes_stops=True,
-        takes_head=True,
-        adapts=True,
-    ),
-    Method("ar", "the target alone", **_ALONE),
-    Method(
-        "ngram",
-        "the target alone, verifying n-grams of the text so far",
-        **_ALONE,
-        look_ahead=LOOK_AHEAD,
-    ),
-    Method(
-        "head",
-        "the target alone, verifying what its head and n-grams guess",
-        **_ALONE,
-        look_ahead=LOOK_AHEAD,
-        takes_head=True,
-        needs="head",
-    ),
-    Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
-    Method(
-        "ssd",
-        "sd whose draft prepares meanwhile for other outcomes",
-        **_IN_TURN,
-        branches=BRANCHES,
-    ),
-    Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
-    Method(
-        "pearl-no-pre-verify",
-        "ablation: the target idles while the first window is drafted",
-        pre_verify=False,
-        takes_stops=True,
-    ),
-    Method(
-        "pearl-no-post-verify",
-        "ablation: the draft idles while the target verifies",
-        post_verify=False,
-    ),
-    Method(
-        "lookahead",
-        "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
-        **_ALONE,
-        look_ahead=LOOK_AHEAD,
-        guesses="pearl.lab.guesses.phrases:JacobiIndex",
-    ),
-    Method(
-        "ouroboros",
-        "sd whose windows are lengthened by phrases, among them discarded ones (Ouroboros)",
-        **_IN_TURN,
-        look_ahead=LOOK_AHEAD,
-        draft_lookup=DRAFT_LOOKUP,
-        guesses="pearl.lab.guesses.phrases:PhraseIndex",
-    ),
-    Method(
-        "pld",
-        "ngram as Prompt Lookup Decoding has it",
-        **_ALONE,
-        look_ahead=10,
-        guesses="pearl.lab.guesses.published:pld",
-    ),
-    Method(
-        "llma",
-        "ngram as LLMA has it: copies from the prompt alone",
-        **_ALONE,
-        look_ahead=19,
-        guesses="pearl.lab.guesses.published:llma",
-    ),
-    Method(
-        "pia",
-        "ngram as PIA has it, with --habits",
-        **_ALONE,
-        look_ahead=30,
-        guesses="pearl.lab.guesses.published:pia",
-        needs="habits",
-    ),
-    Method(
-        "rest",
-        "ngram as REST has it: guesses from --datastore alone",
-        **_ALONE,
-        look_ahead=64,
-        guesses="pearl.lab.guesses.published:rest",
-        needs="datastore",
-    ),
-    Method(
-        "sssd",
-        "ngram with the counts and damping that SSSD prints",
-        **_ALONE,
-        look_ahead=30,
-        guesses="pearl.lab.guesses.published:sssd",
-    ),
-)
-METHODS = {method.name: method for method in _METHODS}
+_TABLES = toml.decode(Path(__file__).with_name("methods.toml").read_bytes())
+METHODS = {name: Method(name, **table) for name, table in _TABLES.items()}
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
-AS_PUBLISHED: dict[str, Any] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
+# The settings of the paper's PEARL.
+AS_PUBLISHED: dict[str, Any] = {
+    "look_ahead": 0,
+    "draft_lookup": 0,
+    "branches": 0,
+    "siblings": 0,
+}
 
 
 def methods_that(attribute: str) -> str:

@@ -1,16 +1,21 @@
-"""Every acceptance rule, declared once. Configuration, flags, codec, workers and the README's table read it from here.
+"""Every acceptance rule, declared once, in rules.toml.
 
-To add a rule, write a file in `pearl/decoding/rules/` with its target half and draft half, and a `RuleSpec` below.  The
-command line reads this file, and starts without torch: so halves are only named here, and imported when they are used.
+Configuration, flags, codec, workers and the README's table read it from here. To add a rule, write a file in
+`pearl/decoding/rules/` with its target half and draft half, and a table in rules.toml.  The command line reads the
+table, and starts without torch: so halves are only named there, and imported when they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
+from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import toml
 
 from pearl.spec.methods import chosen
 
@@ -30,19 +35,22 @@ class Needs(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a rule or stop policy takes: low <= value <= high, and whole if `kind` is int."""
+    """A number that a rule or stop policy takes: low <= value <= high, and whole if `default` is an int."""
 
     name: str
-    kind: type[int] | type[float]
     low: float
     high: float
-    default: float
+    default: int | float
     description: str
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or not self.name.islower():
             raise ValueError(f"parameter {self.name!r}: the name must be a lower-case identifier")
         self.check(self.default)
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        return type(self.default)
 
     def __str__(self) -> str:
         interval = f"[{self.low:g}, {self.high:g}]"
@@ -70,7 +78,7 @@ def checked_values(
     by_name = {parameter.name: parameter for parameter in declared}
     kind, _, owner_name = owner.rpartition(" ")
     takes = f"{owner_name} takes {', '.join(map(str, declared)) or 'no parameters'}"
-    values = {parameter.name: parameter.kind(parameter.default) for parameter in declared}
+    values = {parameter.name: parameter.default for parameter in declared}
     names = set()
     for name, value in pairs:
         if name in names:
@@ -151,27 +159,6 @@ class RuleSpec:
         return f"{cause} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
 
 
-_CANDIDATES = Parameter(
-    "candidates", int, 1, 64, 4, "tokens are judged where the text has left what was drafted"
-)
-_ROLLBACK = Parameter(
-    "rollback",
-    float,
-    0.0,
-    20.0,
-    2.0,
-    "negative log-likelihood, in nats, up to which one is accepted",
-)
-_TAU = Parameter("tau", float, 0.0, 1.0, 0.1, "is what the joint ratio must exceed")
-_DEPTH = Parameter(BLOCK_LENGTH, int, 1, 8, 4, "tokens are a block")
-_WIDTH = Parameter(
-    "width", int, 1, 16, 8, "sequences are kept while the draft searches for the likeliest block"
-)
-_EPSILON = Parameter(
-    "epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token"
-)
-
-
 def find(name: str) -> RuleSpec:
     """Return the rule of this name. Raises ValueError if there is none; the message lists all."""
     return chosen("acceptance rule", name, RULES)
@@ -189,81 +176,20 @@ def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
     return owners
 
 
-_BILD = RuleSpec(
-    "bild",
-    "accept the draft's likeliest token if the target finds it likely enough, by rollback, else take the target's "
-    "likeliest; with draft_stop threshold also where the draft's is less likely than confidence, and is not sent",
-    target="pearl.decoding.rules.biased:GreedyBildTarget",
-    draft="pearl.decoding.rules.direct:DirectDraft",
-    needs=Needs.NOTHING,
-    parameters=(_ROLLBACK,),
-    withholds=True,
-)
-_JOINT = RuleSpec(
-    "joint",
-    "as under sampling, by unfiltered probabilities; then go on with the target's likeliest token",
-    draft="pearl.decoding.rules.joint:JointDraft",
-    target="pearl.decoding.rules.joint:JointTarget",
-    needs=Needs.SCALARS,
-    parameters=(_TAU, _DEPTH, _WIDTH),
-)
-_RULES = (
-    RuleSpec(
-        "ratio",
-        "accept with probability min(1, target/draft), else correct from the residual",
-        target="pearl.decoding.rules.ratio:RatioTarget",
-        is_exact=True,
-    ),
-    RuleSpec(
-        "coupled",
-        "both models make the same keyed draw, so the text is that of plain seeded decoding, whatever the draft",
-        draft="pearl.decoding.rules.direct:DirectDraft",
-        target="pearl.decoding.rules.direct:DirectTarget",
-        needs=Needs.NOTHING,
-        is_exact=True,
-        is_proposal_invariant=True,
-    ),
-    RuleSpec(
-        "opt",
-        "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the "
-        "residual, which is the least bias",
-        target="pearl.decoding.rules.biased:OptTarget",
-        parameters=(_EPSILON,),
-    ),
-    RuleSpec(
-        "uno",
-        "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the target",
-        target="pearl.decoding.rules.biased:UnoTarget",
-        parameters=(_EPSILON,),
-    ),
-    RuleSpec(
-        "batch",
-        "ratio; where the text has left what was drafted several tokens are judged in turn, each against what is left",
-        draft="pearl.decoding.rules.several:SeveralDraft",
-        target="pearl.decoding.rules.several:BatchTarget",
-        is_exact=True,
-        parameters=(_CANDIDATES,),
-    ),
-    RuleSpec(
-        "spectr",
-        "as batch, but each is accepted with probability min(1, target/(divisor x draft)): K-SEQ",
-        draft="pearl.decoding.rules.several:SeveralDraft",
-        target="pearl.decoding.rules.several:SpectrTarget",
-        is_exact=True,
-        parameters=(_CANDIDATES,),
-    ),
-    RuleSpec(
-        "bild",
-        "accept what the target finds likely enough, by rollback, else correct from the target",
-        target="pearl.decoding.rules.biased:BildTarget",
-        parameters=(_ROLLBACK,),
-        greedy=_BILD,
-    ),
-    replace(
-        _JOINT,
-        description="accept the longest part of a block whose joint ratio target/draft exceeds tau, then go on from "
-        "the target",
-        greedy=_JOINT,
-    ),
-)
-RULES: dict[str, RuleSpec] = {spec.name: spec for spec in _RULES}  # by name, the default first
+_TABLES = toml.decode(Path(__file__).with_name("rules.toml").read_bytes())
+
+
+def _completed(rule: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rule's table with its name, and with the tables of its parameters in place of their names."""
+    parameters = []
+    for name in table.get("parameters", ()):
+        parameters.append({"name": name, **_TABLES["parameters"][name]})
+    completed = {**table, "name": rule, "parameters": parameters}
+    if "greedy" in table:
+        completed["greedy"] = _completed(rule, table["greedy"])
+    return completed
+
+
+RULES: dict[str, RuleSpec] = {}  # by name, the default first
+for _name, _table in _TABLES["rules"].items():
+    RULES[_name] = msgspec.convert(_completed(_name, _table), RuleSpec)

@@ -1,12 +1,15 @@
-"""Every stop policy, declared once. Configuration, flags, codec, draft worker and the README's table read it from here.
+"""Every stop policy, declared once, in stops.toml.
 
-To add a policy, write a class in `pearl/drafting/stops.py` and a `StopSpec` below.  The command line reads this file,
-and starts without torch: so nothing here may import torch.
+Configuration, flags, codec, draft worker and the README's table read it from here. To add a policy, write a class in
+`pearl/drafting/stops.py` and a table in stops.toml.  The command line reads this file, and starts without torch: so
+nothing here may import torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import toml
 
 from pearl.spec.methods import METHODS, chosen, methods_that
 from pearl.spec.rules import Parameter, Parameters, checked_values, find
@@ -38,31 +41,10 @@ class StopSpec:
         return checked_values(owner, self.parameters, parameters, STOPS.values())
 
 
-_CONFIDENCE = Parameter(
-    "confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on"
-)
-
-_STOPS = (
-    StopSpec(FIXED, "at the window's end", "nothing"),
-    StopSpec(
-        THRESHOLD,
-        "behind a token that the draft gave a probability below confidence",
-        "the draft's probability of its token",
-        (_CONFIDENCE,),
-    ),
-    StopSpec(
-        "heuristic",
-        "after 5 tokens, then 2 more where all were accepted, else 1 fewer, as transformers does",
-        "what was accepted before",
-    ),
-    StopSpec(
-        "disco",
-        "where a classifier doubts that the target accepts the token",
-        "the draft's 10 largest probabilities, its entropy, the position",
-        is_trained=True,
-    ),
-)
-STOPS = {spec.name: spec for spec in _STOPS}  # by name, the default first
+_TABLES = toml.decode(Path(__file__).with_name("stops.toml").read_bytes())
+STOPS: dict[str, StopSpec] = {}  # by name, the default first
+for _name, _table in _TABLES.items():
+    STOPS[_name] = msgspec.convert({"name": _name, **_table}, StopSpec)
 
 
 def check_stop(name: str) -> StopSpec:

@@ -4,15 +4,13 @@ A reader is a generator over a `Cursor`. It yields None when it needs more text,
 that is certain. It takes text from the cursor only when it knows that the text is a call; other text stays there.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import regex
+from msgspec import Struct
 
 from pearl.document import parse_json
 from pearl.text.marks import ANY, Marks
@@ -75,7 +73,6 @@ class Cursor:
 
 
 Reading = Generator[Part | None, None, bool]  # its return value: whether there was a call
-Reader = Callable[[Cursor, Schemas], Reading]
 # Reads one call that is preceded by a number of characters, such as an opening tag, that are taken with the call.
 CallReader = Callable[[Cursor, int, Schemas], Reading]
 
@@ -91,9 +88,15 @@ def read_tail(cursor: Cursor, expression: str) -> Reading:
     return False
 
 
-@dataclass(frozen=True)
-class Block:
-    """Reads calls that follow each other in one block.
+def read_block(
+    cursor: Cursor,
+    schemas: Schemas,
+    opening: str,
+    call: CallReader,
+    between: str = NEVER,
+    closing: str = NEVER,
+) -> Reading:
+    """Read calls that follow each other in one block.
 
     Args:
         opening: matches the text from the block's beginning to the first call.
@@ -101,31 +104,24 @@ class Block:
         between: matches the text between two calls.
         closing: matches the block's end, which may be missing.
     """
-
-    opening: str
-    call: CallReader
-    between: str = NEVER
-    closing: str = NEVER
-
-    def __call__(self, cursor: Cursor, schemas: Schemas) -> Reading:
-        lead = yield from cursor.match(self.opening)
+    lead = yield from cursor.match(opening)
+    if lead is None:
+        return False
+    is_call = yield from call(cursor, lead.end(), schemas)
+    if not is_call:
+        return False
+    while True:
+        is_closed = yield from read_tail(cursor, closing)
+        if is_closed:
+            return True
+        lead = yield from cursor.match(between)
         if lead is None:
-            return False
-        is_call = yield from self.call(cursor, lead.end(), schemas)
+            if cursor.is_cut(between):
+                yield Part(cursor.take(len(cursor.text)))
+            return True
+        is_call = yield from call(cursor, lead.end(), schemas)
         if not is_call:
-            return False
-        while True:
-            is_closed = yield from read_tail(cursor, self.closing)
-            if is_closed:
-                return True
-            lead = yield from cursor.match(self.between)
-            if lead is None:
-                if cursor.is_cut(self.between):
-                    yield Part(cursor.take(len(cursor.text)))
-                return True
-            is_call = yield from self.call(cursor, lead.end(), schemas)
-            if not is_call:
-                return True
+            return True
 
 
 # ---- arguments in JSON ----
@@ -142,10 +138,15 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     head = yield from cursor.match(_NAMED, lead)
     if head is None:
         return (yield from _read_whole_object(cursor, lead))
+    return (yield from _read_named(cursor, head, _REST))
+
+
+def _read_named(cursor: Cursor, head: Any, rest: str) -> Reading:
+    """Read a call whose name has been matched: the arguments, and a rest that may be missing."""
     name = cursor.readable(head.group(1))
     yield Part(cursor.take(head.end()), name)
     yield from _read_json(cursor)
-    yield from read_tail(cursor, _REST)
+    yield from read_tail(cursor, rest)
     return True
 
 
@@ -256,9 +257,8 @@ class _Balance:
         return None
 
 
-@dataclass(frozen=True)
-class NamedCall:
-    """Reads a name, arguments in JSON, and a rest that may be missing.
+class NamedCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """Reads a name, arguments in JSON, and a rest that may be missing; or an object, as `read_object` does.
 
     Args:
         head: matches the text up to the arguments; its group is the name.
@@ -271,30 +271,14 @@ class NamedCall:
     def __call__(self, cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
         head = yield from cursor.match(self.head, lead)
         if head is None:
-            return False
-        name = head.group(1)
-        yield Part(cursor.take(head.end()), name)
-        yield from _read_json(cursor)
-        yield from read_tail(cursor, self.rest)
-        return True
-
-
-def either(first: CallReader, second: CallReader) -> CallReader:
-    """Return a reader that tries `first`, and then `second` if the text is no call for `first`."""
-
-    def read(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-        if (yield from first(cursor, lead, schemas)):
-            return True
-        return (yield from second(cursor, lead, schemas))
-
-    return read
+            return (yield from read_object(cursor, lead, schemas))
+        return (yield from _read_named(cursor, head, self.rest))
 
 
 # ---- arguments in tags ----
 
 
-@dataclass(frozen=True)
-class TaggedCall:
+class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
     """Reads a name, and then arguments between tags. The function's schema says which type each argument has.
 
     Args:

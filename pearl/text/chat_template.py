@@ -113,7 +113,7 @@ def chat_prompt(
     """
     messages = [_as_plain(_with_joined_parts(message), as_plain) for message in messages]
     prompts = []  # that lack the text of a system message
-    problem: Exception | None = None
+    problem = None
     for form in _forms(messages):
         try:
             prompt = _rendered(render, form)

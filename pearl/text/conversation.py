@@ -7,8 +7,6 @@ apart from the answer; most templates leave out the reasoning of earlier turns.
 This file knows a tokenizer, and no engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -119,7 +117,7 @@ class Conversation:
         self.turns = saved.turns
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+        messages = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
         for turn in turns:

@@ -4,8 +4,6 @@ The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks,
 regular expressions of llama.cpp only approximate those of the published model: there we use the published ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +97,7 @@ def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the tokenizer's fields, "tokenizer.ggml.tokens" as "tokens", without special ids beyond the vocabulary."""
-    stated: dict[str, Any] = {}
+    stated = {}
     for name, value in fields.items():
         if name.startswith("tokenizer."):
             stated[name.removeprefix("tokenizer.").removeprefix("ggml.")] = value
@@ -226,10 +224,7 @@ def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]
     kinds = stated["token_type"]
     scores = stated["scores"]
     special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    words = set()
-    for token, id in ids.items():
-        if kinds[id] not in special:
-            words.add(token)
+    words = {token for token, id in ids.items() if kinds[id] not in special}
     merges = []
     for token in sorted(words, key=lambda token: (-scores[ids[token]], ids[token])):
         for cut in range(1, len(token)):

@@ -184,11 +184,7 @@ class Guides:
         def make() -> LLMatcher:
             return LLMatcher(self._tokens(), notation, log_level=0, limits=limits())
 
-        own_ends = []
-        for token in ends:
-            if token < self._size:
-                own_ends.append(token)
-        guide = Guide(make, own_ends)
+        guide = Guide(make, [token for token in ends if token < self._size])
         guide.check()
         return guide
 
@@ -225,11 +221,7 @@ class _Vocabulary:
     @cached_property
     def _ids(self) -> dict[bytes, int]:
         special = set(self.special_token_ids)
-        ids = {}
-        for id, text in enumerate(self.tokens):
-            if text and id not in special:
-                ids[text] = id
-        return ids
+        return {text: id for id, text in enumerate(self.tokens) if text and id not in special}
 
     @cached_property
     def _longest(self) -> int:

@@ -53,8 +53,9 @@ class Marks:
             self._names[character] = name
             self._characters[name] = character
 
-    def are_all_tokens(self, names: Sequence[str]) -> bool:
-        return set(names) <= self._characters.keys()
+    def has(self, name: str) -> bool:
+        """Return whether the vocabulary has a token of this name."""
+        return name in self._characters
 
     def character(self, name: str) -> str:
         return self._characters[name]

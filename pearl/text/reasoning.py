@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import regex
+from msgspec import toml
 
 from pearl.errors import ConfigError, RequestError
 from pearl.text.marks import Marks
@@ -27,7 +29,7 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags around the reasoning in a text.
+    """The tags around the reasoning in a text; tags.toml has those of all models.
 
     Attributes:
         start, end: expressions that match the tags.
@@ -88,60 +90,22 @@ class Tags:
         return prompt + reply
 
 
-def tag_pair(
-    start: str, end: str, marks: tuple[str, ...] = (), dropped: tuple[str, ...] = ()
-) -> Tags:
+def tag_pair(start: str, end: str) -> Tags:
     """Return tags whose beginning and end are fixed strings."""
     return Tags(
         regex.escape(start),
         regex.escape(end),
-        tokens=(start, end, *dropped),
-        marks=marks or (end,),
-        dropped=dropped,
+        tokens=(start, end),
+        marks=(end,),
         opening=start,
         closing=end,
     )
 
 
-HARMONY = Tags(
-    regex.escape("<|channel|>analysis<|message|>"),
-    regex.escape("<|end|>"),
-    tokens=(
-        "<|channel|>",
-        "<|message|>",
-        "<|start|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-        "<|constrain|>",
-    ),
-    marks=("<|channel|>analysis",),
-    opening="<|channel|>analysis<|message|>",
-    closing="<|end|>",
-    turn="<|start|>assistant",
-    answer="<|channel|>final<|message|>",
-)
-
+_TABLES = Path(__file__).with_name("tags.toml")
 # All kinds of tags, by their names in `--reasoning-tags`. If a template has marks of several, the first one counts.
-TAGS = {
-    "harmony": HARMONY,  # gpt-oss
-    "gemma": Tags(  # Gemma 4
-        regex.escape("<|channel>") + r"\w*\n",
-        regex.escape("<channel|>"),
-        tokens=("<|channel>", "<channel|>"),
-        marks=("<|channel>",),
-        opening="<|channel>thought",
-        closing="<channel|>",
-    ),
-    "seed": tag_pair("<seed:think>", "</seed:think>"),
-    "cohere": tag_pair(  # Command A and R7B
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    ),
-    "mistral": tag_pair("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
-    "think": tag_pair("<think>", "</think>"),
-}
+TAGS = toml.decode(_TABLES.read_bytes(), type=dict[str, Tags])
+HARMONY = TAGS["harmony"]
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:

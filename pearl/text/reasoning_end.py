@@ -5,8 +5,6 @@ reasoning: the model may quote the mark in other tokens.  Otherwise the mark is 
 on the text's tokens alone, so the front and each worker find the same place, whatever was proposed.
 """
 
-from __future__ import annotations
-
 from pearl.config.options import Reasoning
 
 

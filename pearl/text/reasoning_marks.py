@@ -1,7 +1,5 @@
 """The texts and tokens that begin and end a model's reasoning. `reasoning_end` looks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pearl.config.options import Reasoning

@@ -61,7 +61,11 @@ class ReplyParser(ABC):
     """Parses one reply.
 
     Args:
+        tags: None if the model does not think.
+        format: None if the reply may have no calls.
         schemas: the functions of the request.
+        is_open: whether the prompt has opened the reasoning.
+        is_forced: whether the answer must be a call, whose beginning may be in the prompt.
         max_calls: how many calls are returned, while any further calls are dropped; None for no limit.
 
     Attributes:
@@ -69,17 +73,36 @@ class ReplyParser(ABC):
         is_thinking: whether the reply so far ends within its reasoning.
     """
 
-    def __init__(self, marks: Marks, schemas: Schemas, max_calls: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        tags: Tags | None,
+        format: Format | None = None,
+        schemas: Schemas | None = None,
+        *,
+        is_open: bool = False,
+        is_forced: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
         self.events: list[Event] = []
-        self.is_thinking = False
-        self._marks = marks
-        self._marked = MarkedText(marks)
-        self._cursor = Cursor(marks)
-        self._schemas = schemas
+        self.is_thinking = is_open
+        self._hidden = () if tags is None else tags.tokens  # tokens that are left out of texts
+        call_names = () if format is None else format.shown
+        self._marks = Marks((*self._hidden, *call_names), tokenizer)
+        self._marked = MarkedText(self._marks)
+        self._cursor = Cursor(self._marks)
+        self._tags = tags
+        self._format = format
+        self._schemas = schemas or {}
+        self._is_forced = is_forced
         self._max_calls = max_calls
         self._num_calls = 0
         self._begun: set[Kind] = set()  # the kinds of which the reply has text
-        self._hidden: Sequence[str] = ()  # names of tokens that are left out of texts
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set up what a reply's parsing begins with."""
 
     def feed(self, texts: Sequence[str], tokens: Sequence[int] = ()) -> Delta:
         """Take the next piece: texts and the token of each text. `tokens` is empty if the tokens are not known."""
@@ -155,48 +178,22 @@ def _join(calls: list[Call], part: Call) -> None:
 
 
 class TagParser(ReplyParser):
-    """Parses replies with reasoning between tags, and calls that begin with `Format.start`.
+    """Parses replies with reasoning between tags, and calls that begin with `Format.start`."""
 
-    Args:
-        tags: None if the model does not think.
-        format: None if the reply may have no calls.
-        is_open: whether the prompt has opened the reasoning.
-        is_forced: whether the answer must be a call, whose beginning may be in the prompt.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        tags: Tags | None,
-        format: Format | None = None,
-        schemas: Schemas | None = None,
-        *,
-        is_open: bool = False,
-        is_forced: bool = False,
-        max_calls: int | None = None,
-    ) -> None:
-        tag_names = () if tags is None else tags.tokens
-        call_names = () if format is None else format.shown
-        super().__init__(Marks((*tag_names, *call_names), tokenizer), schemas or {}, max_calls)
-        self._hidden = tag_names
-        self._tags = tags
-        self._format = format
+    def _begin(self) -> None:
         self._reading: Reading | None = None
-        self._has_thought = is_open
-        self._has_calls = format is not None  # whether calls may still come
+        self._has_thought = self.is_thinking
+        self._has_calls = self._format is not None  # whether calls may still come
         self._gap = ""  # white space at the end of the text so far: a tag or a call may follow
         self._owed = ""  # white space before a call; it is emitted if more text comes
         self._is_after_call = False
-        self._is_fresh = is_open  # whether white space that comes before any text is dropped
+        self._is_fresh = self.is_thinking  # whether white space before any text is dropped
         self._has_text = False
         self._line_is_blank = True
-        self._tag_position: Literal["start", "anywhere"] = "start"
-        if tags is not None and self._marks.are_all_tokens((tags.tokens[0],)):
-            self._tag_position = "anywhere"
-        self.is_thinking = is_open
-        self._patterns = {True: self._pattern(True), False: self._pattern(False)}
-        self._is_forced = is_forced
-        if not is_open:
+        # Whether a tag counts anywhere: it does if it is a special token.
+        self._is_token = self._tags is not None and self._marks.has(self._tags.tokens[0])
+        self._pattern = self._next_mark()
+        if not self.is_thinking:
             self._read_forced()
 
     def _read_forced(self) -> None:
@@ -205,8 +202,8 @@ class TagParser(ReplyParser):
             self._is_forced = False
             self._reading = self._format.read_forced(self._cursor, self._schemas)
 
-    def _pattern(self, is_thinking: bool) -> regex.Pattern[str]:
-        """Compile the expression that finds the next tag or call, within the reasoning or outside it."""
+    def _next_mark(self) -> regex.Pattern[str]:
+        """Compile the expression that finds the next tag or call."""
         choices = []
         if self._tags is not None:
             choices.append(f"(?P<open>{self._tags.start})")
@@ -228,8 +225,7 @@ class TagParser(ReplyParser):
         if self._leads:
             return self._look_for_leading_call()
         text = self._cursor.text
-        pattern = self._patterns[self.is_thinking]
-        match = pattern.search(text, partial=not self._cursor.is_last)
+        match = self._pattern.search(text, partial=not self._cursor.is_last)
         if match is None:
             self._emit_text(self._cursor.take(len(text)))
             return False
@@ -260,8 +256,7 @@ class TagParser(ReplyParser):
         if not stripped:
             return False
         if self._tags is not None:
-            pattern = self._patterns[False]
-            match = pattern.match(stripped, partial=not self._cursor.is_last)
+            match = self._pattern.match(stripped, partial=not self._cursor.is_last)
             if match is not None:
                 if match.partial:
                     return False
@@ -284,7 +279,7 @@ class TagParser(ReplyParser):
             self._reading = self._format.read(self._cursor, self._schemas)
         elif mark == "open" and self._may_open:
             self._enter(True, length)
-        elif mark == "close" and (self.is_thinking or self._tag_position == "anywhere"):
+        elif mark == "close" and (self.is_thinking or self._is_token):
             self._enter(False, length)
         elif mark == "dropped":
             self._enter(self.is_thinking, length)
@@ -294,7 +289,7 @@ class TagParser(ReplyParser):
     @property
     def _may_open(self) -> bool:
         """Whether an opening tag here opens reasoning. Within a sentence it is text, unless it is a special token."""
-        if self._tag_position == "anywhere":
+        if self._is_token:
             return True
         if self.is_thinking:
             return not self._has_text
@@ -408,21 +403,10 @@ class HarmonyParser(ReplyParser):
     is reasoning. All other messages are content.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        schemas: Schemas | None = None,
-        *,
-        has_calls: bool = False,
-        is_open: bool = False,
-        max_calls: int | None = None,
-    ) -> None:
-        super().__init__(Marks(HARMONY.tokens, tokenizer), schemas or {}, max_calls)
+    def _begin(self) -> None:
         self._hidden = HARMONY.tokens
-        self._has_calls = has_calls
-        self._step = self._begin
-        self.is_thinking = is_open
-        self._kind: Kind = "reasoning" if is_open else "content"
+        self._step = self._begin_message
+        self._kind: Kind = "reasoning" if self.is_thinking else "content"
         self._separator = ""
         self._arguments = False  # whether the call has any arguments
         compiled = self._marks.compiled
@@ -434,7 +418,7 @@ class HarmonyParser(ReplyParser):
         while self._step():
             pass
 
-    def _begin(self) -> bool:
+    def _begin_message(self) -> bool:
         """Find out whether the reply begins with a header; if not, the prompt ended with one."""
         if not self._cursor.text:
             return False
@@ -467,7 +451,7 @@ class HarmonyParser(ReplyParser):
 
     def _is_call(self, recipient: Any) -> bool:
         """Return whether a recipient is a function of the request, not one of the model's own tools such as python."""
-        if recipient is None or not self._has_calls:
+        if recipient is None or self._format is None:
             return False
         return bool(recipient.group(1)) or recipient.group(2) in self._schemas
 
@@ -483,7 +467,7 @@ class HarmonyParser(ReplyParser):
         if match.group("end"):
             self._emit("dropped", self._cursor.take(len(match.group())))
             self._kind = "content"
-            self._step = self._begin
+            self._step = self._begin_message
         return True
 
     def _emit_body(self, text: str) -> None:
@@ -516,26 +500,15 @@ def parser_of(
     format: Format | None = None,
     schemas: Schemas | None = None,
     *,
-    is_open: bool = False,
     is_forced: bool = False,
-    max_calls: int | None = None,
+    **options: Any,
 ) -> ReplyParser:
-    """Return the parser for replies with these tags and calls; for the arguments see `TagParser`."""
+    """Return the parser for replies with these tags and calls; for the arguments see `ReplyParser`."""
     is_harmony = tags is HARMONY or (format is not None and format.is_harmony)
+    parser: type[ReplyParser] = TagParser
     if is_harmony and not is_forced:
-        has_calls = format is not None
-        return HarmonyParser(
-            tokenizer, schemas, has_calls=has_calls, is_open=is_open, max_calls=max_calls
-        )
-    return TagParser(
-        tokenizer,
-        tags,
-        format,
-        schemas,
-        is_open=is_open,
-        is_forced=is_forced,
-        max_calls=max_calls,
-    )
+        parser = HarmonyParser
+    return parser(tokenizer, tags, format, schemas, is_forced=is_forced, **options)
 
 
 def reasoning_parser(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyParser | None:

@@ -4,8 +4,6 @@ So we drop keywords whose value constrains nothing, such as `uniqueItems: false`
 keyword.  This file imports nothing else of PEARL, see `parser`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque

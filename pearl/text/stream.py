@@ -5,8 +5,6 @@ a stop string.  Both get the same result from the same tokens, because everythin
 import torch or transformers, nor know where tokens come from.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -4,8 +4,6 @@ Checkpoints are directories here; `pearl.models.checkpoints.tokenizers` finds th
 takes a second, so it is imported only to convert the tokenizer of a checkpoint without tokenizer.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -282,10 +280,7 @@ def _as_special(token: Any) -> Any:
     if isinstance(token, str):
         return token
     names = ("single_word", "lstrip", "rstrip", "normalized")
-    flags = {}
-    for name in names:
-        if name in token:
-            flags[name] = token[name]
+    flags = {name: token[name] for name in names if name in token}
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 

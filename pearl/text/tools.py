@@ -9,31 +9,30 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import regex
+from msgspec import Struct, toml
 
 from pearl.errors import RequestError
 from pearl.text.calls import (
     NEVER,
-    Block,
     Cursor,
     NamedCall,
-    Reader,
     Reading,
     Schemas,
     TaggedCall,
-    either,
+    read_block,
     read_gemma,
     read_known_object,
     read_object,
     read_python,
     value_in,
 )
-from pearl.text.marks import ANY, Marks
-from pearl.text.reasoning import HARMONY, entries_for
+from pearl.text.marks import Marks
+from pearl.text.reasoning import entries_for
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer, Tools
@@ -44,14 +43,23 @@ log = logging.getLogger(__name__)
 Call = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a model writes calls.
+# Readers of a call that have no settings.
+_READERS = {
+    "object": read_object,
+    "known_object": read_known_object,
+    "python": read_python,
+    "gemma": read_gemma,
+}
+
+
+class Format(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model writes calls; calls.toml has all formats. Expressions contain names as `regex.escape` writes them.
 
     Attributes:
         marks: a model writes this format if its chat template contains one of these strings.
         start: an expression that matches where calls may begin.
-        read: reads calls from a text that begins with `start`.
+        opening, between, closing: expressions for the text around calls, as `read_block` takes them.
+        call: what reads a call, if neither `named` nor `tagged` does: a name in `_READERS`.
         prefix: the beginning of a reply that must be a call. The model continues it with {"name": ..., `key`: ...}.
         key: the name of the field with the arguments.
         leads: whether calls count only at the beginning of the content, and only if they name a function of the
@@ -64,243 +72,33 @@ class Format:
     """
 
     marks: tuple[str, ...]
-    start: str
-    read: Reader
+    shown: tuple[str, ...]
+    start: str = NEVER
+    opening: str = NEVER
+    between: str = NEVER
+    closing: str = NEVER
+    call: str = "object"
+    named: NamedCall | None = None
+    tagged: TaggedCall | None = None
     prefix: str = ""
     key: str = "arguments"
     leads: bool = False
-    shown: tuple[str, ...] = ()
     call_id: str = ""
     is_harmony: bool = False
 
+    def read(self, cursor: Cursor, schemas: Schemas) -> Reading:
+        """Read calls from a text that begins with `start`."""
+        call = self.named or self.tagged or _READERS[self.call]
+        return read_block(cursor, schemas, self.opening, call, self.between, self.closing)
+
     def read_forced(self, cursor: Cursor, schemas: Schemas) -> Reading:
         """Read a call that the prompt has begun with `prefix`."""
-        return Block(r"\s*(?=\{)", read_object)(cursor, schemas)
+        return read_block(cursor, schemas, r"\s*(?=\{)", read_object)
 
 
-_e = regex.escape
-_OBJECTS_BETWEEN = r"[\s,;]*(?=\{)"
-_MARKUP = rf"[^{{<{ANY}]{{0,60}}"  # a word of prose, a bracket, or the beginning of a code fence
-_END_OF_OBJECTS = r"[\s\]})`,;]*"
-
-
-def _objects(start: str, end: str, prefix: str = "") -> Format:
-    """Return a format of objects in JSON between two names; without `end`, of a list of them."""
-    names = [start]
-    closing = r"\s*\]"
-    if end:
-        names.append(end)
-        closing = rf"{_END_OF_OBJECTS}{_e(end)}"
-    return Format(
-        (start,),
-        _e(start),
-        Block(
-            rf"{_e(start)}{_MARKUP}(?=\{{)",
-            read_object,
-            _OBJECTS_BETWEEN,
-            closing,
-        ),
-        prefix=prefix,
-        shown=tuple(names),
-    )
-
-
-_QWEN_CALL = TaggedCall(
-    r"<function=([^>\n]{1,200})>\s*(?=<parameter=|</function>)",
-    r"\s*<parameter=([^>\n]+)>",
-    rf"\n?</parameter>(?=\s*(?:<parameter=|</function>|{_e('</tool_call>')}|{_e('</seed:tool_call>')}))",
-    r"\s*</function>",
-    is_padded=True,
-)
-
-
-def _qwen_block(start: str, end: str) -> Block:
-    opening = rf"(?:{_e(start)}\s*)?(?=<function=)"
-    return Block(opening, _QWEN_CALL, r"\s*(?=<function=)", rf"\s*{_e(end)}")
-
-
+_TABLES = Path(__file__).with_name("calls.toml")
 # All formats, by their names in `--tool-parser`. If a template has marks of several, the first one counts.
-FORMATS = {
-    "harmony": Format(  # gpt-oss
-        ("to=functions.", "<|channel|>commentary"),
-        NEVER,
-        Block(NEVER, read_object),
-        is_harmony=True,
-        shown=HARMONY.tokens,
-    ),
-    "seed": Format(
-        ("<seed:tool_call>",),
-        rf"{_e('<seed:tool_call>')}|<function=",
-        _qwen_block("<seed:tool_call>", "</seed:tool_call>"),
-        shown=("<seed:tool_call>", "</seed:tool_call>"),
-    ),
-    "minimax": Format(
-        ("<minimax:tool_call>",),
-        _e("<minimax:tool_call>"),
-        Block(
-            rf"{_e('<minimax:tool_call>')}\s*(?=<invoke name=)",
-            TaggedCall(
-                r'<invoke name="([^"\n]+)">\s*(?=<parameter name=|</invoke>)',
-                r'\s*<parameter name="([^"\n]+)">',
-                r"\n?</parameter>(?=\s*(?:<parameter name=|</invoke>))",
-                r"\s*</invoke>",
-                is_padded=True,
-            ),
-            r"\s*(?=<invoke name=)",
-            rf"\s*{_e('</minimax:tool_call>')}",
-        ),
-        shown=("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
-    "qwen3_coder": Format(  # and Qwen3.5 to 3.8
-        ("<parameter=",),
-        rf"{_e('<tool_call>')}|<function=",
-        _qwen_block("<tool_call>", "</tool_call>"),
-        prefix="<tool_call>\n",
-        shown=("<tool_call>", "</tool_call>"),
-    ),
-    "glm": Format(  # 4.5 to 4.7
-        ("<arg_key>",),
-        _e("<tool_call>"),
-        Block(
-            rf"{_e('<tool_call>')}\s*(?=[\w.-])",
-            TaggedCall(
-                rf"([\w.-]+)\s*(?={_e('<arg_key>')}|{_e('</tool_call>')})",
-                rf"\s*{_e('<arg_key>')}\s*([^<{ANY}]+?)\s*{_e('</arg_key>')}\s*{_e('<arg_value>')}",
-                rf"{_e('</arg_value>')}(?=\s*(?:{_e('<arg_key>')}|{_e('</tool_call>')}))",
-                rf"\s*{_e('</tool_call>')}",
-                is_known=True,
-            ),
-        ),
-        shown=(
-            "<tool_call>",
-            "</tool_call>",
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-        ),
-    ),
-    "gemma": Format(  # Gemma 4
-        ("<|tool_call>",),
-        _e("<|tool_call>"),
-        Block(
-            rf"{_e('<|tool_call>')}\s*(?=call:)",
-            read_gemma,
-            closing=rf"\s*{_e('<tool_call|>')}",
-        ),
-        shown=("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
-    "tool_calls": _objects("<tool_calls>", "</tool_calls>"),  # MiniMax M1, Hunyuan A13B, Apriel
-    "nemotron": _objects("<TOOLCALL>", "</TOOLCALL>"),  # Nano 2
-    "granite": _objects("<|tool_call|>", ""),  # 3.1 to 3.3
-    "hermes": _objects("<tool_call>", "</tool_call>", prefix="<tool_call>\n"),
-    "mistral": Format(
-        ("[TOOL_CALLS]",),
-        _e("[TOOL_CALLS]"),
-        Block(
-            rf"{_e('[TOOL_CALLS]')}\s*\[?\s*(?=[\w{{])",
-            either(
-                NamedCall(
-                    rf"([\w.-]+)(?:{_e('[CALL_ID]')}\w+)?(?:{_e('[ARGS]')})?\s*(?=\{{)",
-                ),
-                read_object,
-            ),
-            r"\s*,\s*(?=\{)",
-            r"\s*\]",
-        ),
-        prefix="[TOOL_CALLS][",
-        shown=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    ),
-    "deepseek": Format(  # V3, R1 and V3.1
-        ("<｜tool▁calls▁begin｜>",),
-        _e("<｜tool▁calls▁begin｜>"),
-        Block(
-            rf"{_e('<｜tool▁calls▁begin｜>')}\s*(?={_e('<｜tool▁call▁begin｜>')})",
-            NamedCall(
-                rf"{_e('<｜tool▁call▁begin｜>')}(?:function{_e('<｜tool▁sep｜>')})?([\w.-]+)"
-                rf"(?:{_e('<｜tool▁sep｜>')}|\s*```json)\s*(?=\{{)",
-                rf"\s*(?:```\s*)?{_e('<｜tool▁call▁end｜>')}",
-            ),
-            rf"\s*(?={_e('<｜tool▁call▁begin｜>')})",
-            rf"\s*{_e('<｜tool▁calls▁end｜>')}",
-        ),
-        shown=(
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>",
-        ),
-    ),
-    "dsml": Format(  # DeepSeek V3.2 and V4
-        ("｜DSML｜",),
-        "<｜DSML｜(?:function|tool)_calls>",
-        Block(
-            r"<｜DSML｜(?:function|tool)_calls>\s*(?=<｜DSML｜invoke name=)",
-            TaggedCall(
-                r'<｜DSML｜invoke name="([^"\n]+)">\s*(?=<｜DSML｜parameter name=|</｜DSML｜invoke>)',
-                r'\s*<｜DSML｜parameter name="([^"\n]+)"(?: string="(?:true|false)")?>',
-                r"</｜DSML｜parameter>(?=\s*(?:<｜DSML｜parameter name=|</｜DSML｜invoke>))",
-                r"\s*</｜DSML｜invoke>",
-            ),
-            r"\s*(?=<｜DSML｜invoke name=)",
-            r"\s*</｜DSML｜(?:function|tool)_calls>",
-        ),
-        shown=("｜DSML｜",),
-    ),
-    "kimi": Format(  # K2
-        ("<|tool_calls_section_begin|>",),
-        _e("<|tool_calls_section_begin|>"),
-        Block(
-            rf"{_e('<|tool_calls_section_begin|>')}\s*(?={_e('<|tool_call_begin|>')})",
-            NamedCall(
-                rf"{_e('<|tool_call_begin|>')}\s*(?:functions\.)?([\w.-]+)(?::\d+)?"
-                rf"\s*{_e('<|tool_call_argument_begin|>')}\s*(?=\{{)",
-                rf"\s*{_e('<|tool_call_end|>')}",
-            ),
-            rf"\s*(?={_e('<|tool_call_begin|>')})",
-            rf"\s*{_e('<|tool_calls_section_end|>')}",
-        ),
-        shown=(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "<|tool_calls_section_end|>",
-        ),
-        call_id="functions.{name}:{number}",
-    ),
-    "cohere": _objects("<|START_ACTION|>", "<|END_ACTION|>"),  # Command A and R7B
-    "lfm2": Format(
-        ("<|tool_call_start|>", "List of tools: "),
-        _e("<|tool_call_start|>"),
-        Block(
-            rf"{_e('<|tool_call_start|>')}\s*(?=\[)",
-            read_python,
-            closing=rf"\s*{_e('<|tool_call_end|>')}",
-        ),
-        shown=("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    "pythonic": Format(
-        ("[func_name1(", "<|python_start|>"),
-        rf"(?:{_e('<|python_start|>')})?\[",
-        Block(
-            rf"(?:{_e('<|python_start|>')})?(?=\[)",
-            read_python,
-            closing=rf"\s*{_e('<|python_end|>')}",
-        ),
-        leads=True,
-        shown=("<|python_start|>", "<|python_end|>"),
-    ),
-    "llama3": Format(
-        ("<|python_tag|>", '{"name": function name'),
-        rf"(?:{_e('<|python_tag|>')}\s*)?\{{",
-        Block(rf"(?:{_e('<|python_tag|>')}\s*)?(?=\{{)", read_known_object, _OBJECTS_BETWEEN),
-        key="parameters",
-        leads=True,
-        shown=("<|python_tag|>",),
-    ),
-}
+FORMATS = toml.decode(_TABLES.read_bytes(), type=dict[str, Format])
 # A call that a chat template is made to write.
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -394,7 +192,7 @@ def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[di
     if not format.call_id:
         return list(messages)
     renamed = []
-    ids: dict[Any, str] = {}
+    ids = {}
     number = 0
     for message in messages:
         calls = []
@@ -434,7 +232,7 @@ def in_words(
     """
     functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     instructions = _INSTRUCTIONS.format("\n".join(functions))
-    texts: list[dict[str, Any]] = []
+    texts = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:  # in one message: a template may require that user and assistant alternate
             results = []

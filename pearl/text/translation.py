@@ -5,8 +5,6 @@ et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algo
 (token-level intersection).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pearl.text.stream import Tokenizer, is_byte_piece, token_bytes

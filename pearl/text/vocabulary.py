@@ -4,8 +4,6 @@ A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into m
 decoding a text and comparing two vocabularies need only the entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +107,4 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
 def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
     if isinstance(vocab, dict):
         return dict(vocab)
-    ids = {}
-    for id, (piece, _) in enumerate(vocab):
-        ids[piece] = id
-    return ids
+    return {piece: id for id, (piece, _) in enumerate(vocab)}

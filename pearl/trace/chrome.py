@@ -46,7 +46,7 @@ def merge(trace: Path) -> None:
 
     Raises `TraceError` if there are no parts, or the file cannot be written.
     """
-    parts: list[Part] = []
+    parts = []
     with damaged(trace, TraceError):
         why = f"no target has left a part {trace.name}.target-*.part"
         for path in part_paths(trace):
@@ -166,7 +166,7 @@ class _MergedRun:
 
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
         """Yield the draft's records, each forward after the decisions that tell the outcomes of its tokens."""
-        forward: TraceRecord | None = None
+        forward = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
                 if forward is not None:
@@ -299,7 +299,7 @@ def incident(decision: dict[str, Any]) -> str | None:
 
 def committed(decision: dict[str, Any]) -> list[str]:
     """Return the sources of the tokens that a decision of the target commits."""
-    sources: list[str] = []
+    sources = []
     for message in messages(decision, "Deliver", "Committed"):
         sources += message["provenance"]
     return sources

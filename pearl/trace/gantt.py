@@ -1,7 +1,5 @@
 """A picture of both workers on one time axis, as a PNG."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -332,7 +330,7 @@ def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
     short.
     """
     bars = _joined(bars)
-    spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    spans = defaultdict(list)
     for bar in bars:
         spans[bar.look].append((bar.start, bar.seconds))
     for name, pieces in spans.items():

@@ -5,8 +5,6 @@ that the target may commit at a position where the draft expects another; a "bra
 outcome.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -93,7 +91,7 @@ class Outcomes:
             is_right = self._at(request, branch.position).token == branch.token
             text = self._prepared[request].setdefault(branch, _Text({}, text))
         text.update(enumerate(message["tokens"], start))
-        outcomes: list[str] = []
+        outcomes = []
         for position in range(message["known"], start + count):
             if position in text and position != branch.position:
                 outcome = DISCARDED

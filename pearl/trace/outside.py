@@ -1,7 +1,5 @@
 """What a trace says of another engine's proposer: whether windows were ready, and how long its steps waited."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reads a trace file back into slices. Damaged, foreign and empty files each have an error of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -138,7 +136,7 @@ def read_document(path: Path) -> dict[str, Any]:
 def _sort(events: list[Event], trace: RunTrace) -> None:
     """Add the slices and arrows of all events to `trace`, in order of time."""
     loops: dict[int, list[Slice]] = {1: []}
-    begun: dict[Any, Event] = {}  # requests and flows, by id
+    begun = {}  # requests and flows, by id
     for event in events:
         match event["ph"]:
             case "s" | "b":
@@ -180,7 +178,7 @@ def _outermost(slices: list[Slice]) -> list[Slice]:
     forward that ended before its loop requested it has a slice of length 0, which may start together with another
     slice.  Such slices are sorted by length, so the empty one comes first and counts as outermost.
     """
-    outermost: list[Slice] = []
+    outermost = []
     latest_end = 0.0
     for piece in sorted(slices, key=attrgetter("start", "end")):
         if piece.start >= latest_end or piece.end > latest_end or piece.name == "decide":

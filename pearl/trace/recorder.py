@@ -5,8 +5,6 @@ was not killed, an end. A reader skips an incomplete last line, so a killed work
 second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import logging

@@ -4,8 +4,6 @@ Sums over the recorded slices of both workers' loops, from the start of the firs
 that no slice covers is reported as `uncovered`.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,7 +196,7 @@ def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
 
 def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
     """Return the durations of the forwards among `slices`, by kind and number of tokens fed; prefills are left out."""
-    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    times = defaultdict(list)
     for piece in slices:
         if piece.name in VERIFICATIONS:
             times["verify", piece.args["n"]].append(piece.seconds)

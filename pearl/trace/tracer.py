@@ -4,11 +4,10 @@ A worker always calls through the wrappers; without a recording, a call costs on
 cause that the state machine named; nothing is inferred from gaps.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pearl.errors import TraceError
@@ -320,7 +319,7 @@ class TracedMailbox(Mailbox):
         if self._tracer.recorder is None:
             return received
         if timeout > 0:
-            message: object = None
+            message = None
             if received:
                 _, message = received[0]
             self._tracer.waited(start, self._tracer.clock(), message)
@@ -329,21 +328,21 @@ class TracedMailbox(Mailbox):
         return received
 
 
+@dataclass
 class TracedVerifier:
     """A verifier that records judgements and draws."""
 
-    def __init__(self, verifier: events.Verifier, tracer: Tracer) -> None:
-        self._verifier = verifier
-        self._tracer = tracer
+    verifier: events.Verifier
+    tracer: Tracer
 
     def judge(self, judge: events.Judge) -> events.Judged:
-        judged = self._verifier.judge(judge)
-        if self._tracer.recorder is not None:
-            self._tracer.verified("judge")
+        judged = self.verifier.judge(judge)
+        if self.tracer.recorder is not None:
+            self.tracer.verified("judge")
         return judged
 
     def sample(self, sample: events.Sample) -> events.Sampled:
-        sampled = self._verifier.sample(sample)
-        if self._tracer.recorder is not None:
-            self._tracer.verified("sample")
+        sampled = self.verifier.sample(sample)
+        if self.tracer.recorder is not None:
+            self.tracer.verified("sample")
         return sampled

@@ -3,8 +3,6 @@
 `listen` and `connect` open an end of the control channel; a transport is imported when one of its addresses is used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

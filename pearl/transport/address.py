@@ -4,8 +4,6 @@ Knows paths and the syntax of addresses; it connects only to see whether anyone 
 this user can connect.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket
@@ -32,7 +30,7 @@ def private_directory() -> Path:
 
 def private_directories() -> list[Path]:
     """Return the directories of this user that `private_directory` has made, most recently modified first."""
-    modified: dict[Path, float] = {}
+    modified = {}
     for path in _runtime_directory().glob(f"{_PREFIX}*"):
         with suppress(FileNotFoundError):  # another engine may remove its own at any time
             if is_private(path):

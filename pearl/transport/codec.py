@@ -4,8 +4,6 @@
 `RemoteProtocolError`. Knows no sockets and no state: the state machines check whether a message is allowed now.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -90,7 +88,7 @@ def encode(message: Message) -> list[bytes]:
     if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:
         # Truncate rather than fail.
         message = message.changed(message=message.message[: MAX_TEXT // 4])
-    raw: list[bytes] = []
+    raw = []
     try:
         if isinstance(message, DraftTokens) and message.rows:
             for row in message.rows:
@@ -147,7 +145,7 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
     """Yield what is wrong with the combination of fields; each field is valid by itself."""
-    seconds: list[float] = []
+    seconds = []
     match message:
         case DraftTokens():
             yield from _row_problems(message, raw)

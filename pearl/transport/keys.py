@@ -4,8 +4,6 @@ Anyone who has the file can use the engines. So the file is created readable by 
 can read is refused. Both hosts have the same file. Knows no sockets; `zeromq` derives CURVE keys from the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -61,7 +61,7 @@ class Mailbox:
         """As `Endpoint.receive`; with timeout 0, return what the thread has read so far. Raises the error that ended
         the thread.
         """
-        messages: list[Received] = []
+        messages = []
         if timeout > 0:
             with suppress(Empty):
                 messages.append(self._inbox.get(timeout=timeout))

@@ -4,8 +4,6 @@ Knows rows and ranks, not their purpose. The group is made directly from its bac
 belongs to the process's launcher, and is not touched.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ key to its peers, and admits one client key only.
 Knows frames and peers, not what messages mean.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import struct

@@ -3,8 +3,6 @@
 Nothing here waits longer than it is told to, and vLLM goes on by itself meanwhile.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ an accepted window, and tokens after corrections that it thought likely. `propos
 outcome, for the next step to verify. It sends the outcome on at once, and the draft works while vLLM verifies.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import secrets
@@ -22,7 +20,7 @@ from pearl.vllm.recording import Readiness, Stepped, StepRecorder
 from pearl.vllm.rows import RowTable
 from pearl.vllm.served import ServedTexts
 from pearl.vllm.settings import Place, ProposerSettings
-from pearl.vllm.text import Chain, DraftedText
+from pearl.vllm.text import DraftedText
 from pearl.vllm.vocabulary import Vocabulary
 from pearl.vllm.windows import StepSpeeds, window_lengths, worth_waiting
 
@@ -117,7 +115,7 @@ class PearlProposer:
     def close(self) -> None:
         """End the connection, and complete the trace."""
         if self.served is not None:
-            self._recorder.close()
+            self._recorder.stop()
             self.served.link.close()
             self.served = None
 
@@ -141,7 +139,7 @@ class PearlProposer:
             return [[] for _ in sampled_token_ids]
         began = self._recorder.clock()
         self.served.receive()
-        rows: list[Row] = []
+        rows = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             rows.append(Row(token_ids_cpu[row, :length], len(sampled)))
@@ -170,7 +168,7 @@ class PearlProposer:
         self._observe(served, numbers, now, is_regular=is_regular)
         for number in served.texts.keys() - set(numbers):
             served.end(number)
-        texts: list[DraftedText] = []
+        texts = []
         readiness = Readiness()
         for row, match in zip(rows, matches, strict=True):
             tokens = row.tokens[match.start :].tolist()
@@ -180,7 +178,7 @@ class PearlProposer:
                 text = served.begin(match.number, tokens)
             texts.append(text)
             if row.committed:
-                readiness += self._readiness_of(text)
+                self._look(text, readiness)
         commands = served.flush()
         event = Stepped(tuple(row.committed for row in rows))
         self._recorder.decided(event, commands, now)
@@ -200,11 +198,14 @@ class PearlProposer:
         served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
         self._recorder.step(windows, self._step.start, now)
 
-    def _readiness_of(self, text: DraftedText) -> Readiness:
-        """Return what the draft has ready for this text; after a rejection, update how often it had prepared for it."""
+    def _look(self, text: DraftedText, readiness: Readiness) -> None:
+        """Count what the draft has ready for this text; after a rejection, update how often it had prepared for it."""
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
-        return Readiness(1, int(not text.lacks(1)), int(text.was_rejected), int(text.was_foreseen))
+        readiness.rows += 1
+        readiness.ready += not text.lacks(1)
+        readiness.rejected += text.was_rejected
+        readiness.foreseen += text.was_foreseen
 
     def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
         """Wait for drafted tokens of the requests that have none, if waiting is expected to raise tokens per second."""
@@ -221,18 +222,18 @@ class PearlProposer:
         start = self._recorder.clock()
         seconds = max(_LEAST_WAIT_SECONDS, _PATIENCE * (wanted + 1) * speeds.t_draft)
         served.has_news = served.wait(empty, wanted, seconds)
-        self._recorder.waited(start)
+        self._recorder.waited(start, self._recorder.clock(), None)
 
     def _choose(
         self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
     ) -> list[list[int]]:
         """Return the tokens to verify, by row."""
-        chains: list[Chain] = []
+        chains = []
         for text in decoding:
             room = self._limit - 1 - text.request.sequence.committed
             chains.append(text.proposal(max(0, min(self._most, room))))
         lengths = window_lengths([chain.chances for chain in chains], served.speeds)
-        windows: dict[int, list[int]] = {}
+        windows = {}
         for text, chain, length in zip(decoding, chains, lengths, strict=True):
             windows[text.number] = list(chain.tokens[:length])
         return [windows.get(text.number, []) for text in texts]

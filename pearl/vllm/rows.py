@@ -5,8 +5,6 @@ request so far. Two requests with the same tokens may be mixed up, which does no
 for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -76,7 +74,7 @@ class RowTable:
         """Return the request of each row, given all tokens of each row. Forget requests that have no row."""
         unclaimed = dict(self._known)
         by_row = {known.row: known for known in unclaimed.values()}
-        owners: list[_Known | None] = []
+        owners = []
         for row, tokens in enumerate(rows):
             known = by_row.get(row)
             if known is not None and not known.is_continued(tokens):
@@ -84,7 +82,7 @@ class RowTable:
             if known is not None:
                 del unclaimed[known.number]
             owners.append(known)
-        matches: list[Match] = []
+        matches = []
         for row, tokens in enumerate(rows):
             known = owners[row] or _longest(unclaimed.values(), tokens)
             if known is not None:
@@ -106,7 +104,7 @@ class RowTable:
 
 def _longest(candidates: Iterable[_Known], tokens: Tokens) -> _Known | None:
     """Return the longest request that `tokens` continue; None if they continue none."""
-    longest: _Known | None = None
+    longest = None
     for known in candidates:
         is_longer = longest is None or known.length > longest.length
         if is_longer and known.is_continued(tokens):

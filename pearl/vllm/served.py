@@ -4,8 +4,6 @@ Drafted tokens are taken in as they arrive, in the connection's thread while vLL
 vLLM's thread.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -127,7 +125,7 @@ class ServedTexts:
         start = self._recorder.clock()
         commands = self._outbox
         self._outbox = []
-        messages: list[Message] = []
+        messages = []
         for command in commands:
             if isinstance(command, Send):
                 messages.append(command.message)
@@ -220,9 +218,9 @@ class ServedTexts:
 
 def _together(messages: Iterable[Message]) -> Outcomes:
     """Combine the messages into one. It has them by kind, in the order in which one request's messages come anyway."""
-    finishes: list[Finish] = []
-    begins: list[Begin] = []
-    verdicts: list[Verdict] = []
+    finishes = []
+    begins = []
+    verdicts = []
     for message in messages:
         match message:
             case Finish():

@@ -4,8 +4,6 @@ vLLM decides the text; this file only follows it.  It uses the same objects as P
 late, that restarts or that sends nonsense is handled by the same rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -165,7 +163,7 @@ class DraftedText:
 
     def _drafted(self, most: int) -> Chain:
         tokens = self.request.sequence.pending[:most]
-        chances: list[float] = []
+        chances = []
         reached = 1.0
         for about in self.request.proposals.seen(len(tokens)):
             if about is None:

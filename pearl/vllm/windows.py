@@ -45,7 +45,7 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
         chances: for each request and each of its drafted tokens, the probability that this token and all drafted tokens
             before it are accepted.
     """
-    ranked: list[tuple[float, int]] = []
+    ranked = []
     for row, row_chances in enumerate(chances):
         for chance in row_chances:
             ranked.append((-chance, row))
@@ -82,7 +82,7 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
     def step(tokens: int) -> float:
         return speeds.t_target(rows * (tokens + 1))
 
-    rates: list[float] = []
+    rates = []
     ready = _State.of(ready_tokens, acceptance, foreseen, step(ready_tokens))
     for count in range(min(most, int(speeds.ratio)) + 1):
         bare = _State.of(count, acceptance, foreseen, step(count) + count * delay)

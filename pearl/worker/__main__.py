@@ -3,8 +3,6 @@
 The first line on stdin is the worker's `WorkerSettings`.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Putting a worker together from its settings: device, model, tokenizer, channels, loop."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -98,7 +96,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
                     spoken = draft
             digest = vocabulary_digest(spoken, spoken.vocab_size)
         steps.done("reading the tokenizers")
-        heads: list[str] = []
+        heads = []
         if is_drafting:
             heads.append(config.draft)
         if config.head is not None:
@@ -108,8 +106,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
         steps.done("loading the model")
-        if device_choice.cores is not None:
-            occupy(device_choice.cores, runner.use_threads)
+        _occupy(device_choice, runner)
 
         def spread(cores: Cores) -> None:
             occupy(choices[cores], runner.use_threads)

@@ -4,8 +4,6 @@ Linux counts nanoseconds for each thread in `/proc/self/task/ID/schedstat`: firs
 ready without a core.  Without this file, as in some sandboxes, the waits are unknown and count as 0.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The draft worker's loop: draft, and between any two forwards look for a verdict, never waiting while it may draft."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

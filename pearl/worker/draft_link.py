@@ -1,7 +1,5 @@
 """The draft as a peer of the target worker: its messages as events of the protocol, its health, its distributions."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -238,7 +236,7 @@ class DraftLink:
     def _unpacked(self, rows: tuple[Any, ...], vocab: int) -> tuple[Any, ...]:
         """Return the rows as tensors [vocab]; those that the message only announces are received from the channel."""
         tensors = list(rows)
-        announced: list[int] = []
+        announced = []
         for index, row in enumerate(rows):
             if isinstance(row, PackedRow):
                 tensors[index] = row.unpack(vocab)

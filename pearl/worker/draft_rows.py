@@ -1,7 +1,5 @@
 """How the draft sends its distributions: within the message, or over the tensor channel. Knows no sockets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The requests of all these targets share the draft's slots.  A draft never decide
 that leaves, hangs or lies costs the others nothing but the slots of its requests.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

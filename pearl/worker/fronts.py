@@ -1,7 +1,5 @@
 """The fronts that are attached to a target worker: which front submitted each request, its times and its results."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

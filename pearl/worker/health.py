@@ -1,7 +1,5 @@
 """Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -83,8 +81,8 @@ class DraftHealth:
             waiting: request -> (committed tokens, committed and pending tokens).
             now: seconds.
         """
-        progress: dict[int, _Progress] = {}
-        overdue: list[int] = []
+        progress = {}
+        overdue = []
         for request, lengths in waiting.items():
             furthest = self._progress.get(request)
             if furthest is None or lengths > furthest.lengths:

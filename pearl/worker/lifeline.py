@@ -5,8 +5,6 @@ for whatever reason. A child forked by the launcher may hold that end as well. S
 it checks the id of its parent process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

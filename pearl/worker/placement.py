@@ -5,8 +5,6 @@ take turns on one core as soon as any other process wants a core. So each thread
 wait for one another is up to the runner (`ModelRunner.use_threads`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Recordings (traces) that fronts request from a target worker, one at a time."""
 
-from __future__ import annotations
-
 from pearl.errors import TraceError
 from pearl.protocol.messages import Error, Trace
 from pearl.trace.tracer import Tracer

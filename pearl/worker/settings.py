@@ -1,7 +1,5 @@
 """Settings of worker processes and loops."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -8,8 +8,6 @@ are its key.  A target worker starts with the profile's speeds and corrects them
 the profile, except those whose rule makes them depend on the window (`ratio` under `sd`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -150,7 +148,7 @@ def _identity(spec: str) -> str:
     if not path.exists():
         return spec
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stamps: list[tuple[str, int, int]] = []
+    stamps = []
     for file in files:
         if file.is_file():
             status = file.stat()

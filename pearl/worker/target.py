@@ -4,8 +4,6 @@ The loop sees interfaces only: an endpoint, a runner behind an executor, a coord
 requests of each front, `draft_link` the draft as a peer, `recording` the recordings; this file has the order of things.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -6,8 +6,6 @@ A half sees logits, tokens and draft distributions; nothing of windows, epochs o
 If a rule's draft is to read the target's hidden states, `ModelProposer` can pass them on: no half needs to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature

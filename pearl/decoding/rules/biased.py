@@ -15,8 +15,6 @@ Bild accepts a token whose target probability is high enough, whatever its draft
 bild does at temperature 0: it commits either the draft's likeliest token or the target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp
 

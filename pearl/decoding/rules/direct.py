@@ -5,8 +5,6 @@ DIRECT), and acceptance is at least (1-TV)/(1+TV).  At temperature 0 it is greed
 the wire.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

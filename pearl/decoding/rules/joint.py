@@ -10,8 +10,6 @@ Not exact, on purpose: the rule prefers texts that are likely as a whole.  Sourc
 speculative decoding, algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ Other rules that judge each draft token against the distribution that it was dra
 with another `accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ left.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr judges the can
 equal the accepted token, the next position has as many candidates again.  Source: Sun et al. 2023, algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
@@ -78,7 +76,7 @@ def calibrate(
     acceptance = by_name[SD].acceptance or 0.0
     gamma = measured.gamma or 1
     advice, flags = advise(list(by_name.values()), gamma, config)
-    greedy_tokens: list[int] = []
+    greedy_tokens = []
     for sample in measured.of(AR):
         for text in sample.results:
             greedy_tokens += text.tokens
@@ -128,10 +126,7 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
 
     The sentence also names methods whose speedup may be equal: their confidence intervals overlap with the fastest's.
     """
-    speedups = {}
-    for row in rows:
-        if row.speedup is not None:
-            speedups[row.name] = row.speedup
+    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
     name = max(speedups, key=lambda name: speedups[name].value)
     best_speedup = speedups[name]
     if best_speedup.low <= 1 or best_speedup.value <= _MIN_SPEEDUP:

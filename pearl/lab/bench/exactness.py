@@ -102,7 +102,7 @@ def check_pair(
         watcher: counts the findings.
     """
     target = make_runner(config.model("target"), place(config, "target"))
-    shapes: Mapping[str, Mapping[str, Any]] = {}
+    shapes = {}
     if not quick:
         shapes = _shapes(config)
     methods: Sequence[str] = _SOME

@@ -1,7 +1,5 @@
 """Figures of benchmark rows: medians over texts with bootstrap intervals, and the JSON document."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -177,7 +175,7 @@ def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict
 
 
 def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
-    runs: list[int] = []
+    runs = []
     for text in totals.texts:
         for length, count in text.run_histogram.items():
             runs += [length] * count

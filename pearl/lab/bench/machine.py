@@ -1,7 +1,5 @@
 """The hardware and versions of a measurement, its duration, and the CPU time that other processes took meanwhile."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -3,8 +3,6 @@
 There is a built-in set of rows; `pearl bench` and others can name rows by their settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,9 +73,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     if config.head is not None:
         names.append(HEAD)
     names.append(PEARL)
-    rows = []
-    for name in names:
-        rows.append(Row(name, parse_settings(f"{name},rule={rule}")))
+    rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
     rows.append(Row(AUTO, parse_settings(AUTO)))  # auto picks a rule that changes no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):

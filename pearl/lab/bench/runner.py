@@ -1,7 +1,5 @@
 """Run a benchmark: the rows take turns on each task, so that a slow phase of the machine affects all rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The tasks of a benchmark: conversations of one or more user turns, in named sets."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ Source: "Break the Sequential Dependency of LLM Inference Using Lookahead Decodi
 and G are `COLUMNS`, `LEVELS` + 1 and `KEPT`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +112,7 @@ class JacobiIndex(Pool):
         columns = min(COLUMNS, most // LEVELS)
         if columns < 1 or room <= COLUMNS + LEVELS:
             return None
-        tokens: list[int] = []
+        tokens = []
         for level in self.levels:
             tokens += level[:columns]
         parents = [*range(-1, columns - 1), *range((LEVELS - 1) * columns)]

@@ -4,8 +4,6 @@ Each index says which tokens enter the tree, and with what probability. All else
 pay, verification) is as in method `ngram`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ rate; nothing else of a model matters to the runtime.  Each cell has a figure fr
 simulator and the runtime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MJSD's table 1: time and energy of a forward by batch size. Source: Qin et al. 2024, section 4."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 

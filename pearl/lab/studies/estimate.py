@@ -1,7 +1,5 @@
 """Estimates with bootstrapped 95% intervals: statistics of items, and speed-ups over many texts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

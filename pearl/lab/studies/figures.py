@@ -1,7 +1,5 @@
 """Tables and figures as data. Commands print them as JSON, and draw figures if matplotlib is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ A replay asks for guesses at each position where a forward would begin, and foll
 guesses.  A target would follow the same path, because its draws are the text.  No model runs and nothing is timed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +125,7 @@ def _follow(
     """
     children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     position = committed - 1
-    path: list[int] = []
+    path = []
     for token in text:
         node = children.get((position, token))
         if node is None:

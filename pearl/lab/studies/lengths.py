@@ -4,8 +4,6 @@ An oracle drafts up to the first token that the target would reject.  Its length
 draft tokens between two tokens of the target's own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

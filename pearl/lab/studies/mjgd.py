@@ -5,8 +5,6 @@ this method.  The method itself is slow: its search takes more forwards than the
 2024, section 3.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

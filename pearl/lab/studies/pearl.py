@@ -4,8 +4,6 @@ The forward times and the acceptance rate of a pair are the paper's own measurem
 predicts the paper's results of each method (Tables 1 to 3, 5 and 6) from these.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
@@ -170,7 +168,7 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
     published = pair.published
     sd = Run("sd", pair.gamma)
     fixed = Run("pearl", pair.window)
-    cells: list[Cell] = []
+    cells = []
 
     def add(run: Run | None, label: str, unit: Unit, paper: float | None) -> None:
         cells.append(Cell(pair.title, run, label, unit, paper))

@@ -4,8 +4,6 @@ Recording runs the target, then the draft along the target's text, in this proce
 depends only on the models and the seed.  To replay a published method it suffices to know which draft tokens are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -115,7 +113,7 @@ def record(
         raw: use no chat template.
         tick: called with a line of progress.
     """
-    seen: set[tuple[int, ...]] = set()
+    seen = set()
     target, draft = pair
     longest = min(target.context, draft.context) - tokens
     raw = raw or not tokenizer.chat_template

@@ -4,8 +4,6 @@ Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes
 bound on the speed of the runtime.  This module must not know the studies that use it.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ from a datastore and from both, so acceptance does not depend on the load of the
 batching are measured, which needs a quiet machine.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ from pearl.models.calibrate import forward_seconds
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Source
-from pearl.spec.methods import LOOK_AHEAD, METHODS
+from pearl.spec.methods import METHODS
 from pearl.text.conversation import Conversation
 from pearl.text.stream import Tokenizer
 from pearl.worker.build import make_runner
@@ -57,6 +55,7 @@ _LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt to summarise
 _FEEDS = (*SIZES, 64)
 _FREE = 1.1  # tokens are free if their forward takes at most this multiple of a one-token forward
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
+LOOK_AHEAD = METHODS["ngram"].look_ahead
 _AT_ONCE = 8  # texts decoded together
 _FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 PAPER: dict[Any, str] = {  # section 4 of the paper
@@ -353,9 +352,7 @@ def free_tokens(writer: Writer, most_context: int) -> Table:
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]
-    rows = []
-    for batch in BATCHES:
-        rows.append([str(batch), f"{free_in_theory(batch):.1f}"])
+    rows = [[str(batch), f"{free_in_theory(batch):.1f}"] for batch in BATCHES]
     for context in _CONTEXTS:
         if context > most_context or context + max(_FEEDS) > target.context:
             continue

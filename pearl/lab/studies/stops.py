@@ -8,8 +8,6 @@ Each token of the target's answers is an example for the classifier (Mamou et al
 The held-out texts choose its threshold and its cap: those with which `sd` is fastest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,10 +140,7 @@ def side_by_side(
     rows += _with_policies("sd", _sd(CAP), classifier)
     rows.append([Tried("pearl", RequestOptions("pearl"))])
     rows += _with_policies("pearl", RequestOptions("pearl"), classifier)
-    results = []
-    for tried in rows:
-        results.append(_fastest(recorded, timing, tried))
-    return results
+    return [_fastest(recorded, timing, tried) for tried in rows]
 
 
 def _with_policies(
@@ -263,7 +258,7 @@ def train(
     rows, labels = examples(learned.texts)
     classifier = fit(rows, labels, recorded.target, recorded.draft, seed)
     confidences: list[float] = []
-    labels_held_out: list[bool] = []
+    labels_held_out = []
     for text in held_out.texts:
         confidences += map(classifier.confidence, features_of(text))
         labels_held_out += text.right

@@ -4,8 +4,6 @@ The papers' models and data are not here.  So compare their figures with ours in
 what differs and what is left out.  `studies.yaml` has the studies.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Pure functions of numbers.  They must not know the runtime: a test compares both
 a draft token.  All times of a call are in one unit, whichever it is.
 """
 
-from __future__ import annotations
-
 
 def sd_tokens_per_step(a: float, gamma: int) -> float:
     """Return the expected tokens that a target forward over `gamma` draft tokens commits, with correction or bonus.

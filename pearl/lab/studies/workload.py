@@ -5,8 +5,6 @@ So every method, window and delay meets the same right and wrong tokens.  Over s
 expected number of texts.  That leaves little noise.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Must not import torch: the front, which holds no model, resolves its tokenizer here too.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

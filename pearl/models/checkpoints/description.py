@@ -1,7 +1,5 @@
 """Describes a model on this machine's disk, and how it would run here, without reading its weights."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from pathlib import Path

@@ -134,7 +134,7 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     layers = load_file(DRAFT_LAYERS)
     table = table_in(target)
     assert table is not None
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     with (building / _WEIGHTS).open("wb") as file:
 
         def put(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> None:

@@ -1,7 +1,5 @@
 """Converts quantised weights of GGUF files, and weights in MXFP4, to `QuantisedMatrix`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ model runs exactly as its file states, or the file is refused: `families.GGUF` d
 must state.  Must not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

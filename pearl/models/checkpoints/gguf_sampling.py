@@ -5,8 +5,6 @@ reported as not supported if it would change the text.  A setting that the file 
 llama-server's default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Maps a GGUF file and reads its weights, either quantised as in the file or dequantised as gguf-py does it."""
 
-from __future__ import annotations
-
 import mmap
 from functools import partial
 

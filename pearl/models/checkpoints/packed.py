@@ -3,8 +3,6 @@
 `recipes` decides which layout a module has. This file reads the layouts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -333,7 +331,7 @@ def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list[Tensors]:
     """Return the quantised modules that have tensors among `names`."""
-    parts: dict[str, set[str]] = defaultdict(set)
+    parts = defaultdict(set)
     for name in names:
         module = module_of(name)
         parts[module].add(name.removeprefix(f"{module}."))

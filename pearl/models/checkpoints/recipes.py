@@ -14,8 +14,6 @@ Each tool has its own rules to choose the settings of a module by the module's n
 Must not know tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

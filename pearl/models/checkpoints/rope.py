@@ -1,7 +1,5 @@
 """Rotary position embedding (rope): computes cosines and sines by config.json, bit for bit as transformers does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple

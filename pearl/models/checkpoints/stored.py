@@ -1,7 +1,5 @@
 """Lists and removes models on this machine's disk, in the hub's cache and in ours. Must not import torch."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

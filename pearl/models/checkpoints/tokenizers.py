@@ -1,7 +1,5 @@
 """Loads the tokenizer of a named model, a checkpoint or a toy. Must not load weights."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import string

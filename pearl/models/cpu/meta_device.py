@@ -6,8 +6,6 @@ Other parts of torch may depend on them: in 2.13, `torch.Generator()` fails with
 postponed only in releases of torch that were checked. Must not import torch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder

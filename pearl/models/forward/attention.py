@@ -1,7 +1,5 @@
 """Attention on every device: how positions are scored, and the blocks in which they are read."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

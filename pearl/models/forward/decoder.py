@@ -1,7 +1,5 @@
 """Weights and configuration of a model, in the form that our own forward takes. Must not know files."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ A row's bits do not depend on the other rows: an expert's products do not depend
 and the outputs of a row's experts are added in the order of their probabilities.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace

@@ -301,7 +301,7 @@ class DecoderLayers:
         rounding: Rounding,
     ) -> tuple[str, torch.dtype]:
         """Return the dtype or bits of the weights, and the dtype of the states between layers."""
-        bits: set[int] = set()
+        bits = set()
         if rounding:
             bits.add(int(rounding[-1]))
         else:
@@ -354,7 +354,7 @@ class DecoderLayers:
         half = self._rotated // 2
         unrotated = self.heads.dim // 2 - half
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
-        ropes: dict[str, Rope] = {}
+        ropes = {}
         for layer in self.layers:
             name = layer.rope
             if name is None or name in ropes:
@@ -385,7 +385,7 @@ class DecoderLayers:
         if self.scales.embedding != 1:
             hidden = hidden * self.scales.embedding
         hidden = hidden.to(self.residual_dtype)
-        tapped: dict[int, torch.Tensor] = {}
+        tapped = {}
         if isinstance(attends, NativeAttention) and self.in_one_call is not None:
             limits = {0, len(self.layers)}
             limits.update(self.taps)
@@ -519,7 +519,7 @@ class DecoderLayers:
 
 def bits_of(layer: torch.nn.Module) -> set[int]:
     """Return the bits of a layer's quantised matrices."""
-    bits: set[int] = set()
+    bits = set()
     for module in layer.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, QuantisedMatrix):

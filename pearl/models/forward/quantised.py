@@ -87,7 +87,7 @@ class QuantisedMatrix:
 
     def of_rows(self) -> dict[str, torch.Tensor]:
         """Return the tensors that have numbers for each row, by their names."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and field.name not in _OF_ALL_ROWS:
@@ -180,7 +180,7 @@ def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> Quanti
     if rows is None:
         parts = list(parts)
         rows = sum(len(part.steps) for part in parts)
-    result: QuantisedMatrix | None = None
+    result = None
     start = 0
     for part in parts:
         count = len(part.steps)

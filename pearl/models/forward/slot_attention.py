@@ -1,8 +1,7 @@
 """Attention of a forward's rows to their slots: in C, and by torch's operations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -131,6 +130,7 @@ class NativeAttention:
         return out
 
 
+@dataclass
 class TorchAttention:
     """Computes attention with torch's operations: the reference for our kernels, and a head's attention on a GPU.
 
@@ -139,17 +139,10 @@ class TorchAttention:
         start: the position of the first row; each row sees the positions up to its own.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        slot: int,
-        start: int,
-        scoring: attention.Scoring,
-    ) -> None:
-        self._slots = slots
-        self._slot = slot
-        self._start = start
-        self._scoring = scoring
+    slots: Slots
+    slot: int
+    start: int
+    scoring: attention.Scoring
 
     def attend(
         self,
@@ -167,14 +160,14 @@ class TorchAttention:
         """
         n, kv_heads, _ = values.shape
         heads = facing.shape[1] - kv_heads
-        end = self._start + n
+        end = self.start + n
         facing = self.write(layer, facing, values, rope)
-        keys = self._slots.keys[self._slot, layer, :, :end]
-        all_values = self._slots.values[self._slot, layer, :, :end]
+        keys = self.slots.keys[self.slot, layer, :, :end]
+        all_values = self.slots.values[self.slot, layer, :, :end]
         queries = facing[:, :heads].unflatten(1, (kv_heads, -1))
         queries = queries.permute(1, 2, 0, 3).flatten(1, 2)
-        scores = torch.bmm(queries, keys.mT) * self._scoring.scale
-        scores = attention.cap_scores(scores, self._scoring.cap)
+        scores = torch.bmm(queries, keys.mT) * self.scoring.scale
+        scores = attention.cap_scores(scores, self.scoring.cap)
         scores = scores.unflatten(1, (-1, n))
         shares = self._shares(layer, scores).flatten(1, 2)
         mixed = torch.bmm(shares, all_values).unflatten(1, (-1, n))
@@ -193,13 +186,13 @@ class TorchAttention:
             facing: see `attend`; or the keys alone.
         """
         n, kv_heads, dim = values.shape
-        rows = slice(self._start, self._start + n)
+        rows = slice(self.start, self.start + n)
         if rope is not None:
             cos, sin = rope
             facing = facing * cos[rows] + facing.roll(dim // 2, -1) * sin[rows]
-        facing = facing.to(self._slots.keys.dtype)
-        self._slots.keys[self._slot, layer, :, rows] = facing[:, -kv_heads:].transpose(0, 1)
-        self._slots.values[self._slot, layer, :, rows] = values.transpose(0, 1)
+        facing = facing.to(self.slots.keys.dtype)
+        self.slots.keys[self.slot, layer, :, rows] = facing[:, -kv_heads:].transpose(0, 1)
+        self.slots.values[self.slot, layer, :, rows] = values.transpose(0, 1)
         return facing
 
     def _shares(
@@ -210,9 +203,9 @@ class TorchAttention:
         """Return the softmax of scores [kv_heads, group, n, end] over the positions that each row sees."""
         kv_heads, group, n, end = scores.shape
         positions = torch.arange(end, device=scores.device)
-        is_hidden = self._is_hidden(layer, positions, positions[self._start :, None])
+        is_hidden = self._is_hidden(layer, positions, positions[self.start :, None])
         scores = scores.masked_fill(is_hidden, -torch.inf)
-        sinks = self._scoring.sinks_of(layer)
+        sinks = self.scoring.sinks_of(layer)
         if sinks is None:
             return scores.softmax(-1)
         sink_scores = sinks.view(kv_heads, group, 1, 1).expand(-1, -1, n, -1)
@@ -230,7 +223,7 @@ class TorchAttention:
             positions: [end].
             own_positions: those of the rows, [n, 1].
         """
-        window = self._scoring.windows[layer]
+        window = self.scoring.windows[layer]
         is_hidden = positions > own_positions
         if window:
             is_hidden |= positions <= own_positions - window
@@ -252,19 +245,11 @@ class BlockMask(NamedTuple):
     has_one_start: bool
 
 
+@dataclass
 class BlockAttention(TorchAttention):
     """Computes the attention of a block of rows that a `BlockMask` describes."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        slot: int,
-        start: int,
-        scoring: attention.Scoring,
-        mask: BlockMask,
-    ) -> None:
-        super().__init__(slots, slot, start, scoring)
-        self._mask = mask
+    mask: BlockMask
 
     def _is_hidden(
         self,
@@ -273,7 +258,7 @@ class BlockAttention(TorchAttention):
         own_positions: torch.Tensor,
     ) -> torch.Tensor:
         """See `TorchAttention._is_hidden`."""
-        mask = self._mask
+        mask = self.mask
         is_hidden = (positions < 0).expand(len(own_positions), -1)
         if mask.is_causal[layer]:
             is_hidden = positions > own_positions
@@ -282,6 +267,6 @@ class BlockAttention(TorchAttention):
             starts = own_positions - window + 1
             if mask.has_one_start:
                 starts = own_positions[:1] - window
-            starts = starts.clamp_max(self._start)  # a window hides no row of the block
+            starts = starts.clamp_max(self.start)  # a window hides no row of the block
             is_hidden = is_hidden | (positions < starts)
         return is_hidden

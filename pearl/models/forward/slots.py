@@ -4,8 +4,6 @@ A slot holds one sequence. The states of a tree wait in the slot, or apart from 
 the path that continues the sequence.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Autotuner: chooses tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -11,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
+from msgspec import toml
 from triton import AsyncCompileMode
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -61,27 +61,8 @@ class Cut:
         }
 
 
-# Bits of the weights -> cuts. Each cut is the fastest for some product of Llama 1B or 7B on an H100.
-_CANDIDATES = {
-    16: [
-        Cut(32, 64, 4, 4),
-        Cut(32, 128, 4, 3),
-        Cut(32, 128, 2, 3),
-        Cut(16, 128, 4, 4),
-        Cut(64, 64, 2, 4),
-    ],
-    8: [
-        Cut(32, 128, 4, 3),
-        Cut(32, 128, 2, 4),
-        Cut(16, 128, 4, 4),
-    ],
-    4: [
-        Cut(32, 128, 4, 1),
-        Cut(16, 128, 8, 1),
-        Cut(32, 128, 8, 1),
-        Cut(16, 128, 4, 1),
-    ],
-}
+_TABLES = Path(__file__).with_name("cuts.toml")
+_CANDIDATES = toml.decode(_TABLES.read_bytes(), type=dict[int, list[Cut]])  # by bits of weights
 FAILURES = (OutOfResources, PTXASError)  # what a kernel raises that this GPU cannot run
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # least columns and inputs of a cut

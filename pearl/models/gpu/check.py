@@ -1,7 +1,5 @@
 """Helpers to check our kernels when a model is loaded: their rows must be near those of torch's operations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Products, norms and gates are torch's operations. Our kernels in `prefill_kernel
 torch would need many launches, or lengths that the host knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -12,6 +12,7 @@ arithmetic on them, and leaves the others as they are.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -217,6 +218,7 @@ def attend(
     tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty))
 
 
+@dataclass
 class PromptAttention:
     """Computes the attention of a prompt's piece with our kernels, which also rotate queries and keys.
 
@@ -224,15 +226,9 @@ class PromptAttention:
         inputs: slot, position of the first row, and number of tokens, on the device.
     """
 
-    def __init__(
-        self,
-        inputs: torch.Tensor,
-        slots: Slots,
-        scoring: Scoring,
-    ) -> None:
-        self._inputs = inputs
-        self._slots = slots
-        self._scoring = scoring
+    inputs: torch.Tensor
+    slots: Slots
+    scoring: Scoring
 
     def attend(
         self,
@@ -244,9 +240,9 @@ class PromptAttention:
         """See `TorchAttention.attend`."""
         n, kv_heads, dim = values.shape
         heads = facing.shape[1] - kv_heads
-        scoring = self._scoring
-        keys = self._slots.keys[:, layer]
-        all_values = self._slots.values[:, layer]
+        scoring = self.scoring
+        keys = self.slots.keys[:, layer]
+        all_values = self.slots.values[:, layer]
         sinks = scoring.sinks_of(layer)
         out = facing.new_empty(n, heads * dim)
         cos, sin = rope or (facing, facing)
@@ -254,7 +250,7 @@ class PromptAttention:
         sizes = {"HQ": heads, "D": dim, "TURNS": rope is not None}
         written_rows = min(32, n)
         write[(n // written_rows, kv_heads)](
-            self._inputs,
+            self.inputs,
             facing,
             values,
             cos,
@@ -273,7 +269,7 @@ class PromptAttention:
         if scoring.cap:
             inner = 2 * inner / scoring.cap
         attend[(heads, n // rows)](
-            self._inputs,
+            self.inputs,
             facing,
             keys,
             all_values,

@@ -5,8 +5,6 @@ prompt, however many tokens are fed: the rows after the tokens are padding, disc
 the host fills a buffer with what differs between forwards: the tokens, their slots and positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -8,8 +8,6 @@ that end before the tree. Within the tree each row attends to its own path, in t
 The bits of a row depend only on its text and its position, not on the other rows of the table.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@
 Must not know models, nor texts.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
@@ -154,10 +152,7 @@ def layer_for(theirs: object, context: int) -> Any:
 
 def layers_of(config: Any, context: int) -> list[Any]:
     """Return the cache layers of a model for `context` tokens."""
-    layers = []
-    for layer in DynamicCache(config=config).layers:
-        layers.append(layer_for(layer, context))
-    return layers
+    return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
 
 
 class _Snapshot(NamedTuple):
@@ -200,9 +195,7 @@ class Snapshots:
         """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
         newest = self.kept[-1].length if self.kept else 0
         if self and not self.unknown and newest < self.length:
-            states = []
-            for layer in self._layers:
-                states.append(_copy(_state(layer)))
+            states = [_copy(_state(layer)) for layer in self._layers]
             self.kept.append(_Snapshot(self.length, states))
             if len(self.kept) > SNAPSHOTS:
                 self._thin()
@@ -229,7 +222,7 @@ class Snapshots:
 
     def kinds(self) -> list[str]:
         """Return the names of the attributes in which recurrent layers hold state so far."""
-        names: set[str] = set()
+        names = set()
         for layer in self._layers:
             if layer in self.unknown:
                 continue
@@ -272,10 +265,7 @@ def _copy(value: Any) -> Any:
         return value.clone()
     if not isinstance(value, dict):
         return value
-    copies = {}
-    for name, item in value.items():
-        copies[name] = _copy(item)
-    return copies
+    return {name: _copy(item) for name, item in value.items()}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -4,8 +4,6 @@ Contains transformers' cache and forward conventions.  Must not know where model
 their logits are used for.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Sequence
