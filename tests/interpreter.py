@@ -1,8 +1,10 @@
 """Makes Triton's interpreter faster in the process that imports this module.
 
 At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
-takes them out: once is enough. It computes the types of each operation anew. It computes whether a sum overflows, and
-asks only in a mode for debugging. These names are Triton's own: without one of them the tests take longer.
+takes them out: once is enough. It calls each of them through two more. It computes the types of each operation anew,
+even where both operands have the same. It computes whether a sum overflows, and asks only in a mode for debugging. It
+checks the size of each number that it makes. For every launch it reads the kernel's signature again, and takes tensors
+to the host, where ours are. These names are Triton's own: without one of them the tests take longer.
 """
 
 from contextlib import suppress
@@ -57,6 +59,12 @@ def init_tensor_fast(tensor: Any, handle: Any, kind: Any) -> None:
     tensor.dtype = kind.scalar
 
 
+def init_handle_fast(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    handle.data = data
+    handle.dtype = dtype
+    handle.attr = attr or {}
+
+
 def dtypes_by_name(find: Any) -> Any:
     """Return `find`, from Triton's types to NumPy's, with a memory."""
     dtypes: dict[str, Any] = {}
@@ -70,12 +78,56 @@ def dtypes_by_name(find: Any) -> Any:
     return remembered
 
 
+def put_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Put a function of Triton's language, without its wrapper, in its place."""
+    function = getattr(member, "__wrapped__", member)
+    semantic = interpreter.interpreter_semantic
+
+    def call(*args: Any, _semantic: Any = None, **options: Any) -> Any:
+        return function(*args, _semantic=semantic, **options)
+
+    scope.set_attr(owner, name, call)
+
+
+NUMBERS = {"fp32", "int32", "int64", "int1"}  # types of which two operands stay as they are
+
+
+def operands_fast(semantic: Any, lhs: Any, rhs: Any, *checks: Any, **more: Any) -> Any:
+    if (
+        type(lhs) is type(rhs) is language.tensor
+        and lhs.dtype is rhs.dtype
+        and lhs.shape is rhs.shape  # of `block_shape`
+        and lhs.dtype.name in NUMBERS
+    ):
+        return lhs, rhs
+    return operands(semantic, lhs, rhs, *checks, **more)
+
+
+@cache
+def executor_of(kernel: Any) -> Any:
+    return interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, None, kernel.pre_run_hooks)
+
+
+def run_fast(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    if not warmup:
+        executor = executor_of(kernel)
+        executor.grid = grid
+        executor(*args, **options)
+
+
 init_block_type = language.block_type.__init__
 init_tensor = language.tensor.__init__
+operands = type(interpreter.interpreter_semantic).binary_op_type_checking_impl
 with suppress(AttributeError):
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = cache(interpreter._patch_lang)
+    interpreter._patch_attr = put_builtin
     interpreter._get_np_dtype = dtypes_by_name(interpreter._get_np_dtype)
+    interpreter.TensorHandle.__init__ = init_handle_fast
+    interpreter.GridExecutor._init_args_hst = lambda executor, args, options: (args, options)
+    interpreter.GridExecutor._restore_args_dev = lambda executor, *arguments: None
+    interpreter.InterpretedFunction.run = run_fast
     language.block_type.__init__ = init_block_type_fast
     language.tensor.__init__ = init_tensor_fast
+    type(interpreter.interpreter_semantic).binary_op_type_checking_impl = operands_fast
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
