@@ -19,7 +19,7 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 @cache
 def _cases(*sizes: int) -> list[tuple[int, ...]]:
-    """Choose, again and again, the case with the most pairs that are still missing. Sets of pairs are bits of numbers."""
+    """Choose, again and again, the case with the most missing pairs. A set of pairs is the bits of a number."""
     cases = list(product(*map(range, sizes)))
     numbers: dict[object, int] = {}
     pairs = []

@@ -115,11 +115,7 @@ def test_the_registry_alone_leads_to_guesses_of_the_lab() -> None:
 
 def test_one_module_alone_uses() -> None:
     for package, user in SOLE_USERS.items():
-        users = {
-            name
-            for name in modules()
-            if any(belongs(m, package) for m in imported(name))
-        }
+        users = {name for name in modules() if any(belongs(m, package) for m in imported(name))}
         assert users == {user}
 
 
@@ -135,9 +131,7 @@ def test_decoding_is_pure_functions_of_tensors_and_keys() -> None:
     impure = IMPURE - {"torch", "numpy"} | {"torch.distributed", "multiprocessing", "subprocess"}
     for name in modules():
         if belongs(name, "pearl.decoding"):
-            assert not {
-                m for m in imported(name) if any(belongs(m, one) for one in impure)
-            }, name
+            assert not {m for m in imported(name) if any(belongs(m, one) for one in impure)}, name
 
 
 def test_the_rules_are_declared_without_torch() -> None:
