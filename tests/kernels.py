@@ -42,8 +42,8 @@ FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
 SMALL: dict[str, Any] = {
     "vocab_size": 90,
     "pad_token_id": 0,
-    "hidden_size": 64,
-    "intermediate_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -51,8 +51,6 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _ONE = {"num_hidden_layers": 1}
-# Of no power of two: the tiles are small, and many, which takes the interpreter longer.
-_ODD = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 24}
 _MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -84,9 +82,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
     ),
-    "biases of all matrices, sizes of no power of two": (
+    "biases of all matrices, heads of no power of two": (
         "Llama",
-        _ONE | _ODD | {"mlp_bias": True, "attention_bias": True},
+        _ONE
+        | {"mlp_bias": True, "attention_bias": True, "head_dim": 24, "intermediate_size": 80},
     ),
     WINDOWS: (
         "Gemma2",
