@@ -84,8 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "biases of all matrices, heads of no power of two": (
         "Llama",
-        _ONE
-        | {"mlp_bias": True, "attention_bias": True, "head_dim": 24, "intermediate_size": 80},
+        _ONE | {"mlp_bias": True, "attention_bias": True, "head_dim": 24, "intermediate_size": 80},
     ),
     WINDOWS: (
         "Gemma2",

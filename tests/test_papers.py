@@ -25,7 +25,7 @@ from pearl.lab.studies.estimate import Estimate, bootstrap
 from pearl.lab.studies.pearl import OTHERS, TABLES, Pair, cells_of, pairs
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.sssd import roofline_speedups
-from pearl.lab.studies.tables import COLUMNS, STUDIES, in_words, run_study
+from pearl.lab.studies.tables import COLUMNS, STUDIES, in_words, run_study, sweeps
 from pearl.lab.studies.theory import (
     acceptance_of,
     free_in_theory,
@@ -165,6 +165,12 @@ def test_tables_fit_the_terminal_and_cut_no_word(
 
 # ---- studies of other papers ----
 
+DRAWN = {  # the files of each study's figures
+    "theory": {"theory-rejections", "theory-candidates", "theory-improvement", "theory-pareto"},
+    "disco": {"disco-improvement", "disco-steps", "disco-progress", "disco-histogram"},
+    "mjsd": {"mjsd-tau", "mjsd-beams", "mjsd-block-length", "mjsd-tokens-decoded-jointly"},
+}
+
 
 @pytest.mark.slow
 def test_studies_of_rejections_and_of_perplexity() -> None:
@@ -194,6 +200,11 @@ def test_studies_of_rejections_and_of_perplexity() -> None:
     assert min(read) >= 1
     assert max(read[-len(mjsd.joint) :]) < read[0], "sampling is no search"
     assert {len(words) for words in in_words(mjsd, found).rows} == {2 + len(COLUMNS)}
+    assert {plot.name for plot in sweeps(mjsd, found)} == DRAWN["mjsd"]
+
+
+def test_the_figures_of_chains() -> None:
+    assert {plot.name for plot in theory.measure(2, Quiet()).plots} == DRAWN["theory"]
 
 
 # ---- theory ----
@@ -362,7 +373,9 @@ def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.Monkey
 # ---- commands ----
 
 
-@pytest.mark.parametrize("name", ["theory", "disco", "mjsd"])
+@pytest.mark.parametrize(
+    "name", ["disco", *(pytest.param(name, marks=pytest.mark.long) for name in ("theory", "mjsd"))]
+)
 def test_a_paper_is_tables_and_figures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,12 +392,7 @@ def test_a_paper_is_tables_and_figures(
     )
     ran("paper", name, *where, "--quick", "--figures", tmp_path / "drawn")
     drawn = {path.stem for path in (tmp_path / "drawn").iterdir()}
-    wanted = {
-        "theory": {"theory-rejections", "theory-candidates", "theory-improvement", "theory-pareto"},
-        "disco": {"disco-improvement", "disco-steps", "disco-progress", "disco-histogram"},
-        "mjsd": {"mjsd-tau", "mjsd-beams", "mjsd-block-length", "mjsd-tokens-decoded-jointly"},
-    }
-    assert drawn == wanted[name]
+    assert drawn == DRAWN[name]
     assert all(
         path.read_text().lstrip().startswith("<?xml") for path in (tmp_path / "drawn").iterdir()
     )
