@@ -311,12 +311,19 @@ def pearl_here(
 
 
 @pytest.fixture
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels have only the smaller tables and are not checked at load, which takes seconds in the interpreter."""
-    decode = pytest.importorskip("pearl.models.gpu.token_forward")
-    monkeypatch.setattr(decode.Decode, "problem", lambda self: "")
-    (sizes,) = decode.Decode.__init__.__defaults__
-    monkeypatch.setattr(decode.Decode.__init__, "__defaults__", (sizes[:1],))
+def unchecked_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels are not checked at load, which takes seconds in the interpreter."""
+    token_forward = pytest.importorskip("pearl.models.gpu.token_forward")
+    monkeypatch.setattr(token_forward.Decode, "problem", lambda self: "")
+
+
+@pytest.fixture
+def small_tables(unchecked_tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels have only the smaller tables, and are not checked at load."""
+    from pearl.models.gpu.token_forward import Decode
+
+    (sizes,) = Decode.__init__.__defaults__
+    monkeypatch.setattr(Decode.__init__, "__defaults__", (sizes[:1],))
 
 
 def gone(pid: int) -> bool:

@@ -1,11 +1,13 @@
 """Every state that a pair of state machines can come to: exhaustive, up to a short text (test_model_check)."""
 
+import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from pearl.config import RequestOptions
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_state import DraftState
 from pearl.protocol.drafter import Drafter, DraftMachine
@@ -196,6 +198,29 @@ class System(NamedTuple):
     faults: tuple[str, ...]
 
 
+_OPTIONS: dict[int, RequestOptions] = {}  # by `id`
+
+
+def _options(number: int) -> RequestOptions:
+    return _OPTIONS[number]
+
+
+class SidePickler(pickle.Pickler):
+    """Copies of a side share the options of its requests: these never change, and new ones would be checked."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not RequestOptions:
+            return NotImplemented
+        _OPTIONS[id(value)] = value
+        return _options, (id(value),)
+
+
+def dumped(values: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    SidePickler(file, pickle.HIGHEST_PROTOCOL).dump(values)
+    return file.getvalue()
+
+
 class Side:
     """What one side can be like, each numbered once. `names`: the attributes of a pair that are this side's."""
 
@@ -213,7 +238,7 @@ class Side:
         )
         number = self._numbers.setdefault(picture, len(self._saved))
         if number == len(self._saved):
-            self._saved.append(pickle.dumps(values, pickle.HIGHEST_PROTOCOL))
+            self._saved.append(dumped(values))
             self.shown.append(pickle.loads(self._saved[-1]))
         return number
 

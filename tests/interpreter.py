@@ -1,15 +1,19 @@
 """Makes Triton's interpreter faster in the process that imports this module.
 
 At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
-takes them out: once is enough. It computes the types of each operation anew. It computes whether a sum overflows, and
-asks only in a mode for debugging. These names are Triton's own: without one of them the tests take longer.
+takes them out: once is enough. It calls each of them through two more. It computes the types of each operation anew,
+even where both operands have the same. It computes whether a sum overflows, and asks only in a mode for debugging. It
+checks the size of each number that it makes. For every launch it reads the kernel's signature again, and takes tensors
+to the host, where ours are. These names are Triton's own: without one of them the tests take longer.
 """
 
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy
 import triton.language.core as language
+from triton.language import semantic
 from triton.runtime import interpreter
 
 
@@ -20,11 +24,16 @@ class BlockShape(NamedTuple):
         sizes: the integers, for its type.
         constants: the same as Triton's constants, for its tensors.
         count: their product.
+        constant_count: the same as Triton's constant.
     """
 
     sizes: Any
     constants: Any
     count: int
+    constant_count: Any
+
+
+_SHAPES: dict[int, BlockShape] = {}  # by `id` of their sizes
 
 
 @cache
@@ -33,28 +42,63 @@ def block_shape(sizes: tuple[int, ...]) -> BlockShape:
     init_block_type(block, language.float32, list(sizes))
     tensor = object.__new__(language.tensor)
     init_tensor(tensor, None, block)
-    return BlockShape(block.shape, tensor.shape, block.numel)
+    shape = BlockShape(block.shape, tensor.shape, block.numel, tensor.numel)
+    _SHAPES[id(shape.sizes)] = shape
+    return shape
 
 
 def init_block_type_fast(block: Any, element: Any, shape: Any) -> None:
-    sizes = [size.value if isinstance(size, language.constexpr) else size for size in shape]
-    block_of_shape = block_shape(tuple(sizes))
+    block_of_shape = _SHAPES.get(id(shape))
+    if block_of_shape is None:
+        sizes = [size.value if isinstance(size, language.constexpr) else size for size in shape]
+        block_of_shape = block_shape(tuple(sizes))
     block.element_ty = element
     block.shape = block_of_shape.sizes
     block.numel = block_of_shape.count
-    block.name = f"<{block.shape}, {element}>"
+    block.name = f"<{id(block.shape)}, {element.name}>"
 
 
 def init_tensor_fast(tensor: Any, handle: Any, kind: Any) -> None:
-    if not kind.is_block():
-        init_tensor(tensor, handle, kind)
-        return
-    block = block_shape(tuple(kind.shape))
     tensor.handle = handle
-    tensor.shape = block.constants
-    tensor.numel = language.constexpr(block.count)
     tensor.type = kind
-    tensor.dtype = kind.scalar
+    if kind.is_block():
+        block = _SHAPES[id(kind.shape)]
+        tensor.shape = block.constants
+        tensor.numel = block.constant_count
+        tensor.dtype = kind.element_ty
+    else:
+        tensor.shape = ()
+        tensor.numel = ONE
+        tensor.dtype = kind
+
+
+def init_handle_fast(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    handle.data = data
+    handle.dtype = dtype
+    handle.attr = attr or {}
+
+
+def broadcast_fast(types: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Return two tensors in one shape. NumPy broadcasts two blocks as Triton does."""
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    if not (lhs.shape and rhs.shape):  # a scalar
+        return broadcast(types, lhs, rhs)  # type: ignore[no-any-return]
+    sizes = broadcast_sizes(lhs.handle.data.shape, rhs.handle.data.shape)
+    return broadcast_to(lhs, sizes), broadcast_to(rhs, sizes)
+
+
+@cache
+def broadcast_sizes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Any:
+    return block_shape(numpy.broadcast_shapes(lhs, rhs)).sizes
+
+
+def broadcast_to(tensor: Any, sizes: Any) -> Any:
+    if tensor.type.shape is sizes:
+        return tensor
+    data = numpy.broadcast_to(tensor.handle.data, sizes.values)
+    handle = interpreter.TensorHandle(data, tensor.dtype.scalar)
+    return language.tensor(handle, language.block_type(tensor.dtype, sizes))
 
 
 def dtypes_by_name(find: Any) -> Any:
@@ -70,12 +114,59 @@ def dtypes_by_name(find: Any) -> Any:
     return remembered
 
 
+def put_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Put a function of Triton's language, without its wrapper, in its place."""
+    function = getattr(member, "__wrapped__", member)
+    ours = interpreter.interpreter_semantic
+
+    def call(*args: Any, _semantic: Any = None, **options: Any) -> Any:
+        return function(*args, _semantic=ours, **options)
+
+    scope.set_attr(owner, name, call)
+
+
+NUMBERS = {"fp32", "int32", "int64", "int1"}  # types of which two operands stay as they are
+
+
+def operands_fast(types: Any, lhs: Any, rhs: Any, *checks: Any, **more: Any) -> Any:
+    if (
+        type(lhs) is type(rhs) is language.tensor
+        and lhs.dtype is rhs.dtype
+        and lhs.shape is rhs.shape  # of `block_shape`
+        and lhs.dtype.name in NUMBERS
+    ):
+        return lhs, rhs
+    return operands(types, lhs, rhs, *checks, **more)
+
+
+@cache
+def executor_of(kernel: Any) -> Any:
+    return interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, None, kernel.pre_run_hooks)
+
+
+def run_fast(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    if not warmup:
+        executor = executor_of(kernel)
+        executor.grid = grid
+        executor(*args, **options)
+
+
+ONE = language.constexpr(1)
 init_block_type = language.block_type.__init__
 init_tensor = language.tensor.__init__
+operands = semantic.TritonSemantic.binary_op_type_checking_impl
+broadcast = semantic.TritonSemantic.broadcast_impl_value
 with suppress(AttributeError):
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = cache(interpreter._patch_lang)
+    interpreter._patch_attr = put_builtin
     interpreter._get_np_dtype = dtypes_by_name(interpreter._get_np_dtype)
+    interpreter.TensorHandle.__init__ = init_handle_fast
+    interpreter.GridExecutor._init_args_hst = lambda executor, args, options: (args, options)
+    interpreter.GridExecutor._restore_args_dev = lambda executor, *arguments: None
+    interpreter.InterpretedFunction.run = run_fast
     language.block_type.__init__ = init_block_type_fast
     language.tensor.__init__ = init_tensor_fast
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands_fast
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_fast
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 90,
     "pad_token_id": 0,
     "hidden_size": 48,
-    "intermediate_size": 80,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -84,7 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "biases of all matrices, heads of no power of two": (
         "Llama",
-        _ONE | {"mlp_bias": True, "attention_bias": True, "head_dim": 24},
+        _ONE | {"mlp_bias": True, "attention_bias": True, "head_dim": 24, "intermediate_size": 80},
     ),
     WINDOWS: (
         "Gemma2",

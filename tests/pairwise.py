@@ -19,12 +19,20 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 @cache
 def _cases(*sizes: int) -> list[tuple[int, ...]]:
+    """Choose, again and again, the case with the most missing pairs. A set of pairs is the bits of a number."""
     cases = list(product(*map(range, sizes)))
-    pairs = [set(combinations(enumerate(case), 2)) for case in cases]
-    missing, chosen = set().union(*pairs), []
+    numbers: dict[object, int] = {}
+    pairs = []
+    for case in cases:
+        bits = 0
+        for pair in combinations(enumerate(case), 2):
+            bits |= 1 << numbers.setdefault(pair, len(numbers))
+        pairs.append(bits)
+    missing = (1 << len(numbers)) - 1
+    chosen = []
     while missing:
-        best = max(range(len(cases)), key=lambda case: len(pairs[case] & missing))
-        missing -= pairs[best]
+        best = max(range(len(cases)), key=lambda case: (pairs[case] & missing).bit_count())
+        missing &= ~pairs[best]
         chosen.append(cases[best])
     return chosen
 

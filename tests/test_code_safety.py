@@ -14,6 +14,8 @@ from pearl.models.runner import ModelRunner, feed_chain
 from tests.layers import modules
 from tests.tiny import changed_model, on_cpu
 
+pytestmark = pytest.mark.xdist_group("modules")  # they are parsed once, as for test_imports
+
 # Of a source as `ast.unparse` writes it: without comments, each statement a line.
 FORBIDDEN = {
     "imports what unpickles": r"^\s*(import|from) (.*, )?(c?pickle|marshal|shelve|dill|cloudpickle|joblib|telnetlib)\b",

@@ -62,14 +62,15 @@ def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(
 
 
 @pytest.mark.slow
-def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.long)])
+def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release(count: int) -> None:
     """In float32, by the virtual clock: the same executors as in the workers."""
     tokenizer, _ = load_tokenizer("embedded")
     runners = [on_cpu(name, dtype="float32") for name in ("embedded", "embedded-draft")]
     for text in BEFORE["embedded"]:
         prompt, tokens = (
             tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]),
-            text["tokens"][:16],
+            text["tokens"][:count],
         )
         assert prompt is not None
         sampling, decoding = (

@@ -259,7 +259,7 @@ def check_ends(cell: Cell, engine: Engine) -> None:
 def check_not_started(cell: Cell, once: Path) -> None:
     silent = cell.fault in ("SIGSTOP", "hang")
     for bound in (
-        (6.0, 20.0, BOUND) if silent else (BOUND,)
+        (2.0, 6.0, 20.0, BOUND) if silent else (BOUND,)
     ):  # a busy machine may not come to the fault in the first
         with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
             engine_with(cell, bound)

@@ -318,9 +318,9 @@ def forked(body: Callable[[], None]) -> Iterator[int]:
             os.waitpid(pid, 0)
 
 
-def ended(pid: int, seconds: float = 5.0) -> int | None:
-    """Its exit code; None where it has none after so long."""
-    deadline = time.monotonic() + seconds
+def ended(pid: int) -> int | None:
+    """Its exit code; None where it has none for as long as nothing here takes."""
+    deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -391,7 +391,9 @@ def test_a_fork_that_ends_harms_nothing(temporary: Path) -> None:
     assert front.returncode == 0
 
 
-def test_a_fork_makes_an_engine_of_its_own_and_the_parents_ends_meanwhile(temporary: Path) -> None:
+def test_a_fork_makes_an_engine_of_its_own_and_the_parents_ends_meanwhile(
+    temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A fork inherits the other ends of the workers' stdin: they did not end by themselves, and had to be killed."""
     with Engine(TOY, TOY) as engine:
 
@@ -401,9 +403,8 @@ def test_a_fork_makes_an_engine_of_its_own_and_the_parents_ends_meanwhile(tempor
                 assert own.generate([PROMPT], greedy(20))[0].tokens == greedy_text(PROMPT, 20)
 
         with forked(use_another) as child:
-            assert ended(child, BOUND) == 0
+            assert ended(child) == 0
         assert engine.generate([PROMPT], greedy(20))[0].tokens == greedy_text(PROMPT, 20)
         with forked(lambda: time.sleep(2 * BOUND)):
-            began = time.monotonic()
             engine.close()
-            assert time.monotonic() - began < 5
+    assert "killing it" not in caplog.text

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -26,11 +27,17 @@ def script() -> Iterator[Script]:
 
 
 @pytest.mark.slow
-def test_every_step_passes_in_a_rehearsal(script: Script, tmp_path: Path) -> None:
-    run = CliRunner().invoke(script.main, ["--rehearse", "--json", str(tmp_path / "found.json")])
+@pytest.mark.parametrize("left_out", ["tests", pytest.param("", marks=pytest.mark.long)])
+def test_every_step_passes_in_a_rehearsal(script: Script, tmp_path: Path, left_out: str) -> None:
+    """The step `tests` starts pytest, which takes as long as all others."""
+    names = [name for name in script.STEPS if name != left_out]
+    only = [part for name in names for part in ("--only", name)]
+    run = CliRunner().invoke(
+        script.main, ["--rehearse", *only, "--json", str(tmp_path / "found.json")]
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     steps = [(step["step"], step["passed"], step["error"]) for step in found["steps"]]
-    assert steps == [(name, True, "") for name in script.STEPS]
+    assert steps == [(name, True, "") for name in names]
     assert all(step["figures"] for step in found["steps"])
     assert found["rehearsal"]
     assert found["hardware"]["versions"]["torch"] == torch.__version__
@@ -40,6 +47,30 @@ def test_every_step_passes_in_a_rehearsal(script: Script, tmp_path: Path) -> Non
     assert len(table) == len(steps) + 2 <= 12
     assert max(map(len, table)) <= 80
     assert table[-1].startswith("all passed")
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "passed"),
+    [
+        (0, "3 passed, 2 skipped in 1.00s", 3),
+        (1, "FAILED tests/test_a.py::b\n1 failed in 1.00s", 0),
+    ],
+)
+def test_tests_marked_gpu_are_counted(
+    script: Script, monkeypatch: pytest.MonkeyPatch, code: int, said: str, passed: int
+) -> None:
+    commands = []
+
+    def run(command: list[str], **options: Any) -> CompletedProcess[str]:
+        commands.append(command)
+        return CompletedProcess(command, code * (len(commands) > 1), f"{said}\n", "")
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    count, failures = script.tests(script.REHEARSAL)
+    assert {"-m", "gpu"} <= set(commands[1])
+    assert count.value == passed
+    assert failures.passed == (code == 0)
+    assert code == 0 or "FAILED tests/test_a.py::b" in failures.detail
 
 
 def test_steps_that_fail_are_named_and_the_others_run(

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tests.virtual import NEVER
+from tests.virtual import NEVER, chi_square
 
 VLLM = os.environ.get("PEARL_VLLM", "")
 pytestmark = [
@@ -164,7 +163,7 @@ def test_sampled_texts_keep_vllms_law(tmp_path: Path) -> None:
     is_likely = expected >= 5
     seen = [*counts[is_likely], counts[~is_likely].sum()]
     hoped = [*expected[is_likely], expected[~is_likely].sum()]
-    assert stats.chisquare(seen, np.divide(hoped, sum(hoped)) * sum(seen)).pvalue > NEVER
+    assert chi_square(seen, np.divide(hoped, sum(hoped)) * sum(seen)) > NEVER
 
 
 def second_and_third(target: Path, prompt: list[int]) -> Any:
