@@ -145,7 +145,7 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
                 "pearl", "ratio", drawn_by(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]
             )
         )
-        for seed in range(200)
+        for seed in range(300)
     )
     expected: dict[tuple[int, ...], float] = {}
     target, _ = alpha_pair(VOCAB, 0.6)
