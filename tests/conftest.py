@@ -160,16 +160,23 @@ def wanted(text: str, length: int) -> str:
 # Fixtures that take seconds, by module: the tests that use any of these run on one of the workers, where they are made
 # once.
 _SHARED: dict[str, set[str]] = {
-    "test_bench": {"system"},
+    "test_agents": {"tooled"},
+    "test_bench": {"engine", "system"},
+    "test_blocks": {"texts"},
     "test_chat": {"paced"},
     "test_distill": {"whole"},
+    "test_eagle3": {"texts"},
     "test_heads": {"trained"},
     "test_limits": {"engine"},
     "test_protocol": {"reached"},
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},
     "test_server_requests": {"served"},
+    "test_server_tools": {"served"},
     "test_slots": {"several"},
+    "test_trace": {"run"},
+    "test_trace_commands": {"run", "sd"},
+    "test_translation": {"engine"},
     "test_wheel": {"installed"},
 }
 

@@ -137,13 +137,17 @@ def as_it_is(runner: ModelRunner) -> ModelRunner:
     return runner
 
 
+def with_group(text: tuple[str, str, float], *more: Case) -> Any:
+    """A parameter whose tests run on one worker, so that each case of a text is written once."""
+    name = "-".join(map(str, (*text, *(case.id for case in more))))
+    return pytest.param(
+        *text, *more, id=name, marks=pytest.mark.xdist_group("-".join(map(str, text)))
+    )
+
+
 @pytest.mark.parametrize(
     ("method", "rule", "temperature", "case"),
-    [
-        pytest.param(*text, case, id="-".join((*map(str, text), case.id)))
-        for text in TEXTS
-        for case in cases_of(text[0])
-    ],
+    [with_group(text, case) for text in TEXTS for case in cases_of(text[0])],
 )
 def test_a_text_depends_on_what_should_decide_it(
     method: str, rule: str, temperature: float, case: Case
@@ -162,7 +166,7 @@ def test_no_combination_changes_a_text(method: str, rule: str, temperature: floa
         assert counts_of(method, rule, temperature, case).resyncs == 0, case
 
 
-@pytest.mark.parametrize(("method", "rule", "temperature"), TEXTS)
+@pytest.mark.parametrize(("method", "rule", "temperature"), [with_group(text) for text in TEXTS])
 def test_these_cases_use_what_they_are_about(method: str, rule: str, temperature: float) -> None:
     """Summed over the cases above: without drafts, guesses and rejections they would show nothing."""
     spec = METHODS[method]
