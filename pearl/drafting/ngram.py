@@ -158,7 +158,7 @@ class NgramTable:
         """Return how many tokens before `end` equal those of `text` before `position`, at most `MOST_MATCHED`.
 
         Args:
-            at_least: so many are known to be equal.
+            at_least: this many of them are known to be equal.
         """
         tokens = self.tokens
         most = min(MOST_MATCHED, end, position)

@@ -232,7 +232,7 @@ class Draft(OfRequest, frozen=True):
         budget: 0: feed only.
         pending: number of tokens already proposed after the known prefix.
         hedge: 0: continue the text. If positive: draft only continuations for other outcomes (branches), each of at
-            most so many tokens. `Drafted.paused` then means that no more branches are worth a forward.
+            most this many tokens. `Drafted.paused` then means that no more branches are worth a forward.
         bonus: whether to draft branches for the bonus token after the text too.
         prompt: whether `tokens` are of the prefix that the request began with.
     """

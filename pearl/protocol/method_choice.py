@@ -59,12 +59,12 @@ _SHARE_OF_WAIT = 0.004
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
-# If the draft must prefill the text first, a trial needs so many more tokens to be left.
+# If the draft must prefill the text first, a trial needs this many more tokens to be left.
 _READING = 256
 # After three successive stretches of the best way below 0.6 of its usual rate all others become due.
 _SLOWED = 3
 _SLOW = 0.6
-# A way's usual rate is the median of so many stretches: a few slow seconds of the machine do not change it.
+# A way's usual rate is the median of its last 11 stretches: a few slow seconds of the machine do not change it.
 _LASTING = 11
 _GAINS = 0.95  # a way is due soon if the best way makes less than this share of what it should make
 _SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without

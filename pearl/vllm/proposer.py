@@ -178,7 +178,7 @@ class PearlProposer:
                 text = served.begin(match.number, tokens)
             texts.append(text)
             if row.committed:
-                self._look(text, readiness)
+                self._count_ready(text, readiness)
         commands = served.flush()
         event = Stepped(tuple(row.committed for row in rows))
         self._recorder.decided(event, commands, now)
@@ -198,7 +198,7 @@ class PearlProposer:
         served.speeds.observe_target(fed, (now - self._step.start) / 1e9)
         self._recorder.step(windows, self._step.start, now)
 
-    def _look(self, text: DraftedText, readiness: Readiness) -> None:
+    def _count_ready(self, text: DraftedText, readiness: Readiness) -> None:
         """Count what the draft has ready for this text; after a rejection, update how often it had prepared for it."""
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
