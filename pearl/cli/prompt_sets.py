@@ -16,7 +16,7 @@ STDOUT = Path("-")
 
 
 def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written at once, rather than after minutes of work on its contents."""
+    """Raise `ConfigError` now if a file cannot be written, not after minutes of work on its contents."""
     if path is None or path == STDOUT:
         return path
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -43,8 +43,8 @@ def read_sets(
     """Return the first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
 
     Args:
-        toys: whether the pair is emulated. Its toys know no language: by default one prompt is decoded with several
-            seeds.
+        toys: whether toy models stand in for the pair. They know no language, so without `prompts` all tasks have the
+            same prompt, and differ only in the seed with which they are decoded.
     """
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]

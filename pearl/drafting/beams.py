@@ -33,7 +33,7 @@ class Search:
     """A beam search for the block that follows a text.
 
     Args:
-        half: the rule's draft half, which scores sequences and says how many are kept.
+        half: what the acceptance rule needs of the draft: it scores tokens, and its `width` sequences are kept.
         end: length of the text; the block begins there.
         last_token: the last token of the text.
         depth: number of tokens in the block.

@@ -148,10 +148,10 @@ def serve(config: EngineConfig, progress: Progress) -> None:
 
 @contextmanager
 def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
-    """Report an error of this rank to rank 0, which might otherwise wait in vain: torchrun may not end it.
+    """Report an error of this rank to rank 0: torchrun does not always end rank 0, which would then wait in vain.
 
-    On one host rank 0 prints the error. This rank then exits with 0: otherwise torchrun could end rank 0 before it
-    prints.
+    On one host rank 0 prints the error, and this rank exits with status 0: after another status torchrun might end
+    rank 0 before it prints.
     """
     try:
         yield

@@ -43,7 +43,12 @@ class LookAhead:
         )
 
     def payoff(self, fed: int, most: int) -> Payoff:
-        """Return what decides how many of at most `most` guesses are fed together with `fed` tokens of the text."""
+        """Return a new `Payoff`, which decides how many guesses to feed.
+
+        Args:
+            fed: number of tokens of the text that the forward feeds, with or without guesses.
+            most: greatest number of guesses that will be offered.
+        """
         seq = self._request.sequence
         pending = self._trust[: max(0, seq.fed - seq.committed)]
         expected = sum(accumulate(pending, mul, initial=1.0))

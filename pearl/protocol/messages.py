@@ -209,15 +209,14 @@ class DraftTokens(Message, frozen=True, tag=8):
             none.
         waited: seconds that the draft has waited for verdicts in all of this request so far.
         source: who guessed these tokens.
-        after: None for the main line. For a branch, the outcome (position, token) that it is prepared for: the target
-            commits this token at this position, where the main line has another token or none yet. A branch may come in
-            several messages; `tokens` continue what was sent before.
-        paused: whether the draft's stop policy ends drafting until these tokens are judged. If the rule lets the draft
-            withhold tokens: whether drafting ends until the target has committed its own token for the position after
-            these.
+        after: None for the main line, the draft's own continuation of the text. A branch is the continuation for
+            another outcome (position, token): the target commits this token at this position, where the main line has
+            another token or none. Several messages may extend one branch.
+        paused: whether the draft, by its stop policy, drafts no more until these tokens are judged. Under a rule with
+            `RuleSpec.withholds` it drafts no more until the target has committed its own token after these.
         known: length of the prefix that the draft knew when it drafted these tokens.
-        runners_up: for each token, what its row says of the token and its runners-up; empty if the target takes no
-            siblings.
+        runners_up: for each token, its share and its runners-up in its row; empty unless
+            `RequestOptions.sends_runners_up`.
     """
 
     request: Count
@@ -276,8 +275,8 @@ class Finish(Message, frozen=True, tag=11):
 class Outcomes(Message, frozen=True, tag=19):
     """What one step of another engine has decided, for all its requests together.
 
-    Sent to a draft service (`pearl draft serve`), which takes each event as if it came alone, in the order of the
-    fields: slots are free before others take them.
+    Sent to a draft service (`pearl draft serve`), which handles the events one by one, as if each came alone. It begins
+    with `finishes`, so that their slots are free for `begins`.
     """
 
     finishes: Annotated[tuple[Finish, ...], Meta(max_length=MAX_EVENTS)] = ()
@@ -292,10 +291,13 @@ class Cancel(Message, frozen=True, tag=12):
 
 
 class Heartbeat(Message, frozen=True, tag=13):
-    """What a work loop is doing: forwards so far (`step`), and its current work, on `tokens` tokens.
+    """Tells the peer what the sender's work loop is doing.
 
-    `seconds`: how long the work should take. For the work "calibrated", which admits a draft: the draft's seconds per
-    token.
+    Attributes:
+        step: number of forwards so far.
+        work: "prefill" before a long prompt; "calibrated" once, from a draft that is ready; otherwise the loop's state.
+        tokens: how many tokens the work is on.
+        seconds: how long the work should take; for "calibrated", the draft's seconds per token.
     """
 
     step: Count

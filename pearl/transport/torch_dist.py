@@ -1,7 +1,8 @@
-"""Rows between two GPUs over NCCL, and torchrun's key-value store: the one file that imports torch.distributed.
+"""Sends rows between two GPUs over NCCL, and reads and writes torchrun's key-value store.
 
-Knows rows and ranks, not their purpose. The group is made directly from its backend. The process's default group
-belongs to the process's launcher, and is not touched.
+No other file imports torch.distributed. A row is a float32 tensor [vocab]; this file does not know what it means. The
+process group is made directly from its backend: the default group belongs to the program that runs this process, and is
+left alone.
 """
 
 import os
@@ -85,9 +86,9 @@ class ProcessGroupChannel:
         return rows
 
     def close(self) -> None:
-        """Abandon the channel at once, and let a thread close the group.
+        """Mark the channel as dead and return; a thread closes the group.
 
-        NCCL first waits for operations that have started, with a peer that may be dead.
+        Closing the group may block: NCCL first waits for operations that have started, and the peer may be dead.
         """
         if not self._dead:
             self._dead = "it was closed"
@@ -104,10 +105,10 @@ class ProcessGroupChannel:
 
 
 class NcclGroup:
-    """A group of two GPUs of one machine, on a stream of its own, so that no forward waits for a row.
+    """A group of two GPUs of one machine. It has a CUDA stream of its own, so that no forward waits for a row.
 
-    Unproven: never run on a machine with two GPUs (tests marked `gpu`). The group's kernels wait on the device until
-    the other side reaches the same row, so only `--tensors nccl` uses it.
+    It has not been run on a machine with two GPUs yet; tests marked `gpu` would do so. While a row is sent or received,
+    a kernel waits on the device until the other side takes part. So the class is used only with `--tensors nccl`.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:

@@ -282,7 +282,7 @@ def _service_recorder(config: EngineConfig) -> Recorder | None:
 
 
 def _occupy(device: Device, runner: ModelRunner) -> None:
-    """Compute in this thread on the device's cores, if it names any."""
+    """If the device names cores, pin this thread to the first of them and the runner's threads to the others."""
     if device.cores is not None:
         occupy(device.cores, runner.use_threads)
 
@@ -290,10 +290,10 @@ def _occupy(device: Device, runner: ModelRunner) -> None:
 def _draft_vocabulary(
     config: EngineConfig, progress: Progress
 ) -> tuple[Translation | None, Tokenizer, ModelConfig]:
-    """Return (translation, tokenizer, model), which say what the token ids that the draft sends mean.
+    """Return (translation, tokenizer, model) for the token ids that the draft sends to the target.
 
-    `tokenizer` defines these ids; it is that of `model`, which is the draft or the target. `translation` converts
-    between the draft's own ids and these; it is None if they are the same.
+    `tokenizer` defines these ids. It is the tokenizer of `model`, which is the draft or the target. `translation`
+    converts between these ids and the ids that the draft computes with; it is None if the two are the same.
     """
     trust = config.trust_remote_code
     if is_head(config.draft):
@@ -310,10 +310,10 @@ def _keys(settings: WorkerSettings) -> Keys | None:
 
 
 def _tracer(settings: WorkerSettings) -> Tracer:
-    """Return this worker's tracer.
+    """Return this worker's tracer, which writes the worker's part of a trace.
 
     With `config.trace`, the part is written next to that file. If a front asks for a recording, the part is written to
-    the engine's directory: no front can name a file for us to write.
+    the engine's directory, so a front cannot choose the file that this process writes.
     """
 
     def recorder(trace: Path) -> Recorder:
@@ -347,8 +347,9 @@ def _guides(model: ModelConfig, vocab_size: int) -> Guides:
 
 
 def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Datastore | None:
-    """Return the datastore that guesses come from, for a model of `vocab_size` ids; None without.
-    Raises `ConfigError`.
+    """Return the datastore that guesses come from, for a model of `vocab_size` ids; None if `config` names none.
+
+    Raises `ConfigError` if its files cannot be read, or were built with another tokenizer.
     """
     if config.datastore is None:
         return None

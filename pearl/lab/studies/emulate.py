@@ -1,8 +1,8 @@
-"""PEARL's tables from this runtime: emulated pairs in two real processes, and in virtual time.
+"""Reproduces the tables of the PEARL paper, with each pair in two real processes and in a simulation.
 
-The real models do not fit on small machines.  Toys replace them, with the same forward times, vocabulary and acceptance
-rate; nothing else of a model matters to the runtime.  Each cell has a figure from each of three sources: the paper, the
-simulator and the runtime.
+The paper's models do not fit on small machines.  Toys replace them, with the same forward times, vocabulary and
+acceptance rate; nothing else of a model matters to the runtime.  Each cell has a figure from each of three sources: the
+paper, the simulator and the runtime.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -63,10 +63,16 @@ def _integers(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Return the matrix of unsigned steps: of up to 4 bits as they are, of more bits as int8.
+    """Return the matrix of weights that are given as unsigned integers.
+
+    Integers of up to 4 bits are kept as they are. From larger ones, and from their zero points, 2 ** (bits - 1) is
+    subtracted, so that they fit into int8.
 
     Args:
-        zeros: zero points [out, groups]; None: 2 ** (bits - 1), as in symmetric schemes.
+        steps: [out, in], uint8, the integers; each has `bits` bits.
+        scales: [out, groups].
+        zeros: zero points [out, groups]; None: all are 2 ** (bits - 1), as in symmetric schemes.
+        order: see `QuantisedMatrix`.
     """
     half = 2 ** (bits - 1)
     if bits <= 4:

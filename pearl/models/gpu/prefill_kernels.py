@@ -1,7 +1,7 @@
 """Triton kernels for a piece of a prompt: they rotate queries and keys, write to the cache, and attend to it.
 
-The device reads the slot, the start and the number of tokens, so one recording serves all pieces (see
-`prefill`).
+The kernels read the slot, the start and the number of tokens from the device's memory. So one recording
+(a CUDA graph) serves all pieces; see `prefill`.
 
 A row's bits depend only on its position and its sequence. Blocks of keys are counted from position 0 and
 added one after the other; a block or a position that a row does not see adds exactly zero. Blocks that all
@@ -41,7 +41,7 @@ def tile_of(dim: int) -> Tile:
     """Return the tile for heads of this size.
 
     The queries, and the keys and values of all stages, fit into the shared memory of a Hopper GPU.
-    `positions` divides `attention.BLOCK`, and so the room of a slot.
+    `positions` divides `attention.BLOCK`, and therefore also the number of positions of a slot.
     """
     if dim <= 64:
         return Tile(128, 64, 4, 3)
