@@ -10,7 +10,7 @@ import torch
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, Make, from_gguf
 from pearl.models.checkpoints.gguf import GgufTable
 from pearl.models.families import Forward
-from pearl.models.forward.quantised import QuantisedMatrix
+from pearl.models.forward.quantised import QuantisedMatrix, StoredMatrix
 
 _NUMBERS = {  # types of weights that are not quantised
     "F32": torch.float32,
@@ -69,6 +69,17 @@ class GgufWeights:
             place.copy_(_dequantised(tensor.kind, piece))
         self._leave(name)
         return weight.to(device)
+
+    def in_file(self, name: str, dtype: torch.dtype) -> StoredMatrix:
+        """Return a quantised matrix that stays in the file. Looked-up rows have `dtype`."""
+        tensor = self._tensors[name]
+        return StoredMatrix(
+            self._rows(name),
+            read=partial(from_gguf, tensor.kind),
+            release=partial(self._leave, name),
+            shape=torch.Size(tensor.shape),
+            dtype=dtype,
+        )
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return all weights, dequantised, in the layout of transformers' model."""

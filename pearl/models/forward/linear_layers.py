@@ -20,6 +20,7 @@ from pearl.models.cpu import native
 from pearl.models.forward.quantised import (
     GROUP,
     QuantisedMatrix,
+    StoredMatrix,
     Weights,
     are_alike,
     rounded,
@@ -243,10 +244,10 @@ def matrix(
     return SideBySide(parts)
 
 
-def _take_weight(layer: Any, rounding: Rounding) -> Weights:
-    weight: Weights = layer.weight
+def _take_weight(layer: Any, rounding: Rounding) -> Weights | StoredMatrix:
+    weight: Weights | StoredMatrix = layer.weight
     layer.weight = None
-    if isinstance(weight, QuantisedMatrix):
+    if not isinstance(weight, torch.Tensor):
         return weight
     weight = weight.detach()
     if rounding:
@@ -296,12 +297,14 @@ def for_kernels(
 
 
 def _native(
-    weight: Weights,
+    weight: Weights | StoredMatrix,
     bias: torch.Tensor | None,
     wide: bool,
     rounds_rows: bool,
 ) -> native.Native:
     """Lay weights out for our C. Quantised weights that our C cannot multiply by are dequantised."""
+    if isinstance(weight, StoredMatrix) and not native.takes(next(weight.pieces(1))):
+        (weight,) = weight.pieces(len(weight))
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
         if multiplies_bf16():
