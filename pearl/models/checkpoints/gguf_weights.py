@@ -73,9 +73,10 @@ class GgufWeights:
     def in_file(self, name: str, dtype: torch.dtype) -> StoredMatrix:
         """Return a quantised matrix that stays in the file. Looked-up rows have `dtype`."""
         tensor = self._tensors[name]
+        block = GGUF_BLOCKS[tensor.kind]
         return StoredMatrix(
-            self._rows(name),
-            read=partial(from_gguf, tensor.kind),
+            self._rows(name).unflatten(1, (-1, block.size)),
+            read=block.read,
             release=partial(self._leave, name),
             shape=torch.Size(tensor.shape),
             dtype=dtype,

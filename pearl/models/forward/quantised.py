@@ -170,7 +170,7 @@ class StoredMatrix:
     As an embedding, `stored[ids]` are its dequantised rows. Only rows that were looked up take memory.
 
     Attributes:
-        rows: [out, bytes], mapped.
+        rows: [out, blocks, bytes], mapped.
         read: converts some of the rows.
         release: gives the memory of rows that were read back.
         shape: [out, in].
@@ -192,6 +192,9 @@ class StoredMatrix:
 
     def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
         return self.read(self.rows[ids]).dequantised().to(self.dtype)
+
+    def whole(self) -> QuantisedMatrix:
+        return self.read(self.rows)
 
     def pieces(self, count: int) -> Iterator[QuantisedMatrix]:
         """Yield the matrix in pieces of `count` rows."""
