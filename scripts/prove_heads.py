@@ -127,6 +127,7 @@ def _measured(
     config = _config(name, drafter, target)
     weights = _random(drafter.shapes(config, target))
     head = kind_of(config).make(config, weights, target, "")
+    assert isinstance(target.embedding, torch.Tensor)
     embedding = target.embedding.float().cpu()
     wide_target = target._replace(embedding=embedding, output=partial(_output_of, embedding))
     wide_head = kind_of(config).make(config, weights, wide_target, "")

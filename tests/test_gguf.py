@@ -11,6 +11,7 @@ import torch
 from pearl.config import SamplingParams
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.direct import EMBEDDING, read_decoder
 from pearl.models.checkpoints.gguf import (
     NEEDED,
     NEEDED_BY_EXPERTS,
@@ -20,8 +21,11 @@ from pearl.models.checkpoints.gguf import (
 )
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.cpu import native
 from pearl.models.families import GGUF, OWN_FORWARD
+from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.linear_layers import multiplies_bf16
+from pearl.models.forward.quantised import StoredMatrix
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import GenerationDefaults
@@ -331,6 +335,46 @@ def test_weights_in_their_own_bits_are_the_dequantised_ones(
     )
     few.rollback(0)
     assert torch.equal(again, feed_chain(few, tokens, 30)), "however they were fed"
+
+
+@pytest.mark.skipif(native.library() is None, reason="our products are not built")
+@pytest.mark.parametrize("kind", ["llama", "glm4", "phi3-partial", "qwen3-moe", "gpt-oss-plain"])
+def test_a_layer_is_unpacked_when_it_is_laid_out(
+    tmp_path: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers were unpacked first, a byte for each weight: to state their bits, to split what is fused, or to
+    reorder rows."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {}))
+    path = resolve_checkpoint(str(file))
+    decoder = read_decoder(path, None, CPU, keeps_bits=True)
+    last = decoder.model.layers[-1]
+
+    def packed() -> int:
+        return sum("_make" in vars(module) for module in last.modules())
+
+    total = packed()
+    left: list[int] = []
+    monkeypatch.setattr(native, "give_back", lambda: left.append(packed()))
+    layers = DecoderLayers(decoder, 64, "", is_native=True)
+    assert layers.weights == "8 bits"
+    assert total > 0
+    assert left == [total] * (len(layers) - 1) + [0, 0]
+
+
+@pytest.mark.skipif(native.library() is None, reason="our products are not built")
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_an_embedding_stays_in_its_file(tmp_path: Path, cache: Path, kind: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny_model(kind), kind="Q8_0")
+    runner = on_cpu(file)
+    assert isinstance(runner, ForwardRunner)
+    assert isinstance(runner.embedding, StoredMatrix)
+    table = table_in(resolve_checkpoint(str(file)))
+    assert table is not None
+    weights = GgufWeights(table, OWN_FORWARD["LlamaForCausalLM"].forward)
+    whole = weights.plain(EMBEDDING, CPU, torch.bfloat16)
+    assert torch.equal(runner.embedding[torch.arange(len(whole))], whole)
 
 
 PENALISED = {"temp": 0.5, "penalty_repeat": 1.2}

@@ -17,7 +17,13 @@ from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed, depths, lay_out, paths
 from pearl.models.forward import linear_layers
 from pearl.models.forward.attention import Heads, Scoring
-from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
+from pearl.models.forward.quantised import (
+    QuantisedMatrix,
+    StoredMatrix,
+    are_alike,
+    rounded,
+    stacked,
+)
 from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Slots
 from tests.pairwise import pairwise
@@ -52,13 +58,18 @@ def with_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     return blocks
 
 
+def rows_of(kind: str, outputs: int, inputs: int) -> torch.Tensor:
+    """Random rows of a GGUF file, [out, bytes]."""
+    size, length, _ = GGUF_BLOCKS[kind]
+    blocks = numbers(outputs, inputs // size, length, high=256)
+    return with_scales(kind, blocks).flatten(1)
+
+
 def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
     """Random weights of a kind."""
     torch.manual_seed(outputs)
     if kind in GGUF_BLOCKS:
-        size, length, _ = GGUF_BLOCKS[kind]
-        blocks = numbers(outputs, inputs // size, length, high=256)
-        return from_gguf(kind, with_scales(kind, blocks).flatten(1))
+        return from_gguf(kind, rows_of(kind, outputs, inputs))
     if kind == "table":
         table = torch.randn(16).bfloat16().float()  # a CPU with bfloat16 rounds them to that
         return QuantisedMatrix(
@@ -144,6 +155,33 @@ def test_blocks_are_what_the_reference_reads(kind: str) -> None:
         24, -1
     )
     assert torch.equal(from_gguf(kind, blocks.flatten(1)).dequantised(), torch.from_numpy(wanted))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_a_matrix_in_a_file_is_laid_out_in_pieces(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece is released before the next is read. Looked-up rows are those of the whole matrix."""
+    monkeypatch.setattr(native, "_PIECE", 64)
+    rows = rows_of(kind, 150, 512)
+    steps: list[str] = []
+
+    def read(piece: torch.Tensor) -> QuantisedMatrix:
+        steps.append(f"read {len(piece)}")
+        return from_gguf(kind, piece)
+
+    def release() -> None:
+        steps.append("release")
+
+    stored = StoredMatrix(rows, read, release, torch.Size((150, 512)), torch.bfloat16)
+    product = Native(stored, wide=True)
+    assert steps == ["read 64", "release", "read 64", "release", "read 22", "release"]
+    whole = from_gguf(kind, rows)
+    x = irregular(3, 512, torch.bfloat16)
+    assert torch.equal(product(x), Native(whole, wide=True)(x))
+    ids = torch.tensor([149, 0, 7, 7])
+    assert torch.equal(stored[ids], whole.dequantised()[ids].bfloat16())
 
 
 @pytest.mark.usefixtures("built")

@@ -39,7 +39,8 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
         raise ModelError(
             f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE."
         )
-    need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True)
+    on_gpu = _here().type == "cuda"
+    need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True, on_gpu=on_gpu)
     description = {
         "model": spec,
         "path": str(path),

@@ -33,7 +33,7 @@ from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, Config, Forward, Shapes, not_computed, weight_shapes
 from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.layers import set_weight
-from pearl.models.forward.quantised import QuantisedMatrix, Weights
+from pearl.models.forward.quantised import Embedding, QuantisedMatrix, Weights
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +82,13 @@ class Weight(nn.Module):
     """
 
     def __init__(
-        self, weight: Weights | Callable[[], Weights], bias: torch.Tensor | None = None
+        self, weight: Embedding | Callable[[], Weights], bias: torch.Tensor | None = None
     ) -> None:
         super().__init__()
-        if isinstance(weight, torch.Tensor | QuantisedMatrix):
-            set_weight(self, weight)
-        else:
+        if callable(weight):
             self._make = weight
+        else:
+            set_weight(self, weight)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -219,23 +219,28 @@ class _Builder:
             decoder.place("lm_head", Weight(self._tied_head(decoder)))
         return decoder
 
-    def _tied_head(self, decoder: Decoder) -> Weights | Callable[[], Weights]:
+    def _tied_head(self, decoder: Decoder) -> Embedding | Callable[[], Weights]:
         """Return the weight of the output head of a model that ties it to the embedding.
 
         The head is a module of its own, because the runner takes its weight away.
         """
-        quantised = self.stored.matrices
-        if OUTPUT in quantised:
+        if OUTPUT in self.stored.matrices:
             return self._weight(OUTPUT)
-        if self.keeps_bits and EMBEDDING in quantised:
+        weight: Embedding = decoder.model.embed_tokens.weight
+        is_whole = isinstance(weight, torch.Tensor)
+        if is_whole and self.keeps_bits and EMBEDDING in self.stored.matrices:
             return partial(self._matrix, EMBEDDING)
-        weight: torch.Tensor = decoder.model.embed_tokens.weight
         return weight
 
-    def _weight(self, name: str) -> Weights | Callable[[], Weights]:
-        if self.keeps_bits and name in self.stored.matrices and name != EMBEDDING:
-            return partial(self._matrix, name)
-        return self._plain(name)
+    def _weight(self, name: str) -> Embedding | Callable[[], Weights]:
+        if not self.keeps_bits or name not in self.stored.matrices:
+            return self._plain(name)
+        is_large = self.device.type == "cpu" and name in (EMBEDDING, OUTPUT)
+        if is_large and isinstance(self.stored, GgufWeights):
+            return self.stored.in_file(name, self.dtype)
+        if name == EMBEDDING:
+            return self._plain(name)
+        return partial(self._matrix, name)
 
     def _plain(self, name: str) -> torch.Tensor:
         weight = self.stored.plain(name, self.device, self.dtype)

@@ -8,7 +8,7 @@ import torch
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, Make, from_gguf
 from pearl.models.checkpoints.gguf import GgufTable
 from pearl.models.families import Forward
-from pearl.models.forward.quantised import QuantisedMatrix
+from pearl.models.forward.quantised import QuantisedMatrix, StoredMatrix
 
 _NUMBERS = {  # types of weights that are not quantised
     "F32": torch.float32,
@@ -67,6 +67,18 @@ class GgufWeights:
             place.copy_(_dequantised(tensor.kind, piece))
         self._leave(name)
         return weight.to(device)
+
+    def in_file(self, name: str, dtype: torch.dtype) -> StoredMatrix:
+        """Return a quantised matrix that stays in the file. Looked-up rows have `dtype`."""
+        tensor = self._tensors[name]
+        block = GGUF_BLOCKS[tensor.kind]
+        return StoredMatrix(
+            self._rows(name).unflatten(1, (-1, block.size)),
+            read=block.read,
+            release=partial(self._leave, name),
+            shape=torch.Size(tensor.shape),
+            dtype=dtype,
+        )
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return all weights, dequantised, in the layout of transformers' model."""

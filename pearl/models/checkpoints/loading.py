@@ -127,10 +127,11 @@ def _own_runner(
     spec = config.spec
     on_gpu = device.type == "cuda"
     forward, settings = described(model)
-    split_fused(model, forward)
-    taps = _taps(spec, features, len(model.model.layers))
+    layers = model.model.layers
+    taps = _taps(spec, features, len(layers))
     rounding = config.rounding
     if config.role == "draft" and config.dtype == "auto" and not on_gpu:
+        split_fused(layers[0], forward, settings)
         rounding = rounding_for(model)
         if rounding:
             model = model.to(torch.bfloat16)
@@ -198,6 +199,7 @@ def _read(
         DEFAULT_CONTEXT,
         config.slots,
         keeps_bits=keeps_bits and reads_directly,
+        on_gpu=device.type == "cuda",
     )
     gpus = 1
     if config.is_spread:

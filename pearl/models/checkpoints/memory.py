@@ -82,6 +82,7 @@ def needed(
     most: int,
     slots: int = 1,
     keeps_bits: bool = False,
+    on_gpu: bool = False,
 ) -> Need | None:
     """Estimate what the checkpoint in `directory` needs; None if its files do not say.
 
@@ -90,6 +91,7 @@ def needed(
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
+        on_gpu: whether the model is loaded on a GPU, where the embedding of a GGUF file is dequantised.
     """
     config = config_in(directory)
     size = 0
@@ -102,7 +104,7 @@ def needed(
         settings = config
     context = context or min(most, settings.get("max_position_embeddings") or most)
     is_ours = is_of_own_forward(config)
-    weights = _loaded_weights(directory, config, size, dtype, is_ours and keeps_bits)
+    weights = _loaded_weights(directory, config, size, dtype, is_ours and keeps_bits, on_gpu)
     if not is_ours and weights.size >= MEASURED_FROM:
         sizes = _sizes(directory, weights.item)
         if sizes is not None:
@@ -128,12 +130,13 @@ class _Weights(NamedTuple):
 
 
 def _loaded_weights(
-    directory: Path, config: Config, size: int, dtype: str, keeps_bits: bool
+    directory: Path, config: Config, size: int, dtype: str, keeps_bits: bool, on_gpu: bool
 ) -> _Weights:
     """Estimate the size of loaded weights whose files have `size` bytes.
 
     Quantised weights stay quantised, and the others become `dtype`.  But transformers dequantises experts in MXFP4,
-    which take 17 / 32 bytes a number, to bfloat16.  Of a GGUF file, our own forward dequantises the embedding only.
+    which take 17 / 32 bytes a number, to bfloat16.  Of a GGUF file, our own forward dequantises the embedding only, and
+    on a CPU nothing.
     """
     scheme = config.get("quantization_config")
     is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
@@ -142,8 +145,10 @@ def _loaded_weights(
     item = _ITEMS.get(stored if dtype == "auto" else dtype, 2)
     table = table_in(directory)
     if keeps_bits and table is not None:
-        embedding = config["vocab_size"] * config["hidden_size"] * item
-        return _Weights(embedding + _size_in_own_bits(table.tensors, item), item)
+        own_bits = _size_in_own_bits(table.tensors, item)
+        if on_gpu:
+            own_bits += config["vocab_size"] * config["hidden_size"] * item
+        return _Weights(own_bits, item)
     if is_mxfp4 and not keeps_bits:
         numbers = 3 * math.prod(config.get(name) or 0 for name in _EXPERTS)
         return _Weights((size + numbers * (64 - 17) // 32) * item // 2, item)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any
 
 import torch
 
-from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
+from pearl.models.forward.quantised import (
+    Embedding,
+    QuantisedMatrix,
+    StoredMatrix,
+    Weights,
+    panels,
+    stacked,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +33,9 @@ _SMALL_TABLE = 7
 _FLOAT8 = 9
 _TABLE = 10
 _WHOLE_TABLE = 11
+_BYTES = (8, _FLOAT8)
+_FIELDS = {"divisors": "of_scales"}  # tensors that have another name in C
+_PIECE = 2048  # rows of a stored matrix that are laid out together: whole panels
 ROWS_TOGETHER = 8  # rows whose scores a thread has room for: see `native.h`
 # Limits of `native.h`: numbers in the queries of a row; query heads that share a key-value head.
 _WIDEST = 16384
@@ -203,7 +214,7 @@ class Native:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | StoredMatrix,
         bias: torch.Tensor | None = None,
         wide: bool = False,
         rounds_rows: bool = False,
@@ -216,51 +227,61 @@ class Native:
         )
         self._kept: list[torch.Tensor] = []
         self._order: torch.Tensor | None = None
-        if isinstance(weights, QuantisedMatrix):
-            weights = self._keep_scales(weights)
-        elif weights.dtype != torch.bfloat16:  # multiplied in float32
-            narrow = weights.bfloat16()  # half the bytes for the same numbers
-            if torch.equal(narrow.to(weights.dtype), weights):
-                weights = narrow
-            self._given.bits = 32
-            self._given.kind = _KINDS[weights.dtype]
-        bits = self._given.bits
-        lanes = _loaded().pearl_lanes()
-        rows = panels(weights, lanes)
-        if bits < 8 or bits in (_TABLE, _WHOLE_TABLE):
-            step_bits = bits if bits < _SMALL_TABLE else 4
-            self._keep("steps", _words(rows, step_bits, bits == _TABLE))
+        self._lanes = _loaded().pearl_lanes()
+        if isinstance(weights, torch.Tensor):
+            self._keep_plain(weights)
+        elif isinstance(weights, QuantisedMatrix):
+            self._keep_quantised([weights])
         else:
-            together = 1 if bits == 32 else 2
-            self._keep("steps", rows.view(len(rows), lanes, -1, together).transpose(1, 2))
+            self._keep_quantised(weights.pieces(_PIECE))
         if bias is not None:
             self._keep("bias", bias.float())
         self.scratch = 3 * inputs + inputs // self._given.group
         self._reference = ctypes.byref(self._given)
         self.rounds_rows = bool(_loaded().pearl_rounds_rows(self._reference))
 
-    def _keep_scales(self, weights: QuantisedMatrix) -> torch.Tensor:
-        """Keep all tensors but the steps, and return the steps."""
-        if weights.bits == 8 and weights.zeros is not None:  # zeros of fewer bits are bytes
-            weights = weights.in_bytes(weights.group)
+    def _keep_plain(self, weights: torch.Tensor) -> None:
+        together = 2
+        if weights.dtype != torch.bfloat16:  # multiplied in float32
+            narrow = weights.bfloat16()  # half the bytes for the same numbers
+            if torch.equal(narrow.to(weights.dtype), weights):
+                weights = narrow
+            self._given.bits = 32
+            self._given.kind = _KINDS[weights.dtype]
+            together = 1
+        self._keep("steps", _grouped(panels(weights, self._lanes), together))
+
+    def _keep_quantised(self, pieces: Iterable[QuantisedMatrix]) -> None:
+        """Keep a matrix that comes in pieces. All but the last are whole panels."""
+        count = -(-self.shape[0] // self._lanes)
+        weights = stacked(map(self._in_panels, pieces), count)
+        for name, tensor in weights.of_rows().items():
+            self._keep(_FIELDS.get(name, name), tensor)
         fields = self._given
-        fields.bits, fields.kind = _case(weights)
-        fields.group = weights.group
-        fields.offset = weights.offset
         self._order = weights.order
-        lanes = _loaded().pearl_lanes()
-        for name in ("scales", "of_scales", "least", "of_least", "zeros"):
-            tensor = getattr(weights, name)
-            if tensor is not None:
-                self._keep(name, panels(tensor, lanes).transpose(1, 2))
-        if weights.divisors is not None:
-            self._keep("of_scales", panels(weights.divisors, lanes).transpose(1, 2))
+        fields.offset = weights.offset
         if weights.table is not None:
             fields.offset = 0
             if fields.bits == _SMALL_TABLE:
                 fields.offset = -float(weights.table.min())
             self._keep("table", weights.table + fields.offset)
-        return weights.steps
+
+    def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
+        """Lay out all tensors of rows in panels, and note how the weights are stored."""
+        if weights.bits == 8 and weights.zeros is not None:  # zeros of fewer bits are bytes
+            weights = weights.in_bytes(weights.group)
+        fields = self._given
+        fields.bits, fields.kind = _case(weights)
+        fields.group = weights.group
+        lanes = self._lanes
+        laid_out = weights.changed(lambda tensor: panels(tensor, lanes).transpose(1, 2))
+        steps = panels(weights.steps, lanes)
+        if fields.bits in _BYTES:
+            steps = _grouped(steps, 2)
+        else:
+            step_bits = fields.bits if fields.bits < _SMALL_TABLE else 4
+            steps = _words(steps, step_bits, fields.bits == _TABLE)
+        return replace(laid_out, steps=steps)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self._kept.append(tensor.contiguous())
@@ -311,6 +332,12 @@ class Native:
         return out
 
 
+def _grouped(rows: torch.Tensor, together: int) -> torch.Tensor:
+    """Put inputs before lanes: [panels, lanes, in] -> [panels, in / together, lanes, together]."""
+    count, lanes, _ = rows.shape
+    return rows.view(count, lanes, -1, together).transpose(1, 2)
+
+
 def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
     """Pack the steps of several inputs into words: see `pearl_pack`.
 
@@ -342,11 +369,11 @@ def _loaded() -> ctypes.CDLL:
     return loaded
 
 
-def computes(*tensors: torch.Tensor) -> bool:
+def computes(*tensors: Embedding) -> bool:
     """Return whether `normalise`, `gated` and `attend` take tensors of these devices and dtypes."""
     if library() is None:
         return False
-    return all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
+    return all(tensor.device.type == "cpu" and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ from pearl.models.forward.linear_layers import (
     matrix,
     normalise,
 )
-from pearl.models.forward.quantised import QuantisedMatrix, Weights
+from pearl.models.forward.quantised import QuantisedMatrix, StoredMatrix, Weights
 from pearl.models.forward.slot_attention import NativeAttention, Rope, SlotAttention
 
 if TYPE_CHECKING:
@@ -266,16 +266,13 @@ class DecoderLayers:
         if is_native:
             self.dtype = dtype_of_rows(model.dtype)
             self._cache_dtype = torch.float32
-        lay_out = partial(
+        make_matrix = partial(
             matrix,
             dtype=self.dtype,
             is_native=is_native,
             rounding=rounding,
             rounds_rows=rounds_rows,
         )
-        split_fused(model, forward)
-        pair_up(model, spec)
-        self.weights, self.residual_dtype = self._precision(model, rounding)
         self.scoring = Scoring(
             windows=spec.windows,
             scale=spec.scales.attention,
@@ -283,32 +280,44 @@ class DecoderLayers:
             sinks=self._sinks(model, spec),
         )
         self.layers: list[Layer] = []
+        bits: set[int] = set()
+
+        def lay_out(*linears: Any, **options: Any) -> Matrix:
+            bits.update(bits_of(linears))
+            return make_matrix(*linears, **options)
+
         count = Count(progress, "layer", len(inner.layers))
         for layer, rope in zip(inner.layers, spec.ropes, strict=True):
+            # Reading `weight` makes a quantised matrix, so no layer is touched before its turn.
+            split_fused(layer, forward, settings)
+            pair_up(layer, spec)
             self.layers.append(Layer(layer, rope, spec, lay_out, is_native, self.dtype))
             native.give_back()
             count.advance()
+        self.weights, self.residual_dtype = self._precision(model.dtype, rounding, bits)
         self.norm = norm_weights(inner.norm, forward, self.dtype)
         self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
         self.in_one_call: Callable[[NativeAttention, torch.Tensor, int, int], None] | None = None
-        self.head = output or lay_out(model.lm_head, wide=True)
+        self.head = output or make_matrix(model.lm_head, wide=True)
         native.give_back()
 
     def _precision(
         self,
-        model: PreTrainedModel | Decoder,
+        dtype: torch.dtype,
         rounding: Rounding,
+        bits: set[int],
     ) -> tuple[str, torch.dtype]:
-        """Return the dtype or bits of the weights, and the dtype of the states between layers."""
-        bits = set()
+        """Return the dtype or bits of the weights, and the dtype of the states between layers.
+
+        Args:
+            dtype: the dtype of the model.
+            bits: the bits of the layers' quantised matrices.
+        """
         if rounding:
-            bits.add(int(rounding[-1]))
-        else:
-            for layer in model.model.layers:
-                bits |= bits_of(layer)
+            bits = {int(rounding[-1])}
         if not bits:
-            return str(model.dtype).removeprefix("torch."), self.dtype
+            return str(dtype).removeprefix("torch."), self.dtype
         # Quantised matrices add a rounding error to each result. States in float32 between the layers make
         # up for half of it.
         return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
@@ -517,13 +526,12 @@ class DecoderLayers:
         return self.normalise(wide, norm).view(states.shape)
 
 
-def bits_of(layer: torch.nn.Module) -> set[int]:
-    """Return the bits of a layer's quantised matrices."""
+def bits_of(linears: Sequence[Any]) -> set[int]:
+    """Return the bits of those linear layers that are quantised."""
     bits = set()
-    for module in layer.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, QuantisedMatrix):
-            bits.add(weight.bits)
+    for linear in linears:
+        if isinstance(linear.weight, QuantisedMatrix):
+            bits.add(linear.weight.bits)
     return bits
 
 
@@ -541,31 +549,34 @@ def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]
     return forward, settings
 
 
-def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
-    """Replace each fused matrix by its parts, which are views of it. A second call does nothing.
+def split_fused(
+    layer: torch.nn.Module,
+    forward: Forward,
+    settings: Mapping[str, Any],
+) -> None:
+    """Replace each fused matrix of a layer by its parts, which are views of it. A second call does nothing.
 
     Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`.
     """
     if not forward.fused:
         return
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = dimensions({**vars(config), "head_dim": width})
-    for layer in model.model.layers:
-        for name, parts in forward.fused.items():
-            path, _, attribute = name.rpartition(".")
-            module = layer.get_submodule(path)
-            fused = getattr(module, attribute, None)
-            if fused is None:
-                continue
-            start = 0
-            for part in parts:
-                end = start + size[MATRICES[part][0]]
-                linear = Linear(1, 1, bias=False, device="meta")
-                set_weight(linear, _changed(fused.weight, itemgetter(slice(start, end))))
-                module.add_module(part.rpartition(".")[2], linear)
-                start = end
-            delattr(module, attribute)
+    heads = settings["num_attention_heads"]
+    width = settings.get("head_dim") or settings["hidden_size"] // heads
+    size = dimensions({**settings, "head_dim": width})
+    for name, parts in forward.fused.items():
+        path, _, attribute = name.rpartition(".")
+        module = layer.get_submodule(path)
+        fused = getattr(module, attribute, None)
+        if fused is None:
+            continue
+        start = 0
+        for part in parts:
+            end = start + size[MATRICES[part][0]]
+            linear = Linear(1, 1, bias=False, device="meta")
+            set_weight(linear, _changed(fused.weight, itemgetter(slice(start, end))))
+            module.add_module(part.rpartition(".")[2], linear)
+            start = end
+        delattr(module, attribute)
 
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
@@ -575,17 +586,17 @@ def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Wei
     return change(weight.detach())
 
 
-def set_weight(module: torch.nn.Module, weight: Weights) -> None:
-    """Set a module's weight: a tensor as a parameter, a quantised matrix as an attribute."""
-    if isinstance(weight, QuantisedMatrix):
+def set_weight(module: torch.nn.Module, weight: Weights | StoredMatrix) -> None:
+    """Set a module's weight: a tensor as a parameter, a quantised weight as an attribute."""
+    if isinstance(weight, torch.Tensor):
+        module.weight = Parameter(weight, requires_grad=False)
+    else:
         module._parameters.pop("weight", None)
         module.__dict__["weight"] = weight
-    else:
-        module.weight = Parameter(weight, requires_grad=False)
 
 
-def pair_up(model: PreTrainedModel | Decoder, spec: LayerSpec) -> None:
-    """Reorder the rows of queries and keys, so that a rotation pairs row i with row i + width / 2.
+def pair_up(layer: Any, spec: LayerSpec) -> None:
+    """Reorder the rows of a layer's queries and keys, so that a rotation pairs row i with row i + width / 2.
 
     Scores are the same in any order. If all 4 numbers of a head are rotated in neighbouring pairs
     (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
@@ -608,8 +619,7 @@ def pair_up(model: PreTrainedModel | Decoder, spec: LayerSpec) -> None:
     def moved(rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (-1, width))[:, order].flatten(0, 1)
 
-    for layer in model.model.layers:
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            set_weight(linear, _changed(linear.weight, moved))
-            if linear.bias is not None:
-                linear.bias = Parameter(moved(linear.bias.detach()), requires_grad=False)
+    for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+        set_weight(linear, _changed(linear.weight, moved))
+        if linear.bias is not None:
+            linear.bias = Parameter(moved(linear.bias.detach()), requires_grad=False)

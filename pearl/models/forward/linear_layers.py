@@ -20,6 +20,7 @@ from pearl.models.cpu import native
 from pearl.models.forward.quantised import (
     GROUP,
     QuantisedMatrix,
+    StoredMatrix,
     Weights,
     are_alike,
     rounded,
@@ -223,9 +224,13 @@ def matrix(
         wide: with our C, return float32 results whatever the dtype of the rows.
         rounds_rows: with our C, round rows to 8 bits; see `native.Native`.
     """
-    weights = [_take_weight(layer, rounding) for layer in linears]
+    taken = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
-    if not (is_native and native.takes_inputs(weights[0].shape[1])):
+    is_native = is_native and native.takes_inputs(taken[0].shape[1])
+    if is_native and len(taken) == 1:
+        return _native(taken[0], biases[0], wide, rounds_rows)
+    weights = [_whole(weight) for weight in taken]
+    if not is_native:
         return for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):
@@ -243,14 +248,20 @@ def matrix(
     return SideBySide(parts)
 
 
-def _take_weight(layer: Any, rounding: Rounding) -> Weights:
-    weight: Weights = layer.weight
+def _take_weight(layer: Any, rounding: Rounding) -> Weights | StoredMatrix:
+    weight: Weights | StoredMatrix = layer.weight
     layer.weight = None
-    if isinstance(weight, QuantisedMatrix):
+    if not isinstance(weight, torch.Tensor):
         return weight
     weight = weight.detach()
     if rounding:
         return rounded(weight, rounding)
+    return weight
+
+
+def _whole(weight: Weights | StoredMatrix) -> Weights:
+    if isinstance(weight, StoredMatrix):
+        return weight.whole()
     return weight
 
 
@@ -296,12 +307,14 @@ def for_kernels(
 
 
 def _native(
-    weight: Weights,
+    weight: Weights | StoredMatrix,
     bias: torch.Tensor | None,
     wide: bool,
     rounds_rows: bool,
 ) -> native.Native:
     """Lay weights out for our C. Quantised weights that our C cannot multiply by are dequantised."""
+    if isinstance(weight, StoredMatrix) and not native.takes(next(weight.pieces(1))):
+        weight = weight.whole()
     if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised()
         if multiplies_bf16():

@@ -5,7 +5,7 @@ This module imports no code of files or kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -161,6 +161,49 @@ class QuantisedMatrix:
 
 
 Weights = torch.Tensor | QuantisedMatrix
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """Holds a quantised matrix as its mapped file has it, and converts rows as they are needed.
+
+    As an embedding, `stored[ids]` are its dequantised rows. Only rows that were looked up take memory.
+
+    Attributes:
+        rows: [out, blocks, bytes], mapped.
+        read: converts some of the rows.
+        release: gives the memory of rows that were read back.
+        shape: [out, in].
+        dtype: the dtype of looked-up rows.
+    """
+
+    rows: torch.Tensor
+    read: Callable[[torch.Tensor], QuantisedMatrix]
+    release: Callable[[], None]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.read(self.rows[ids]).dequantised().to(self.dtype)
+
+    def whole(self) -> QuantisedMatrix:
+        return self.read(self.rows)
+
+    def pieces(self, count: int) -> Iterator[QuantisedMatrix]:
+        """Yield the matrix in pieces of `count` rows."""
+        for start in range(0, len(self.rows), count):
+            yield self.read(self.rows[start : start + count])
+            self.release()
+
+
+Embedding = torch.Tensor | StoredMatrix
 
 
 def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from pearl.models.forward.linear_layers import Matrix
+    from pearl.models.forward.quantised import Embedding
 
 Tensors = Mapping[str, torch.Tensor]  # weights of a head, by name
 Draw = Callable[[torch.Tensor, int], int]  # (logits [len(ids)], position) -> token
@@ -30,7 +31,7 @@ class HeadTarget(NamedTuple):
         output: returns the matrix that computes the target's logits.
     """
 
-    embedding: torch.Tensor
+    embedding: Embedding
     vocab_size: int
     features: int
     context: int

@@ -23,6 +23,7 @@ from pearl.models.families import (
     not_computed,
 )
 from pearl.models.forward.decoder import Decoder
+from pearl.models.forward.quantised import Embedding
 from pearl.models.heads.head import HeadTarget, Tensors
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -188,7 +189,7 @@ def token_ids(tensors: Tensors, count: int, device: torch.device) -> torch.Tenso
     return ids
 
 
-def decoder_of(layer: Config, tensors: Tensors, embedding: torch.Tensor) -> Decoder:
+def decoder_of(layer: Config, tensors: Tensors, embedding: Embedding) -> Decoder:
     """Return a head's layers, last norm and output matrix in the form of a model, for `DecoderLayers`."""
     decoder = Decoder(SimpleNamespace(**layer))
     decoder.place("model.embed_tokens", Weight(embedding))
