@@ -60,7 +60,10 @@ class Shaper:
         self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
-        """Roll back to `length` tokens; or append the prompt's tokens up to `length`, which a cache has kept."""
+        """Set the text's length: remove the tokens after it, or append the prompt's tokens up to it.
+
+        Tokens are appended if the model need not be fed them, because its cache holds them already.
+        """
         for token in reversed(self._text[length:]):
             self._text.pop()
             _count_down(self._seen, token)

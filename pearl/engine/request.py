@@ -165,8 +165,11 @@ def submission(
 ) -> Submit:
     """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set.
 
+    Raises `RequestError` if the prompt is empty, or does not fit into the context with `max_tokens`.
+
     Args:
-        tokenizer: the target's tokenizer. Without it a prediction is not read, and the whole text counts as the answer.
+        tokenizer: the target's tokenizer. Without it a prediction is ignored, and reasoning is not recognised: stop
+            strings and grammars apply to the whole text.
         prefix: the beginning of the reply, if it is part of the prompt.
     """
     if tokenizer is not None:
@@ -204,8 +207,9 @@ def prompt_for(
 ) -> list[int]:
     """Return the prompt. If the options have a grammar, the prompt is extended so that the answer can begin after it.
 
-    Some formats have a text that begins an answer: it is appended. If the prompt has opened reasoning, and the
-    vocabulary has no token that ends reasoning, the text that ends it is appended: the grammar could not find the end.
+    Some chat formats have a text that begins an answer; it is appended if the prompt ends where a reply begins. If the
+    prompt has opened reasoning, the grammar begins after the token that ends it. If the vocabulary has no such token,
+    the text that ends reasoning is appended here.
 
     Args:
         prefix: the beginning of the reply, if it is part of the prompt.

@@ -24,8 +24,8 @@ class TranslatedRunner(ModelRunner):
 
     Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution is renormalised over
     the tokens that both models have, and only these are proposed.  A token that only the target has is fed as the draft
-    tokens that spell it.  If a text would take more than twice as many draft tokens as it has tokens, the rest of a
-    spelling is left out.
+    tokens that spell it.  A text may take at most twice as many draft tokens as it has tokens: where a token's spelling
+    would take more, the end of the spelling is left out.
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:

@@ -104,9 +104,10 @@ def chat_prompt(
 ) -> str:
     """Return `render(messages)`, with the messages in a form that the template takes.
 
-    Many templates print a system message at the beginning alone: they refuse a later one, or leave it out; some refuse
-    every one. Then the text of all system messages moves to the beginning, or else into the first message of the user.
-    Raises `RequestError` for whatever a template raises.
+    Many templates print a system message only at the beginning, and refuse or leave out a later one; some refuse all.
+    If the template refuses the messages or leaves one out, the text of all system messages is moved to the beginning
+    or, if that does not help, into the first message of the user. If no form gives a prompt with all of that text, the
+    first form that the template takes is used. Raises `RequestError` if the template takes none.
 
     Args:
         as_plain: returns a text of a user or tool without the names of control tokens.

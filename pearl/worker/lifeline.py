@@ -88,10 +88,10 @@ class Lifeline:
         self.tell("note", message=message)
 
     def end(self) -> None:
-        """Take in that the loop has ended by itself: the watcher need not wait any longer.
+        """Tell the watcher that the loop has ended, so that it does not wait for the loop any longer.
 
-        If the launcher is gone, the watcher ends the process: if the main thread did so first, the directory might be
-        left behind.
+        If the launcher is gone, wait up to 3 s for the watcher to remove the directory and end the process. If the main
+        thread ended the process first, the directory might be left behind.
         """
         self._ended.set()
         if self.closed.is_set():

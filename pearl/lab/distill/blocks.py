@@ -76,12 +76,12 @@ def train(
     device: torch.device,
     report: Report,
 ) -> Path:
-    """Train a block drafter, on from its last checkpoint; return the directory of the new one.
+    """Train a block drafter, continuing from its last checkpoint if there is one; return the directory of the new one.
 
     Args:
         states: a directory that `write_states` wrote.
-        layers: the target's layers that it was written for.
-        held_out: how many of its last answers are only measured on.
+        layers: the target's layers that `write_states` was called with.
+        held_out: number of the last answers in `states` that are not trained on, but used to measure the drafter.
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
@@ -146,7 +146,7 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
 
 @torch.no_grad()
 def _begin_near_the_target(model: Any) -> None:
-    """Start from the target's last norm, and from the last of the states that the head reads."""
+    """Set the first weights of a head: the target's last norm, and a projection that passes on the last state alone."""
     model.norm.weight.copy_(model.verifier_norm.weight)
     hidden = model.hidden_size
     model.fc.weight.zero_()

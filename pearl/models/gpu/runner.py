@@ -1,4 +1,7 @@
-"""Our own forward on a GPU. Our kernels compute prompts in pieces, and all other feeds as rows of tables."""
+"""Our own forward on a GPU: one set of kernels computes prompts in pieces, another computes all other feeds.
+
+The other feeds are laid out as rows of tables of a fixed size; see `row_table`.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ class KernelRunner(ForwardRunner):
 
     @torch.inference_mode()
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
-        """Make and check the kernels for tables and, if they fit the model's heads, the kernels for prompts."""
+        """Make and check the kernels for row tables and, if these fit the model's heads, the kernels for prompts.
+
+        Raises `KernelsUnfit`.
+        """
         dim = self.layers.heads.dim
         prompts: Prompts | None = None
         try:
