@@ -13,9 +13,13 @@ from transformers import AutoModelForCausalLM
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import is_head
+from pearl.models.checkpoints.checkpoint import is_head, resolve_checkpoint
+from pearl.models.checkpoints.direct import EMBEDDING
+from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
+from pearl.models.families import OWN_FORWARD
 from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.recordings import not_recorded
@@ -39,6 +43,7 @@ from tests.eagle3 import (
     weights_of,
     write_head,
 )
+from tests.gguf_files import write_gguf
 from tests.tiny import CPU, on_cpu, tiny_model
 
 CUT = 8
@@ -502,6 +507,29 @@ def test_a_draft_computes_what_the_head_does(name: str, tmp_path: Path) -> None:
     wanted = reference(config, weights_of(config), CUT)
     known = torch.arange(KNOWN) * 2 + 5
     torch.testing.assert_close(rows[:, known], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_looks_tokens_up_in_the_file_of_its_target(tmp_path: Path, cache: Path) -> None:
+    """The embedding of a GGUF file stays there; a head with a copy of it computes the same."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, target(), kind="Q8_0")
+    table = table_in(resolve_checkpoint(str(file)))
+    assert table is not None
+    stored = GgufWeights(table, OWN_FORWARD["LlamaForCausalLM"].forward)
+    embedding = stored.plain(EMBEDDING, CPU, torch.bfloat16)
+    config = config_of("none")
+    ids, states = text_and_states(config)
+    rows = []
+    for copies in ({}, {"embed_tokens.weight": embedding}):
+        directory = write_head(tmp_path / f"head{len(copies)}", "none")
+        weights = load_file(directory / "model.safetensors")
+        weights.pop("embed_tokens.weight", None)
+        save_file(weights | copies, directory / "model.safetensors")
+        draft = load_draft_head(str(directory), str(file), CPU, None, 1, lambda what: None)
+        with torch.inference_mode():
+            draft.extend(0, states[:CUT], 0)
+            rows.append(feed_chain(draft, ids[: CUT + STEPS].tolist(), STEPS))
+    assert torch.equal(*rows)
 
 
 @pytest.fixture(scope="module")

@@ -246,6 +246,17 @@ LARGE = {
 }
 
 
+def test_on_a_gpu_alone_the_embedding_of_a_gguf_file_is_dequantised(tmp_path: Path) -> None:
+    size = write_zeros(tmp_path / "model", "Q4_0", True, **LARGE)
+    told = []
+    for on_gpu in (False, True):
+        need = needed(tmp_path / "model", "auto", 64, 64, keeps_bits=True, on_gpu=on_gpu)
+        assert need is not None
+        told.append(need.weights)
+    assert told[0] == pytest.approx(size, rel=0.01)
+    assert told[1] - told[0] == 2 * LARGE["vocab_size"] * LARGE["hidden_size"]
+
+
 @pytest.mark.skipif(native.library() is None, reason="our products are not built")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_loading_takes_no_more_memory_than_the_weights(tmp_path: Path, is_tied: bool) -> None:
