@@ -14,10 +14,13 @@
 //
 // A helper that is late between `take` and the new state, or while it copies, has to be waited for. Both are short.
 //
-// For a caller without a core all wait. So one that waits long for its core exchanges it with the helper that waits least.
+// For a caller without a core all wait. So one that waits long for its core exchanges it with a helper. If it waits as long on
+// the cores of all helpers, it computes alone until it waits less: threads that rarely have their cores at the same time help
+// little, and Linux divides among them the share that their session or container gets.
 #define _GNU_SOURCE
 #include "native.h"
 
+#include <inttypes.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <linux/membarrier.h>
@@ -37,7 +40,9 @@
 #define LATE 500000           // a thread that spins notices so little time only if another one had its core
 #define ENDING 30000          // a helper is late if its last piece takes so much longer than
 #define PIECES_LATE 2         // so many of the caller's: its core may be a slower one
-#define LOOKS 25000000        // so often, times the threads, the caller looks for a core with less other work
+#define LOOKS 50000000        // so often the caller looks for how long it waited for its core
+#define LONG 0.25f            // this share of the time is long
+#define RETRY 20              // so many looks later it tries another core again
 
 // What a helper does with its piece.
 enum { NOTHING, COMPUTING, STORING, TAKEN };
@@ -46,7 +51,6 @@ typedef struct {
     _Alignas(64) _Atomic int64_t held;  // the number of a piece times four, plus what the helper does with it
     sigjmp_buf without_piece;           // where it goes on if its piece was taken back
     int32_t id;                         // native
-    int64_t waited;                     // for its core, at the last look of the caller
 } Helper;
 
 static struct {
@@ -60,8 +64,9 @@ static struct {
     Piece compute;
     const void *work;
     int64_t pieces;
-    Helper helpers[MOST_THREADS];           // from 1 on; the first is the caller, as far as it waits for its core
-    int64_t looked;                         // when the caller last looked for a core with less other work
+    Helper helpers[MOST_THREADS];           // from 1 on
+    int64_t looked, ran, waited;            // by the caller: when, and its time with a core and for one until then
+    int64_t long_waits, exchanges;          // at so many of its looks in a row it had waited long; all that it made
     _Atomic int32_t started;
     int signal;                             // 0: no piece can be taken back
     _Atomic int64_t delay;                  // at most, for tests
@@ -206,43 +211,36 @@ static void *help(void *number) {
     return 0;
 }
 
-// Nanoseconds for which a thread could have computed and had no core.
-static int64_t waited_of(int32_t id) {
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/task/%d/schedstat", id);
-    FILE *file = fopen(path, "r");
+// The share of the time since the last call in which the caller had no core, of that in which it could have computed.
+static float wait_of_caller(void) {
+    const int64_t ran = pool.ran, waited = pool.waited;
+    FILE *file = fopen("/proc/thread-self/schedstat", "r");
     if (!file) return 0;
-    long long computed, waited;
-    const int are_read = fscanf(file, "%lld %lld", &computed, &waited);
+    const int are_read = fscanf(file, "%" SCNd64 " %" SCNd64, &pool.ran, &pool.waited);
     fclose(file);
-    return are_read == 2 ? waited : 0;
+    const float more = (float)(pool.waited - waited), both = (float)(pool.ran - ran) + more;
+    return are_read == 2 && both > 0 ? more / both : 0;
 }
 
-static void exchange_cores(int32_t one, int32_t other) {
-    cpu_set_t cores, others;
-    if (sched_getaffinity(one, sizeof cores, &cores) || sched_getaffinity(other, sizeof others, &others)) return;
-    if (CPU_COUNT(&cores) != 1 || CPU_COUNT(&others) != 1) return;  // the kernel chooses among several
-    sched_setaffinity(one, sizeof others, &others);
-    sched_setaffinity(other, sizeof cores, &cores);
+static void exchange_cores(int32_t helper) {
+    cpu_set_t of_caller, of_helper;
+    if (sched_getaffinity(0, sizeof of_caller, &of_caller)) return;
+    if (sched_getaffinity(helper, sizeof of_helper, &of_helper)) return;
+    if (CPU_COUNT(&of_caller) != 1 || CPU_COUNT(&of_helper) != 1) return;  // the kernel chooses among several
+    sched_setaffinity(0, sizeof of_helper, &of_helper);
+    sched_setaffinity(helper, sizeof of_caller, &of_caller);
 }
 
-// The caller gets the core of the helper that waited least, if it waited more than twice as long itself and an eighth of
-// the time.
-static void look_for_core(int threads, int64_t time) {
-    const int64_t since = time - pool.looked;
-    if (since < LOOKS * threads) return;
+// Decides from time to time on which core the caller computes, and whether alone.
+static void look_at_wait(int threads, int64_t time) {
+    if (time - pool.looked < LOOKS || atomic_load(&pool.delay)) return;
     pool.looked = time;
-    pool.helpers[0].id = (int32_t)syscall(SYS_gettid);
-    int64_t of_caller = 0, least = INT64_MAX;
-    int32_t id = 0;
-    for (int thread = 0; thread < threads; thread++) {
-        Helper *helper = &pool.helpers[thread];
-        const int64_t waited = waited_of(helper->id), more = waited - helper->waited;
-        helper->waited = waited;
-        if (!thread) of_caller = more;
-        else if (more < least) least = more, id = helper->id;
+    if (wait_of_caller() < LONG) {
+        pool.long_waits = 0;
+        return;
     }
-    if (of_caller > since / 8 && of_caller / 2 > least) exchange_cores(pool.helpers[0].id, id);
+    const int64_t waits = pool.long_waits++;
+    if (waits < threads - 1 || waits % RETRY == 0) exchange_cores(pool.helpers[1 + pool.exchanges++ % (threads - 1)].id);
 }
 
 // Starts the helpers that are missing. Where no more threads are to be had, there are fewer.
@@ -256,29 +254,37 @@ static void start(int threads) {
     }
 }
 
-void in_pieces(Piece compute, const void *work, int64_t pieces, int threads) {
-    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
-    if (threads <= 1 || pieces <= 1 || pthread_mutex_trylock(&caller)) {  // last: another caller has the helpers
-        for (int64_t piece = 0; piece < pieces; piece++) compute(work, piece, 0);
-        return;
-    }
-    start(threads);
+static void compute_alone(Piece compute, const void *work, int64_t pieces) {
+    for (int64_t piece = 0; piece < pieces; piece++) compute(work, piece, 0);
+}
+
+static void compute_together(Piece compute, const void *work, int64_t pieces, int threads, int64_t began) {
     pool.compute = compute, pool.work = work, pool.pieces = pieces;
     const int is_more = atomic_exchange(&pool.threads, threads) < (uint32_t)threads;
     atomic_store(&pool.done, 0);
     const uint32_t region = atomic_load(&pool.region) + 1;
     atomic_store(&pool.left, (uint64_t)region << 32 | (uint32_t)pieces);
-    const int64_t began = now();
-    look_for_core(threads, began);
     atomic_store(&pool.region, region);
     if (is_more) wake(&pool.threads);
     if (atomic_load(&pool.asleep)) wake(&pool.region);
     uint32_t own = 0;
     for (int64_t piece; (piece = take(0)) >= 0; own++) compute(work, piece, 0);
-    if (atomic_fetch_add(&pool.done, own) + own != pieces) {
-        const int64_t patience = ENDING + PIECES_LATE * (now() - began) / (own ? own : 1);
-        while (!ends(&pool.done, (uint32_t)pieces, 0, patience)) take_back(threads);
+    if (atomic_fetch_add(&pool.done, own) + own == pieces) return;
+    const int64_t patience = ENDING + PIECES_LATE * (now() - began) / (own ? own : 1);
+    while (!ends(&pool.done, (uint32_t)pieces, 0, patience)) take_back(threads);
+}
+
+void in_pieces(Piece compute, const void *work, int64_t pieces, int threads) {
+    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
+    if (threads <= 1 || pieces <= 1 || pthread_mutex_trylock(&caller)) {  // last: another caller has the helpers
+        compute_alone(compute, work, pieces);
+        return;
     }
+    start(threads);
+    const int64_t began = now();
+    look_at_wait(threads, began);
+    if (pool.long_waits >= threads) compute_alone(compute, work, pieces);
+    else compute_together(compute, work, pieces, threads, began);
     pthread_mutex_unlock(&caller);
 }
 
