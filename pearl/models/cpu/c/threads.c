@@ -14,9 +14,9 @@
 //
 // A helper that is late between `take` and the new state, or while it copies, has to be waited for. Both are short.
 //
-// For a caller without a core all wait. So one that waits long for its core exchanges it with a helper. If it waits as long on
-// the cores of all helpers, it computes alone until it waits less: threads that rarely have their cores at the same time help
-// little, and Linux divides among them the share that their session or container gets.
+// For a caller without a core all wait. So one that waits long for its core exchanges it with a helper. While it waits as long
+// on the cores of all helpers, it computes alone: threads that rarely have their cores at the same time help little, and Linux
+// divides among them the share that their session or container gets.
 #define _GNU_SOURCE
 #include "native.h"
 
@@ -42,7 +42,7 @@
 #define PIECES_LATE 2         // so many of the caller's: its core may be a slower one
 #define LOOKS 50000000        // so often the caller looks for how long it waited for its core
 #define LONG 0.25f            // this share of the time is long
-#define RETRY 20              // so many looks later it tries another core again
+#define RETRY 20              // after so many looks that it computes alone it tries another core again
 
 // What a helper does with its piece.
 enum { NOTHING, COMPUTING, STORING, TAKEN };
@@ -66,7 +66,9 @@ static struct {
     int64_t pieces;
     Helper helpers[MOST_THREADS];           // from 1 on
     int64_t looked, ran, waited;            // by the caller: when, and its time with a core and for one until then
-    int64_t long_waits, exchanges;          // at so many of its looks in a row it had waited long; all that it made
+    float wait;                             // its share of the time between its last two looks
+    int64_t long_waits;                     // at so many looks in a row it had waited long
+    int is_trying, tried;                   // whether it has come from the core of a helper since, and which
     _Atomic int32_t started;
     int signal;                             // 0: no piece can be taken back
     _Atomic int64_t delay;                  // at most, for tests
@@ -233,14 +235,17 @@ static void exchange_cores(int32_t helper) {
 
 // Decides from time to time on which core the caller computes, and whether alone.
 static void look_at_wait(int threads, int64_t time) {
-    if (time - pool.looked < LOOKS || atomic_load(&pool.delay)) return;
-    pool.looked = time;
-    if (wait_of_caller() < LONG) {
-        pool.long_waits = 0;
-        return;
-    }
-    const int64_t waits = pool.long_waits++;
-    if (waits < threads - 1 || waits % RETRY == 0) exchange_cores(pool.helpers[1 + pool.exchanges++ % (threads - 1)].id);
+    const int64_t since = time - pool.looked;
+    if (since < LOOKS || atomic_load(&pool.delay)) return;
+    const float wait = wait_of_caller();
+    const int is_worse = pool.is_trying && wait > pool.wait;
+    pool.looked = time, pool.wait = wait, pool.is_trying = 0;
+    if (wait < LONG || since > SECOND) pool.long_waits = 0;
+    if (wait < LONG) return;
+    pool.is_trying = !is_worse && (pool.long_waits < threads - 1 || pool.long_waits % RETRY == 0);
+    pool.long_waits++;
+    if (pool.is_trying) pool.tried = 1 + pool.tried % (threads - 1);
+    if (pool.is_trying || is_worse) exchange_cores(pool.helpers[pool.tried].id);
 }
 
 // Starts the helpers that are missing. Where no more threads are to be had, there are fewer.
