@@ -26,8 +26,9 @@ from pearl.models.forward.quantised import (
 )
 from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Slots
+from pearl.models.runner import feed_chain
 from tests.pairwise import pairwise
-from tests.tiny import attended, irregular, tiny_model
+from tests.tiny import attended, irregular, random_llama, tiny_model
 
 BUILT = [
     file
@@ -271,9 +272,10 @@ def test_weights_that_rows_of_8_bits_are_for() -> None:
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("delay", [0, 2_000_000])
+@pytest.mark.parametrize("delay", [0, 200_000, 2_000_000])
 def test_a_late_thread_changes_no_bit(delay: int) -> None:
-    """Each sleeps before each of its pieces, so the caller computes what is left, in products of different sizes."""
+    """Each sleeps amid its pieces, so the caller computes what is left and takes pieces back, in products of
+    different sizes."""
     products = [Native(quantised("Q4_K", outputs, 512), wide=True) for outputs in (16, 75, 2000)]
     x = irregular(70, 512, torch.bfloat16)
     wanted = [product(x, None) for product in products]
@@ -290,6 +292,25 @@ def test_a_late_thread_changes_no_bit(delay: int) -> None:
     finally:
         library.pearl_delay(0)
         native.use_threads(1)
+
+
+@pytest.mark.usefixtures("built")
+def test_late_threads_change_no_bit_of_a_forward() -> None:
+    """Layers add products to the hidden state in place, so a piece may not be added twice."""
+    library = native.library()
+    assert library is not None
+    logits: list[list[torch.Tensor]] = []
+    library.pearl_delay(200_000)
+    try:
+        for threads in (1, 2, 4):
+            native.use_threads(threads)
+            runner = CpuRunner(random_llama(128, torch.bfloat16), 128)
+            logits.append([feed_chain(runner, [5] * rows, rows) for rows in (70, 1, 6, 1, 20)])
+    finally:
+        library.pearl_delay(0)
+        native.use_threads(1)
+    for late in logits[1:]:
+        assert all(map(torch.equal, logits[0], late))
 
 
 @pytest.mark.usefixtures("built")
@@ -374,7 +395,7 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted((Path(native.__file__).parent / "c").iterdir()):
         digest.update(re.sub(r"//.*|\s", "", file.read_text()).encode())
-    assert (native._VERSION, digest.hexdigest()) == (4, "a7cd39ff")
+    assert (native._VERSION, digest.hexdigest()) == (5, "d28d9e16")
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.raises(OSError, match="other sources"):
         native.load(BUILT[0])

@@ -301,7 +301,7 @@ static int64_t shared_by(const Attention *a, int64_t first, int64_t rows) {
 }
 
 // The query heads of one key-value head of rows of one slot. is_float32, of the cache, is a constant where this is inlined.
-INLINE void attend(const Attention *a, int64_t first, int64_t rows, int64_t head, int is_float32, float *room) {
+INLINE void attend(const Attention *a, int64_t first, int64_t rows, int64_t head, int is_float32, float *room, int thread) {
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, of_scores = group * a->positions, of_sums = group * dim;
     float by[ROWS_TOGETHER * 64], *sums = room + rows * of_scores, *wide_states = sums + rows * of_sums;
     int64_t path[DEEPEST];
@@ -346,6 +346,7 @@ INLINE void attend(const Attention *a, int64_t first, int64_t rows, int64_t head
             mix_all(a, some, is_float32, count, room + i * of_scores + at, sums + i * of_sums);
         }
     }
+    if (!keep(thread)) return;
     for (int64_t i = 0; i < rows * group; i++)
         for (int64_t each = 0; each < dim; each++)
             put(a->out, ((first + i / group) * a->heads + head * group + i % group) * dim + each, sums[i * dim + each] * by[i], a->is_float32);
@@ -366,15 +367,16 @@ static void attend_piece(const void *work, int64_t piece, int thread) {
     for (int64_t row = piece / kv * together, next; row < end; row = next) {
         const int64_t slot = a->table[4 * row];
         for (next = row + 1; next < end && a->table[4 * next] == slot;) next++;
+        if (slot < 0 && !keep(thread)) return;
         if (slot < 0)
             for (int64_t i = 0; i < (next - row) * group * a->dim; i++) {
                 const int64_t of_row = group * a->dim;
                 put(a->out, (row + i / of_row) * a->heads * a->dim + head * of_row + i % of_row, 0, a->is_float32);
             }
         else if (a->cache_is_float32)
-            attend(a, row, next - row, head, 1, room);
+            attend(a, row, next - row, head, 1, room, thread);
         else
-            attend(a, row, next - row, head, 0, room);
+            attend(a, row, next - row, head, 0, room, thread);
     }
 }
 

@@ -10,7 +10,7 @@
 #define BF16 1
 #endif
 
-#define VERSION 4  // of all that `native.py` and these files agree on: raised with every change of theirs
+#define VERSION 5  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define WIDEST 16384  // numbers of a row's queries
 #define MOST_THREADS 256
 #define ROWS_TOGETHER 8  // that go through cached positions together
@@ -155,8 +155,12 @@ typedef struct {
     int32_t is_float32, norm_is_float32, cache_is_float32, threads;
 } Attention;
 
-// Computes one piece of some work. `thread`: from 0 on, below the number of threads.
+// Computes one piece of some work. `thread`: from 0 on, below the number of threads. It calls `keep` before it writes
+// where other threads read, and returns if that is refused.
 typedef void (*Piece)(const void *work, int64_t piece, int thread);
+
+// Whether the thread may write the results of its piece; if not, another one computes it.
+int keep(int thread);
 
 // Has all pieces computed, by up to so many threads; see `threads.c`.
 void in_pieces(Piece compute, const void *work, int64_t pieces, int threads);

@@ -12,6 +12,7 @@
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
 #define PIECES 8  // of a product, for each thread
+#define SUMS 128  // panels times rows of a piece, whose sums are computed before any is written; at least `ROWS`
 #if WIDE == 16
 #define TOGETHER 6  // rows whose sums fit the registers, of whole weights
 #define TILE 8      // and of steps, all parts of rows together
@@ -796,22 +797,27 @@ static void multiply_panels(const void *work, int64_t piece, int thread) {
     const Product *p = work;
     const int64_t panels = (p->w->outputs + LANES - 1) / LANES, inputs = p->w->inputs, first = piece * p->together;
     const int64_t end = first + p->together < panels ? first + p->together : panels;
-    V sums[ROWS * VECTORS];
-    for (int64_t panel = first; panel < end; panel++)
-        for (int64_t row = 0; row < p->rows; row += ROWS) {
-            const int some = p->rows - row < ROWS ? p->rows - row : ROWS;
-            const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row, p->less + row,
-                                p->parts + row * p->of_parts, p->units + row * p->units_of_row, inputs, p->rows, p->parts_of_row};
-            multiply_panel(p->w, panel, &given, some, sums);
-            for (int i = 0; i < some * VECTORS; i++)
-                store(p->w, panel * LANES + i % VECTORS * WIDE, sums[i], p->out, p->out_is_float32, p->stride, p->y,
+    V sums[SUMS * VECTORS];
+    for (int64_t row = 0; row < p->rows; row += ROWS) {
+        const int some = p->rows - row < ROWS ? p->rows - row : ROWS, of_panel = some * VECTORS;
+        const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row, p->less + row,
+                            p->parts + row * p->of_parts, p->units + row * p->units_of_row, inputs, p->rows, p->parts_of_row};
+        for (int64_t panel = first; panel < end; panel++)
+            multiply_panel(p->w, panel, &given, some, sums + (panel - first) * of_panel);
+        if (!keep(thread)) return;
+        const V *sum = sums;
+        for (int64_t panel = first; panel < end; panel++)
+            for (int i = 0; i < of_panel; i++)
+                store(p->w, panel * LANES + i % VECTORS * WIDE, *sum++, p->out, p->out_is_float32, p->stride, p->y,
                       p->y_is_float32, row + i / VECTORS);
-        }
+    }
 }
 
 // Panels of a piece: a thread takes several pieces, so that one that is late holds up little.
-static int64_t panels_together(int64_t panels, int threads) {
-    const int64_t together = panels / (PIECES * threads);
+static int64_t panels_together(int64_t panels, int64_t rows, int threads) {
+    const int64_t some = rows < ROWS ? rows : ROWS;
+    int64_t together = panels / (PIECES * threads);
+    if (together * some > SUMS) together = SUMS / some;
     return together ? together : 1;
 }
 
@@ -856,7 +862,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
     const int64_t panels = (w->outputs + LANES - 1) / LANES;
     const Product product = {
         w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, parts_of_row, parts_of_row == 1 ? 2 : 1,
-        of_row, of_parts, stride, rows, panels_together(panels, threads),
+        of_row, of_parts, stride, rows, panels_together(panels, rows, threads),
     };
     in_pieces(multiply_panels, &product, (panels + product.together - 1) / product.together, threads);
 }
