@@ -4,7 +4,7 @@ A block drafter guesses several tokens in one forward, from the target's hidden 
 one.  Model, loss and trainer are those of speculators; only its choice of a device is ours, as it looks for an
 accelerator and has no way to a CPU.
 
-Source: "DFlash", 2026; "DSpark", 2026; speculators 0.9.0.
+Source: "DFlash", "DFlash 2", "DSpark", "P-EAGLE", "XPress", 2026; speculators 0.9.0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from speculators.model import SpeculatorModel
+from speculators.models.eagle3.data import shift_batch
 from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
 from speculators.train.cli import create_transformer_layer_config
@@ -95,6 +96,7 @@ def train(
         loss_fn=_LOSS,
         loss_implementation="eager",
         max_anchors=config.batch_tokens // config.block_size,
+        num_depths=config.block_size,
     )
     trainer_config = TrainerConfig(
         lr=config.learning_rate,
@@ -126,6 +128,8 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
     )
     vocab = layer_config.vocab_size
     tokens = min(config.head_tokens or vocab, vocab)
+    if config.head == "dflash2":  # its selector scores tokens of the whole vocabulary
+        tokens = vocab
     counts = torch.load(states / "token_freq.pt", weights_only=True)
     d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
     model = kind.from_training_args(
@@ -138,7 +142,10 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         draft_attn_impl="sdpa",
         block_size=config.block_size,
         mask_token_id=next(token for token in range(vocab) if token not in counts),
+        num_depths=config.block_size,
         markov_rank=config.markov_rank,
+        selector_rank=config.markov_rank,
+        xpress_rank=config.markov_rank,
     )
     _begin_near_the_target(model)
     return model
@@ -170,7 +177,7 @@ def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> 
         num_target_layers=len(model.target_layer_ids),
         num_workers=0,
         prefetch_factor=1,
-        preprocess=None,
+        preprocess=shift_batch if config.head == "peagle" else None,
         train_data_ratio=(rows - held_out + 0.5) / rows,  # rounded down to a number of rows
         seed=config.seed,
     )
