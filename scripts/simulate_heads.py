@@ -133,7 +133,10 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
             for group in groups:
                 c = group[0]
                 t_head = 1 / c if is_block else args.t_head
-                runner = head_runner if row.head_drafts else draft
+                runner = draft
+                if row.head_drafts:
+                    assert head_runner is not None
+                    runner = head_runner
                 t_draft = t_head if row.head_drafts else 1 / c
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
                 target.rollback(0)

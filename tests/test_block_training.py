@@ -93,4 +93,4 @@ def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
     assert read.deepest == (4 if kind in ("dspark", "peagle") else 3)
     assert len(read.ids) == (VOCAB_SIZE if kind == "dflash2" else 96)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from speculators.model import SpeculatorModel
+from speculators.models.dflash import DFlashDraftModel
 from speculators.models.eagle3.data import shift_batch
 from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
@@ -31,6 +32,7 @@ from pearl.lab.distill.states import VERIFIER
 
 _WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
 _LOSS = "kl_div"
+_PASSED = 0.5  # of a state, by each of two matrices
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -126,6 +128,9 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         sliding_window=_WINDOW,
         full_attention_indices=list(range(config.head_layers)),
     )
+    sees_states = issubclass(kind, DFlashDraftModel)
+    if sees_states:  # all that a row knows of the text comes through keys and values
+        layer_config.num_key_value_heads = layer_config.num_attention_heads
     vocab = layer_config.vocab_size
     tokens = min(config.head_tokens or vocab, vocab)
     if config.head == "dflash2":  # its selector scores tokens of the whole vocabulary
@@ -148,6 +153,8 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         xpress_rank=config.markov_rank,
     )
     _begin_near_the_target(model)
+    if sees_states:
+        _pass_states_on(model)
     return model
 
 
@@ -158,6 +165,14 @@ def _begin_near_the_target(model: Any) -> None:
     hidden = model.hidden_size
     model.fc.weight.zero_()
     model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+
+
+@torch.no_grad()
+def _pass_states_on(model: Any) -> None:
+    """Let each layer begin by adding the mean of the states that its heads see: values and outputs are not mixed."""
+    for layer in model.layers:
+        for matrix in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
+            matrix.copy_(_PASSED * torch.eye(*matrix.shape))
 
 
 def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:
