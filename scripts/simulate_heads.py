@@ -70,12 +70,10 @@ _ROWS_AT_ONCE = 16  # of a forward that takes no longer than one of one row
 
 
 class Counter:
-    """Counts the forwards of a head."""
+    """Counts the calls of a head's method `name`, each of which is a forward."""
 
-    def __init__(self, head: Any) -> None:
+    def __init__(self, head: Any, name: str) -> None:
         self.forwards = 0
-        # A chain reads tokens one by one; a block drafter proposes a block with one forward.
-        name = "read" if isinstance(head, ChainHead) else "block_states"
         self._compute = getattr(head, name)
         setattr(head, name, self)
 
@@ -111,39 +109,47 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     features = states_for([args.head], args.target, silent)
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
-    heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
+    head = load_head(args.head, target, silent)
+    is_block = not isinstance(head, ChainHead)
+    # A chain reads tokens one by one; a block drafter proposes a block with one forward.
+    counter = Counter(head, "propose" if is_block else "read")
     blocks = None
     block_size = 0
-    if isinstance(heads, BlockRunner):
-        blocks = Counter(heads.head)
-        block_size = heads.head.deepest
     rows = {name: row for name, row in ROWS.items() if not args.rows or name in args.rows}
+    head_runner = None
+    if any(row.head_drafts for row in rows.values()):
+        head_runner = load_draft_head(args.head, args.target, CPU, None, 9, silent)
+    if isinstance(head_runner, BlockRunner):
+        blocks = Counter(head_runner.head, "block_states")
+        block_size = head_runner.head.deepest
     for prompt in _prompts(args):
         messages = [{"role": "user", "content": prompt}]
         ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
         expected: list[int] = []
         for name, row in rows.items():
             groups = [args.c]
-            if row.depends_on_c(blocks is not None):
+            if row.depends_on_c(is_block):
                 groups = [[c] for c in args.c]
             for group in groups:
                 c = group[0]
-                t_head = args.t_head if blocks is None else 1 / c
-                runner = heads if row.head_drafts else draft
+                t_head = 1 / c if is_block else args.t_head
+                runner = draft
+                if row.head_drafts:
+                    assert head_runner is not None
+                    runner = head_runner
                 t_draft = t_head if row.head_drafts else 1 / c
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
                 target.rollback(0)
                 runner.rollback(0)
-                head = None
-                counter = None
-                if row.has_head:
-                    head = load_head(args.head, target, lambda what: None)
-                    counter = Counter(head)
                 executors = paired_executors(
-                    target, runner, t_draft=partial(_constant, t_draft), head=head
+                    target,
+                    runner,
+                    t_draft=partial(_constant, t_draft),
+                    head=head if row.has_head else None,
                 )
                 simulation = TimedGuesses(*executors, timing, runner.context, None)
-                simulation.counter = counter
+                if row.has_head:
+                    simulation.counter = counter
                 simulation.t_head = t_head
                 if row.head_drafts and blocks is not None:
                     simulation.blocks = blocks

@@ -232,6 +232,23 @@ def test_the_target_on_one_core_is_a_way_where_it_has_several() -> None:
     assert ways == {"ngram", "ar"}, "and none for which there is no draft"
 
 
+def test_a_head_is_a_way_where_there_is_no_draft() -> None:
+    """It was taken at each step, however slow it was: with one core there was nothing to choose from."""
+    auto = Auto()
+    auto.add_head()
+    assert auto.has_choice(has_draft=False)
+    rates = {"ngram": 40, "head": 25}
+    at, way, ways = 1.0, auto.begin(400, has_draft=False), []
+    auto.step(at, 0, 400, False)
+    for left in range(399, 0, -1):
+        ways.append(way)
+        at += 1 / rates[way]
+        way = auto.step(at, 1, left, False) or way
+    assert set(ways) == {"ngram", "head"}
+    assert auto.best == "ngram"
+    assert ways.count("head") < 50
+
+
 def test_a_text_changes_its_cores_with_its_way() -> None:
     """Without a draft, too; and the text stays the target's."""
     spread: list[Cores] = []

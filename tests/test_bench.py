@@ -18,7 +18,7 @@ from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
-from pearl.lab.bench.figures import figures
+from pearl.lab.bench.figures import Figures, figures
 from pearl.lab.bench.rows import (
     AR,
     AR_ON_ALL,
@@ -37,6 +37,7 @@ from pearl.metrics import Statistics
 from pearl.protocol.method_choice import WAYS
 from pearl.protocol.speeds import Profile
 from scripts import demo
+from tests.block_heads import write_block_head
 from tests.conftest import TOY, Quiet, ran
 from tests.plans import plan_of, row_of
 from tests.replace import replace
@@ -302,6 +303,8 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     assert names[:10] == METHODS
     assert names[10:12] == ["ar, all devices", "ngram, all devices"]
     assert not names[12:]
+    alone = rows_for(EngineConfig(draft="none", head="some"))
+    assert [row.name for row in alone] == ["ar", "ngram", "head", "auto"]
     shared = rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:0"))
     assert [row.name for row in shared] == METHODS
     config = EngineConfig(head="some", draft_device="cpu:1")
@@ -338,6 +341,33 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     assert made["profile"]["t_draft"] > 0
     assert all(seconds >= 0.008 for _, seconds in made["profile"]["t_target"])
     assert {made["profile"]["best"], *(way for way, _, _ in made["profile"]["ways"])} <= set(WAYS)
+
+
+def test_calibration_of_a_target_with_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a draft: it was refused before anyone looked whether there was a head."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
+    head = write_block_head(tmp_path / "head", "dspark")
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text('{"prompt": "an"}\n')
+    target = tiny_model("llama-tied", layers=4, chat=True)
+    pair = ("--target", target, "--draft", "none", "--head", head)
+    sizes = ("--prompts", prompts, "--limit", 1, "--max-tokens", 60)
+    done = ran("calibrate", *pair, *sizes, "--json", tmp_path / "it.json")
+    assert "acceptance" not in done.output
+    made = json.loads((tmp_path / "it.json").read_text())
+    assert [row["name"] for row in made["rows"]] == ["ar", "ngram", "head", "auto"]
+    assert made["profile"]["best"] in ("ngram", "head", "ar")
+    assert (made["gamma"], made["c"], made["profile"]["t_draft"]) == (0, 0, 0.0)
+
+
+def test_advice_without_a_draft_names_the_head() -> None:
+    rows = [Figures(AR, speedup=Estimate(1.0, 1.0, 1.0))]
+    rows.append(Figures("head", speedup=Estimate(1.4, 1.3, 1.5)))
+    words, flags = advise(rows, 0, EngineConfig(draft="none", head="my-head"))
+    assert words == "head: 1.40 times as fast as the target alone"
+    assert flags == "--draft none --method head --head my-head"
 
 
 @pytest.mark.parametrize("others", [0.01, 0.2])

@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pearl.config import SamplingParams
-from pearl.drafting.heads import HeadText
+from pearl.drafting.fused_guesses import Guesser
+from pearl.drafting.heads import HeadGuesses, HeadText
 from pearl.engine import Engine
 from pearl.errors import ModelError
+from pearl.models.checkpoints.description import describe
+from pearl.models.checkpoints.memory import needed
+from pearl.models.checkpoints.stored import kind_of as stored_kind
 from pearl.models.cpu import native
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import BlockAttention
-from pearl.models.gpu.recordings import not_recorded
+from pearl.models.gpu.recordings import PREFILL, not_recorded
 from pearl.models.gpu.runner import KernelRunner
 from pearl.models.heads.dflash import BlockSettings
-from pearl.models.heads.head import Block, Head
+from pearl.models.heads.head import Block, Head, HeadToken
+from pearl.models.heads.kinds import KINDS
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
+from pearl.protocol.window import worthwhile
 from tests.block_heads import (
     ALL_SLIDING,
     ANCHOR,
@@ -204,6 +212,102 @@ def test_a_confidence_is_the_probability_of_a_drawn_token(tmp_path: Path) -> Non
     probs = watched.logits[0].softmax(-1).topk(3)
     assert [guess.token for guess in level] == head.ids[probs.indices].tolist()
     assert [guess.prob for guess in level[1:]] == pytest.approx(probs.values[1:].tolist())
+
+
+@pytest.mark.parametrize(("bias", "levels"), [(-9.0, 1), (9.0, 5)])
+@torch.inference_mode()
+def test_a_confidence_says_how_many_tokens_are_verified(
+    bias: float, levels: int, tmp_path: Path
+) -> None:
+    """The same head, sure and unsure: an unsure one proposes a token, and no forward is fed it."""
+    confidence = "confidence_head.proj"
+    tensors = {
+        f"{confidence}.weight": torch.zeros(1, HIDDEN + 8),
+        f"{confidence}.bias": torch.tensor([bias]),
+    }
+    head = loaded(altered(tmp_path / "head", "dspark", tensors, {}))
+    ids, states = text_and_states(config_of("dspark"))
+    text = HeadText(head, 0)
+    text.log.extend(0, states[:ANCHOR])
+    draw = lambda logits, position: int(head.ids[logits.argmax()])  # noqa: E731
+    tokens = ids.tolist()[: ANCHOR + 1]
+    guesses = HeadGuesses(text, tokens, draw)
+    guesses.learn(len(tokens))
+    chain = guesses.candidates(len(tokens))[:1]
+    chances = [chain[0].chance]
+    while chain := guesses.following(chain[0])[:1]:
+        chances.append(chain[0].chance)
+    assert len(chances) == levels
+    reached = list(accumulate(chances, mul))
+    count = worthwhile(reached, 1, 1.0, lambda fed: 1.0 + 0.1 * fed)
+    assert count == (levels if bias > 0 else 0)
+
+
+class ToldText:
+    """A text of which a head has proposed these levels."""
+
+    def __init__(self, *levels: list[HeadToken]) -> None:
+        self.levels = list(levels)
+        self.drafted = 0
+
+    def read(self, tokens: list[int], committed: int) -> bool:
+        return True
+
+    def draft(self, position: int, draw: object) -> list[list[HeadToken]]:
+        self.drafted += 1
+        return self.levels
+
+
+def test_a_head_also_guesses_after_tokens_of_a_draft() -> None:
+    """Where they are what it drew itself; its guesses after them were lost."""
+    text: Any = ToldText([HeadToken(7, 0.6), HeadToken(5, 0.2)], [HeadToken(8, 0.6)])
+    tokens = [1, 2, 3]
+    guesses = HeadGuesses(text, tokens, lambda logits, position: 0)
+    guesses.learn(3)
+    tokens += [7, 4, 6]
+    found = [[guess.token for guess in guesses.candidates(end)] for end in range(2, 7)]
+    assert found == [[], [7, 5], [8], [], []]
+    tokens[3] = 5
+    assert guesses.candidates(4) == []
+
+
+@pytest.mark.parametrize(("text", "asks"), [([1, 2, 3, 4], 1), ([5, 6, 7, 8, 9] * 8, 0)])
+def test_a_head_is_not_asked_where_n_grams_are_nearly_sure(text: list[int], asks: int) -> None:
+    """Its forward takes a good part of the target's on a CPU, and the guesses are there already."""
+    told: Any = ToldText([HeadToken(7, 0.6)])
+    guesser = Guesser(text, head=lambda tokens: HeadGuesses(told, tokens, lambda logits, _: 0))
+    guesser.learn(len(text))
+    guesser.candidates(len(text))
+    assert told.drafted == asks
+    guesser.has_head = False
+    guesser.extend([1])
+    guesser.learn(len(text) + 1)
+    guesser.candidates(len(text) + 1)
+    assert told.drafted == asks, "a method that takes no head"
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_what_a_head_is_and_needs_is_told(kind: str, tmp_path: Path) -> None:
+    """By `pearl show` and `pearl list`, as for a model, and before it is loaded."""
+    directory = write_block_head(tmp_path / "head", kind)
+    head: Any = head_of(tmp_path / "loaded", kind)
+    described = describe(str(directory), print)
+    assert described["architecture"] == KINDS[kind].title
+    assert described["reads"].startswith("the target's hidden states before ")
+    assert (described["forward"], stored_kind(directory).forward) == ("own", "head")
+    need: Any = needed(directory, "float32", 64, 64, slots=2)
+    tensors = load_file(directory / "model.safetensors").values()
+    assert need.weights == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.2)
+    slots = getattr(head, "_head", head)._slots  # P-EAGLE has an EAGLE-3 head
+    of_position = (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
+    assert need.cache == of_position * (64 + PREFILL)
+
+
+def test_a_head_that_is_not_read_is_told_with_its_reason(tmp_path: Path) -> None:
+    directory = altered(tmp_path / "head", "dflash", {}, {"speculators_model_type": "domino"})
+    described = describe(str(directory), print)
+    assert described["forward"] is None
+    assert "Domino" in described["why"]
 
 
 @pytest.mark.usefixtures("small_tables")
@@ -552,11 +656,12 @@ def test_a_new_block_begins_with_new_states_and_in_a_fork(tmp_path: Path) -> Non
     assert torch.equal(known, anew)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "xpress"])
 def test_no_text_changes_where_blocks_are_the_draft(
     kind: str, texts: dict[float, list[list[int]]], tmp_path: Path
 ) -> None:
-    head = str(write_block_head(tmp_path / "head", kind, "draft_vocab_size"))
+    name = "none" if kind == "dflash2" else "draft_vocab_size"
+    head = str(write_block_head(tmp_path / "head", kind, name))
     with Engine(str(target()), head, slots=2) as engine:
         for temperature, expected in texts.items():
             for method in ("pearl", "sd"):

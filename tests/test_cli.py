@@ -154,7 +154,6 @@ def test_mistakes_are_refused_with_what_to_do(
     tmp_path.chmod(0o700)
     for line, words in (
         *((f"{study} --habits", "--habits: ") for study in ("bench", "calibrate")),
-        ("bench --draft none", "nothing to compare"),
         ("bench fast", "'fast'"),
         ("bench --prompts a=/x --prompts a=/y", "/x"),
         ("paper pearl --pair GPT", "no pair is called 'GPT'"),

@@ -363,7 +363,7 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
         {"target_dtype": "float32"},
     ]
     others += [{"draft_device": "cpu:0"}, {"forwards": "eager"}, {"target_pace": 0.1}]
-    others += [{"rows": "int8"}]
+    others += [{"rows": "int8"}, {"head": "some/head"}]
     for other in others:
         assert speed_profile.load(EngineConfig(**(pair | other))) is None, other
     config = EngineConfig(**pair)  # type: ignore[arg-type]

@@ -225,6 +225,13 @@ def test_the_number_of_comparisons_is_told_before_the_first(draft: str, quick: b
     assert cases[0] < cases[1], "a first look is shorter"
 
 
+def test_a_head_is_compared_where_there_is_no_draft() -> None:
+    config = EngineConfig(target=TOY, draft="none", head="some")
+    for is_quick in (True, False):
+        methods = {case.settings for case in text_cases(config, kill=True, quick=is_quick)}
+        assert {"ngram", "head", "auto"} <= methods
+
+
 # Of a cache, a tree and a window.
 QUICK = (
     "a KV prefix one too long on reuse",

@@ -143,10 +143,6 @@ def _benched(
 
     config = settings.engine
     options = settings.options
-    if not config.has_draft and not ways:
-        raise ConfigError(
-            "--draft none: there is nothing to compare with ar; name ways, such as ngram"
-        )
     if ways:
         rows = named_rows(ways, rows_for(config))
     else:
@@ -263,7 +259,7 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
     instead="pearl calibrate runs untraced, and compares the methods that auto chooses from",
 )
 def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path | None) -> None:
-    """Measure a pair on this machine: which method to use.
+    """Measure a pair, or a target alone, on this machine: which method to use.
 
     Decodes a few texts (up to --max-tokens, 64 by default) with the target alone and with each method that auto chooses
     from, in turns. Says whether speculation pays, and names the fastest method. Later engines of this pair on this
@@ -273,8 +269,6 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     from pearl.lab.bench.rows import is_emulated
     from pearl.worker import speed_profile
 
-    if not settings.engine.has_draft:
-        raise ConfigError("--draft none: there is no pair to measure")
     log_to_stderr(settings.engine.log_level, "front")
     toys = is_emulated(settings.engine)
     params = sampling_of(settings.options, _CALIBRATED, 1.0 if toys else 0.0)
@@ -301,13 +295,18 @@ def _print_calibration(calibration: Calibration, conditions: Conditions, file: P
     for row in calibration.rows:
         rows.append([row.name, row.devices, shown(row.rate, 1), str(row.speedup)])
     profile = calibration.profile
-    times = ", ".join(f"t_target({n}) {seconds * 1e3:.2f}" for n, seconds in profile.t_target)
-    notes = [
-        f"ms a forward: t_draft {profile.t_draft * 1e3:.2f}, {times}",
-        f"window c = {calibration.c}; gamma of sd and ssd {calibration.gamma}; "
-        f"acceptance {calibration.acceptance:.2f}",
-        f"[bold]{calibration.advice}[/bold]\n  {calibration.flags}\n{conditions}",
-    ]
+    times = []
+    if profile.t_draft:
+        times.append(f"t_draft {profile.t_draft * 1e3:.2f}")
+    for fed, seconds in profile.t_target:
+        times.append(f"t_target({fed}) {seconds * 1e3:.2f}")
+    notes = [f"ms a forward: {', '.join(times)}"]
+    if calibration.gamma:
+        notes.append(
+            f"window c = {calibration.c}; gamma of sd and ssd {calibration.gamma}; "
+            f"acceptance {calibration.acceptance:.2f}"
+        )
+    notes.append(f"[bold]{calibration.advice}[/bold]\n  {calibration.flags}\n{conditions}")
     if conditions.are_noisy:
         notes.append("not kept: calibrate again when the machine has nothing else to do")
     if file is not None:

@@ -5,7 +5,7 @@ has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 20
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from heapq import nlargest
 from importlib import import_module
@@ -33,6 +33,7 @@ MakeIndex = Callable[
 
 # Weight of an occurrence, by match length.
 _POWERS = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
+_NEARLY_SURE = 0.75  # a candidate of such a chance is right so often that a head adds little
 _LEARN = 64  # rates are learned from this many tokens at the end of a prompt; each costs a lookup
 
 
@@ -123,18 +124,13 @@ class Guesser(NgramIndex):
             self._sources.append(source)
         if habits is not None:
             self._sources.append(HabitGuesses(habits, self.tokens))
-        if head is not None:
-            self._sources.append(head(self.tokens))
         if prediction:
             self._sources.append(PredictedGuesses(prediction, self.tokens))
+        if head is not None:  # the last one, as it looks at what the others have
+            self._sources.append(head(self.tokens))
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return StoreGuesses(store, self.tokens, learn_from)
-
-    def _active(self) -> Iterator[GuessSource]:
-        for source in self._sources:
-            if self.has_head or not isinstance(source, HeadGuesses):
-                yield source
 
     def cut(self, length: int) -> None:
         super().cut(length)
@@ -143,18 +139,27 @@ class Guesser(NgramIndex):
 
     def learn(self, committed: int) -> None:
         super().learn(committed)
-        for source in self._active():
+        for source in self._sources:
             source.learn(committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        return fused(super().candidates(position) + self.of_sources(position))
+        return fused(self.of_sources(position, super().candidates(position)))
 
-    def of_sources(self, position: int) -> list[Candidate]:
-        """Return the candidates of the further sources alone."""
-        candidates = []
-        for source in self._active():
-            candidates += source.candidates(position)
+    def of_sources(self, position: int, known: Iterable[Candidate] = ()) -> list[Candidate]:
+        """Return the candidates `known` and those of the further sources."""
+        candidates = list(known)
+        for source in self._sources:
+            if not isinstance(source, HeadGuesses) or self._asks_head(candidates):
+                candidates += source.candidates(position)
         return candidates
+
+    def _asks_head(self, candidates: Sequence[Candidate]) -> bool:
+        """Return whether the head guesses beside `candidates`.
+
+        It computes for each guess, and adds little where another source is nearly sure.
+        """
+        best = max([candidate.chance for candidate in candidates], default=0.0)
+        return self.has_head and best < _NEARLY_SURE
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         candidates = []

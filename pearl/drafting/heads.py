@@ -179,7 +179,9 @@ class HeadGuesses:
         """Do nothing: the head guesses again at each position."""
 
     def learn(self, committed: int) -> None:
-        """Update the rates by the last guesses, and guess the tokens after the committed tokens."""
+        """Update the rates by the last guesses, which are forgotten then."""
+        if committed == self._position:
+            return
         for position, level in enumerate(self._levels, self._position):
             if position >= committed:
                 break
@@ -187,19 +189,25 @@ class HeadGuesses:
                 learn_hit(self._rates, candidate, self._tokens[position])
             if level[0].token != self._tokens[position]:
                 break
-        if committed == self._position and self._levels:
-            return
-        levels = []
-        if self._text.read(self._tokens, committed):
-            levels = self._text.draft(committed, self._draw)
         self._position = committed
-        self._levels = levels
+        self._levels = []
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Return candidates for the first uncommitted position; empty for any other."""
-        if position != self._position:
+        """Return candidates for an uncommitted position; the head computes them when they are first asked for.
+
+        Pending tokens of a draft may stand before the position. If they are not the head's own draws, there are no
+        candidates.
+        """
+        number = position - self._position
+        if number < 0:
             return []
-        return self._level_candidates(0)
+        if not self._levels and self._text.read(self._tokens, self._position):
+            self._levels = self._text.draft(self._position, self._draw)
+        pending = self._tokens[self._position : position]
+        for level, token in zip(self._levels, pending, strict=False):
+            if level[0].token != token:
+                return []
+        return self._level_candidates(number)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         ((number, rank),) = candidate.occurrences

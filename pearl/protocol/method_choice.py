@@ -145,7 +145,8 @@ class Auto:
 
     def has_choice(self, has_draft: bool) -> bool:
         """Return whether there is more than one way, with or without a draft."""
-        return has_draft or (ONE_CORE in self.ways and not METHODS[self.best].drafts)
+        has_further_ways = len(self.ways) > len(WAYS)
+        return has_draft or (has_further_ways and not METHODS[self.best].drafts)
 
     @property
     def speedup(self) -> float | None:

@@ -51,7 +51,8 @@ class AutoText:
         submit = self._request.submit
         self._committed = len(submit.prompt)
         has_draft = self._draft.context > 0
-        self.is_timed = self.is_timed and auto.has_choice(has_draft)
+        has_choice = auto.has_choice(has_draft)
+        self.is_timed = self.is_timed and has_choice
         if not self._is_open:
             if self._request.method.adapts and has_draft:
                 self._request.use(auto.untimed)
@@ -62,7 +63,7 @@ class AutoText:
             one_core = self._speeds.rate_alone(Cores.ONE)
             predicted = self._speeds.predicted_rates()
             self._use(auto.begin(max_new, alone, one_core, has_draft, predicted), do)
-        elif has_draft:
+        elif has_choice:
             self._use(auto.best, do)
 
     def step(self, at: float, do: Do) -> None:

@@ -56,6 +56,7 @@ def key(config: EngineConfig) -> dict[str, Any]:
     return {
         "target": _identity(config.target),
         "draft": _identity(config.draft),
+        "head": _identity(config.head or "none"),
         **{name: getattr(config, name) for name in _SETTINGS},
         "processor": here["processor"],
         "cores": sorted(os.sched_getaffinity(0)),

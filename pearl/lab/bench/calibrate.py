@@ -1,4 +1,7 @@
-"""Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks."""
+"""Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks.
+
+A target without a draft is calibrated, too: with n-grams, and with its head if it has one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.checkpoints.tokenizers import translation_of
 from pearl.protocol.speeds import Profile
-from pearl.spec.methods import DRAFTLESS
+from pearl.spec.methods import DRAFTLESS, METHODS
 from pearl.worker.placement import shared_gpus
 
 _MIN_SPEEDUP = 1.02  # a method pays if its speedup over ar is above this; less may be noise
@@ -39,9 +42,9 @@ class Calibration:
     Attributes:
         rows: `ar`, the methods that auto picks from, and auto itself. `ar` and `ngram`, which need no draft, also have
             a row on all cores of the pair.
-        acceptance: accepted / judged draft tokens of `sd`.
-        gamma: the window of `sd` and `ssd`.
-        c: the window of `pearl`.
+        acceptance: accepted / judged draft tokens of `sd`; 0 without a draft.
+        gamma: the window of `sd` and `ssd`; 0 without a draft.
+        c: the window of `pearl`; 0 without a draft.
         advice, flags: the method to use, as a sentence and as command-line flags.
         profile: what engines that are started later begin with, such as forward times in seconds.
     """
@@ -68,13 +71,18 @@ def calibrate(
     measured = measure(plan, watcher)
     by_name = {row.name: row for row in figures(plan, measured)}
     auto_samples = measured.of(AUTO)
-    is_measured = auto_samples and all(row.speedup for row in by_name.values())
-    if not is_measured or by_name[SD].acceptance is None:
+    is_measured = bool(auto_samples) and all(row.speedup for row in by_name.values())
+    acceptance = 0.0
+    c = 0
+    if config.has_draft:
+        is_measured = is_measured and by_name[SD].acceptance is not None
+        acceptance = by_name[SD].acceptance or 0.0
+        c = by_name[PEARL].window
+    if not is_measured:
         raise RequestError(
             "the texts ended too soon to measure by: raise max_tokens, or give other prompts"
         )
-    acceptance = by_name[SD].acceptance or 0.0
-    gamma = measured.gamma or 1
+    gamma = measured.gamma or 0
     advice, flags = advise(list(by_name.values()), gamma, config)
     greedy_tokens = []
     for sample in measured.of(AR):
@@ -87,7 +95,7 @@ def calibrate(
         rows=tuple(by_name.values()),
         acceptance=acceptance,
         gamma=gamma,
-        c=by_name[PEARL].window,
+        c=c,
         advice=advice,
         flags=flags,
         profile=_profile(auto_samples[-1].texts[-1], acceptance),
@@ -130,9 +138,10 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
     name = max(speedups, key=lambda name: speedups[name].value)
     best_speedup = speedups[name]
     if best_speedup.low <= 1 or best_speedup.value <= _MIN_SPEEDUP:
-        return "nothing is faster than the target alone here, which leaves the other device free", (
-            "--draft none --method ar"
-        )
+        words = "nothing is faster than the target alone here"
+        if config.has_draft:
+            words += ", which leaves the other device free"
+        return words, "--draft none --method ar"
     words = f"{name}: {best_speedup.value:.2f} times as fast as the target alone"
     ties = []
     for rival, speedup in speedups.items():
@@ -144,9 +153,12 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
     flags = f"--method {method}"
     if method in DRAFTLESS:
         flags = f"--draft none {flags}"
+        if METHODS[method].takes_head:
+            flags += f" --head {config.head}"
         if system == ALL:
             flags += f" --target-device {devices_of(config)[1].name}"
-        words = f"no draft pays here; {words}"
+        if config.has_draft:
+            words = f"no draft pays here; {words}"
     elif method in (SD, SSD):
         flags += f" --gamma {gamma}"
     return words, flags

@@ -56,7 +56,7 @@ _DIRECT = (
 )
 _SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts in `_SHAPES`, and simultaneous texts
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
-_QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one method of each kind
+_QUICK = ("ngram", "head", "sd,gamma=3", "pearl", "auto")  # one method of each kind
 _RULES = ("greedy", "coupled")  # rules that commit the target's own draw
 
 
@@ -105,9 +105,11 @@ def check_pair(
     shapes = {}
     if not quick:
         shapes = _shapes(config)
-    methods: Sequence[str] = _SOME
+    methods = list(_SOME)
     if not config.has_draft:
-        methods = ("ngram", "auto")
+        methods = ["ngram", "auto"]
+    if config.head is not None:
+        methods.append("head")
     shaped = []
     for shape, rule, settings in product(shapes, _RULES, methods):
         shaped.append(Case(f"{rule}, {shape}", settings))
@@ -234,6 +236,8 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
         settings.append("head")
     if config.has_draft:
         settings += _DIRECT
+    else:
+        settings.append("auto")
     if quick:
         settings = [method for method in settings if method in _QUICK]
         ratio = (_FIXED,)

@@ -63,7 +63,7 @@ def device_of_row(row: Row, config: EngineConfig) -> Device:
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
-    """Return all rows that this pair can have.
+    """Return all rows that this pair can have; of a target without a draft, those that need none.
 
     `ar` and `ngram` run on the target's devices. They have a second row on all cores of the pair, if those are more
     than the target's. An emulated pair has no such row, nor has a pair on GPUs: spreading the target's layers over more
@@ -73,7 +73,11 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     if config.head is not None:
         names.append(HEAD)
     names.append(PEARL)
-    rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
+    rows = []
+    for name in names:
+        options = parse_settings(f"{name},rule={rule}")
+        if config.has_draft or not METHODS[options.method].drafts:
+            rows.append(Row(name, options))
     rows.append(Row(AUTO, parse_settings(AUTO)))  # auto picks a rule that changes no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):

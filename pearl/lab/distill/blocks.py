@@ -4,7 +4,7 @@ A block drafter guesses several tokens in one forward, from the target's hidden 
 one.  Model, loss and trainer are those of speculators.  Only the choice of a device is ours: speculators always takes
 an accelerator, and cannot train on a CPU.
 
-Source: "DFlash", 2026; "DSpark", 2026; speculators 0.9.0.
+Source: "DFlash", "DFlash 2", "DSpark", "P-EAGLE", "XPress", 2026; speculators 0.9.0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from speculators.model import SpeculatorModel
+from speculators.models.dflash import DFlashDraftModel
+from speculators.models.eagle3.data import shift_batch
 from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
 from speculators.train.cli import create_transformer_layer_config
@@ -30,6 +32,7 @@ from pearl.lab.distill.states import VERIFIER
 
 _WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
 _LOSS = "kl_div"
+_PASSED = 0.5  # of a state, by each of two matrices
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -95,6 +98,7 @@ def train(
         loss_fn=_LOSS,
         loss_implementation="eager",
         max_anchors=config.batch_tokens // config.block_size,
+        num_depths=config.block_size,
     )
     trainer_config = TrainerConfig(
         lr=config.learning_rate,
@@ -124,8 +128,13 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         sliding_window=_WINDOW,
         full_attention_indices=list(range(config.head_layers)),
     )
+    sees_states = issubclass(kind, DFlashDraftModel)
+    if sees_states:  # all that a row knows of the text comes through keys and values
+        layer_config.num_key_value_heads = layer_config.num_attention_heads
     vocab = layer_config.vocab_size
     tokens = min(config.head_tokens or vocab, vocab)
+    if config.head == "dflash2":  # its selector scores tokens of the whole vocabulary
+        tokens = vocab
     counts = torch.load(states / "token_freq.pt", weights_only=True)
     d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
     model = kind.from_training_args(
@@ -138,9 +147,14 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         draft_attn_impl="sdpa",
         block_size=config.block_size,
         mask_token_id=next(token for token in range(vocab) if token not in counts),
+        num_depths=config.block_size,
         markov_rank=config.markov_rank,
+        selector_rank=config.markov_rank,
+        xpress_rank=config.markov_rank,
     )
     _begin_near_the_target(model)
+    if sees_states:
+        _pass_states_on(model)
     return model
 
 
@@ -151,6 +165,14 @@ def _begin_near_the_target(model: Any) -> None:
     hidden = model.hidden_size
     model.fc.weight.zero_()
     model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+
+
+@torch.no_grad()
+def _pass_states_on(model: Any) -> None:
+    """Let each layer begin by adding the mean of the states that its heads see: values and outputs are not mixed."""
+    for layer in model.layers:
+        for matrix in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
+            matrix.copy_(_PASSED * torch.eye(*matrix.shape))
 
 
 def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:
@@ -170,7 +192,7 @@ def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> 
         num_target_layers=len(model.target_layer_ids),
         num_workers=0,
         prefetch_factor=1,
-        preprocess=None,
+        preprocess=shift_batch if config.head == "peagle" else None,
         train_data_ratio=(rows - held_out + 0.5) / rows,  # rounded down to a number of rows
         seed=config.seed,
     )

@@ -38,16 +38,17 @@ class DistillConfig(Section):
     layers: tuple[int, ...] = Field(
         (0, 1), description="The target's layers that a new draft starts from, from 0."
     )
-    head: Literal["none", "eagle3", "dflash", "dspark"] = Field(
+    head: Literal["none", "eagle3", "dflash", "dflash2", "dspark", "peagle", "xpress"] = Field(
         "none", description="Kind of head of the target to make instead of a draft model."
     )
     head_tokens: int = Field(
         8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all."
     )
-    head_layers: Count = Field(2, description="Layers of a block drafter (dflash, dspark).")
+    head_layers: Count = Field(2, description="Layers of a block drafter, each but eagle3.")
     block_size: int = Field(6, ge=2, le=64, description="Positions of a block drafter's block.")
     markov_rank: Count = Field(
-        64, description="Rank of dspark's bias by the token before, which makes a block a chain."
+        64,
+        description="Rank of what makes a block a chain: dspark's bias, dflash2's selector, xpress's refiner.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
@@ -125,7 +126,7 @@ class DistillConfig(Section):
     @property
     def is_block(self) -> bool:
         """Whether the head is a block drafter, which speculators trains."""
-        return self.head in ("dflash", "dspark")
+        return self.head not in ("none", "eagle3")
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillConfig:

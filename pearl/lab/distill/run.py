@@ -179,8 +179,10 @@ class Distillation:
 
     def _log_epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         """Report an epoch of a block drafter, and append its metrics on held-out answers to the log."""
-        length = metrics["eal_epoch"]
-        self._watcher.advance(1, f"{length:.2f} tokens a step on held-out answers")
+        note = f"loss {metrics['loss_epoch']:.3f}"
+        if "eal_epoch" in metrics:  # expected accepted length; not all kinds measure it
+            note += f", {metrics['eal_epoch']:.2f} tokens a step on held-out answers"
+        self._watcher.advance(1, note)
         entry: dict[str, Any] = {"epoch": epoch}
         for name, value in sorted(metrics.items()):
             entry[name.removesuffix("_epoch")] = round(value, 4)

@@ -17,7 +17,8 @@ from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, langua
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
 from pearl.models.cpu import native
-from pearl.models.families import OWN_FORWARD, QUANTISED, not_computed, weight_shapes
+from pearl.models.families import OWN_FORWARD, QUANTISED, Config, not_computed, weight_shapes
+from pearl.models.heads import kinds as heads
 from pearl.models.own_forward import has_own_forward
 from pearl.text.reasoning import tags_of
 from pearl.text.tokenizer import load
@@ -39,6 +40,8 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
         raise ModelError(
             f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE."
         )
+    config = config_in(path)
+    is_head = heads.describes_head(config)
     on_gpu = _here().type == "cuda"
     need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True, on_gpu=on_gpu)
     description = {
@@ -47,11 +50,16 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
         "weights": kind_of(path).weights or None,
     }
     try:
-        description |= of_model(path) if table_in(path) is None else of_gguf(path)
+        if is_head:
+            description |= of_head(config)
+        else:
+            description |= of_model(path) if table_in(path) is None else of_gguf(path)
     except Exception as error:  # transformers raises anything
         why = " ".join(str(error).split())[:300]
         description |= {"architecture": None, "forward": None, "why": why}
     description["memory"] = str(need) if need else None
+    if is_head:
+        return description
     return description | _chat(path)
 
 
@@ -84,6 +92,24 @@ def of_gguf(path: Path) -> dict[str, Any]:
         vocabulary=config["vocab_size"],
         why="" if is_ours else _NOT_HERE,
     )
+
+
+def of_head(config: Config) -> dict[str, Any]:
+    """Describe a head of another model. Raises `ValueError` for a kind that is not read."""
+    layers = heads.kind_of(config).target_layers(config)
+    verifier = config.get("speculators_config", {}).get("verifier", {})
+    places = "three of its layers"
+    if layers is not None:
+        places = f"layers {', '.join(map(str, layers))}"
+    return {
+        "architecture": heads.title_of(config),
+        "target": verifier.get("name_or_path"),
+        "reads": f"the target's hidden states before {places}",
+        "block": config.get("block_size"),
+        "vocabulary": config.get("draft_vocab_size"),
+        "forward": "own",
+        "why": None,
+    }
 
 
 def _facts(

@@ -17,6 +17,7 @@ from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import Tensor, table_in
 from pearl.models.families import Config, is_of_own_forward
 from pearl.models.gpu.recordings import PREFILL
+from pearl.models.heads.kinds import describes_head, layers_of
 from pearl.models.transformers import SNAPSHOTS
 
 if TYPE_CHECKING:
@@ -102,10 +103,13 @@ def needed(
     settings = config.get("text_config")
     if not isinstance(settings, dict):
         settings = config
+    is_head = describes_head(config)
+    if is_head:
+        settings = layers_of(config)
     context = context or min(most, settings.get("max_position_embeddings") or most)
     is_ours = is_of_own_forward(config)
     weights = _loaded_weights(directory, config, size, dtype, is_ours and keeps_bits, on_gpu)
-    if not is_ours and weights.size >= MEASURED_FROM:
+    if not (is_ours or is_head) and weights.size >= MEASURED_FROM:
         sizes = _sizes(directory, weights.item)
         if sizes is not None:
             states = (1 + SNAPSHOTS) * sizes.states

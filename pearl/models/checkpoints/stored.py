@@ -11,6 +11,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.hub import HubName
 from pearl.models.families import QUANTISED, is_of_own_forward
+from pearl.models.heads.kinds import describes_head
 
 _GGUF_KIND = re.compile(r"(?i)(?<![a-z0-9])(I?Q\d\w*?|MXFP4|BF16|F16|F32)(?=[.-]|$)")
 
@@ -36,7 +37,7 @@ class Stored(NamedTuple):
 class Kind(NamedTuple):
     """The dtype or quantisation of a model's weights, and the forward that computes it: "own" or "transformers".
 
-    A value that is unknown is "".
+    `forward` of a head of another model is "head". A value that is unknown is "".
     """
 
     weights: str
@@ -99,6 +100,8 @@ def kind_of(directory: Path) -> Kind:
             weights = method
     elif not weights:
         weights = str(config.get("dtype") or config.get("torch_dtype") or "")
+    if describes_head(config):
+        return Kind(weights, "head")
     is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
     return Kind(weights, "own" if is_own else "transformers")
 

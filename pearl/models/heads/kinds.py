@@ -91,6 +91,21 @@ def kind_of(config: Config) -> HeadKind:
     return cast(HeadKind, import_module(kind.module))
 
 
+def title_of(config: Config) -> str:
+    """Return the name, in messages, of the kind of head that a config.json describes."""
+    return KINDS[_name_of(config) or "eagle3"].title
+
+
+def layers_of(config: Config) -> Config:
+    """Return the settings of a head's decoder layers, in the form of a model's config.json."""
+    settings = config.get("transformer_layer_config")
+    if not isinstance(settings, dict):
+        return config
+    if _name_of(config) == "mtp":  # whose settings are its target's
+        return {**settings, "num_hidden_layers": 1}
+    return settings
+
+
 def _name_of(config: Config) -> str:
     """Return the kind that a config.json names, as speculators does or by SpecForge's class; "" if it names none."""
     if _TYPE in config:

@@ -23,6 +23,7 @@ from pearl.models.checkpoints.direct import (
     read_decoder,
 )
 from pearl.models.checkpoints.loading import Features, context_of, log_unsupported
+from pearl.models.checkpoints.memory import check_room, needed
 from pearl.models.forward.decoder import Decoder
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.linear_layers import (
@@ -166,7 +167,18 @@ def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding 
     directory = resolve_checkpoint(spec, progress)
     with _explained(spec):
         config = _config(directory)
-        return kind_of(config).make(config, _tensors(directory), target, rounding)
+        kind = kind_of(config)
+        _report_memory(spec, directory, target, progress)
+        return kind.make(config, _tensors(directory), target, rounding)
+
+
+def _report_memory(spec: str, directory: Path, target: HeadTarget, progress: Progress) -> None:
+    """Report what a large head needs. Raises `ModelError` if it cannot fit."""
+    dtype = str(target.embedding.dtype).removeprefix("torch.")
+    need = needed(directory, dtype, target.context, target.context, target.slots)
+    report = check_room(spec, need, target.embedding.device)
+    if report:
+        progress(report)
 
 
 @contextmanager
