@@ -5,9 +5,9 @@
     python scripts/bench_peers.py PEERS/bin/python --target large.gguf --draft small.gguf --only "PEARL|llama"
 
 In each round every contender (a system and how it decodes) is a process of its own, on this machine's first cores.
-All decode the same prompt tokens greedily, one text after the other, after a few tokens to warm up.  With `--avx2`
-PEARL runs once more without its libraries for larger processors, for PyPI has llama.cpp built for AVX2.  Prints tables
-in Markdown; a rate counts the tokens after the first.
+All decode the same prompt tokens greedily, one text after the other, after a few tokens to warm up.  PyPI has llama.cpp
+built for AVX2: on larger processors PEARL runs once more without its libraries for these.  Prints tables in Markdown; a
+rate counts the tokens after the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from peer_process import FORWARDS, ROWS, SYSTEMS, TIMED, Plan, Report
 from pearl.cli.prompt_sets import json_option, read_sets, write_json
 from pearl.lab.bench.machine import Conditions
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.cpu.native import BUILDS
+from pearl.models.cpu.native import BUILDS, flags
 from pearl.text.conversation import Conversation
 
 ROOT = Path(__file__).parent.parent
@@ -176,10 +176,16 @@ def contenders(avx2: bool) -> Iterator[Contender]:
                 yield Contender(system, kind, is_avx2=True)
 
 
+def exceeds_avx2() -> bool:
+    """Return whether this processor has a library of ours that needs more than AVX2."""
+    available = flags()
+    return any(needed <= available and not needed <= AVX2 for _, needed in BUILDS)
+
+
 @contextmanager
 def held_to_avx2() -> Iterator[Path]:
     """Make a copy of PEARL's package without the libraries that need more than AVX2; yield the folder it is in."""
-    larger = [f"{name}.*" for name, flags in BUILDS if not flags <= AVX2]
+    larger = [f"{name}.*" for name, needed in BUILDS if not needed <= AVX2]
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns(*larger, "__pycache__")
         shutil.copytree(ROOT / "pearl", Path(folder) / "pearl", ignore=ignored)
@@ -213,7 +219,8 @@ def take_turns(machine: Machine, turns: Sequence[Turn], rounds: int, reports: Re
     for number in range(rounds):
         for turn in turns:
             click.echo(f"round {number + 1}: {turn.contender.name} on {turn.cores}", err=True)
-            reports.setdefault(turn, []).append(machine.run(turn))
+            report = machine.run(turn)
+            reports.setdefault(turn, []).append(report)
 
 
 # ---- tables ----
@@ -308,7 +315,6 @@ def row_of(cells: Sequence[str]) -> str:
 @click.option(
     "--only", default="", help='Contenders by a regular expression: "llama.cpp$|PEARL ar".'
 )
-@click.option("--avx2", is_flag=True, help="Run PEARL once more, held to AVX2.")
 @json_option
 def main(
     peers: str,
@@ -320,7 +326,6 @@ def main(
     rounds: int,
     cores: tuple[int, ...],
     only: str,
-    avx2: bool,
     to: Path | None,
 ) -> None:
     """Measure with PEERS, the Python that `scripts/setup_peers` made. Ctrl-C prints what was measured so far."""
@@ -332,7 +337,7 @@ def main(
         token_ids = token_prompts(target, prompts, limit)
         machine = Machine(peers, sources, models, files, token_ids, max_tokens)
         with suppress(KeyboardInterrupt):
-            take_turns(machine, turns_of(cores, only, bool(draft), avx2), rounds, reports)
+            take_turns(machine, turns_of(cores, only, bool(draft), exceeds_avx2()), rounds, reports)
     conditions.stop()
     lines = [*table_of_texts(reports, cores), "", *table_of_forwards(reports), ""]
     lines.append(f"Greedy, {max_tokens} tokens, {rounds} rounds. {systems(reports)}. {conditions}")

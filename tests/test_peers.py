@@ -87,6 +87,20 @@ def test_tables_have_medians_ranges_and_equal_texts(script: Any) -> None:
     ]
 
 
+def test_an_interrupted_round_leaves_no_row_without_figures(script: Any) -> None:
+    """Ctrl-C in a system's first turn was an error in the table, and all figures were lost."""
+
+    class Interrupted:
+        def run(self, turn: Any) -> Any:
+            raise KeyboardInterrupt
+
+    reports: dict[Any, Any] = {}
+    turns = script.turns_of((1,), script.FORWARDS, has_draft=True, avx2=False)
+    with pytest.raises(KeyboardInterrupt):
+        script.take_turns(Interrupted(), turns, 1, reports)
+    assert script.table_of_forwards(reports) == []
+
+
 def test_a_copy_held_to_avx2_has_no_larger_library(script: Any) -> None:
     with script.held_to_avx2() as folder:
         libraries = sorted(path.name for path in folder.glob("pearl/models/cpu/*.so"))
