@@ -225,7 +225,7 @@ def test_kernels_that_are_wrong_are_refused(
         if fault == "none":
             raise RuntimeError("no such instruction")
         found = true(self, *given)
-        return found.flip(-1) if fault == "everywhere" else found + 1e-4 * self._inputs[0]
+        return found.flip(-1) if fault == "everywhere" else found + 1e-4 * self.inputs[0]
 
     monkeypatch.setattr(PromptAttention, "attend", faulty)
     with pytest.raises(KernelsUnfit, match=said):

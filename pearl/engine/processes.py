@@ -114,7 +114,10 @@ class Worker:
             deadline: a time.monotonic().
             check: called now and then; an error that it raises ends the wait.
         """
-        while not self._reaches(state, _LOOK_SECONDS):
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if self._reaches(state, min(_LOOK_SECONDS, left)):
+                return
             check()
             if not self.alive:
                 raise self.exit_error()
