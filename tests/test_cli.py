@@ -253,7 +253,7 @@ def test_short_names_of_data_types_are_flags_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "fits", [16, pytest.param(330, marks=pytest.mark.long)]
+    "fits", [16, pytest.param(300, marks=pytest.mark.long)]
 )  # a part; the merged file
 def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
     """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""

@@ -162,7 +162,18 @@ def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, st
         environment = (
             temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
         )
-        arguments = [*SEEDED, *PLAIN, "--max-tokens", "80", "--json", "123"]
+        arguments = [
+            *SEEDED,
+            *PLAIN,
+            "--method",
+            "pearl",
+            "--rule",
+            "coupled",
+            "--max-tokens",
+            "80",
+            "--json",
+            "123",
+        ]
         runs.append(launch([str(ROOT / "launch" / "two_hosts.sh"), *arguments], environment))
     said = [run.communicate(timeout=BOUND) for run in runs]
     for rank in range(2):
