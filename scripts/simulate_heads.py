@@ -70,7 +70,7 @@ _ROWS_AT_ONCE = 16  # of a forward that takes no longer than one of one row
 
 
 class Counter:
-    """Counts the calls of a head's method `name`, each of which is a forward."""
+    """Counts the calls of a head's method `name`. Each call is a forward."""
 
     def __init__(self, head: Any, name: str) -> None:
         self.forwards = 0

@@ -1,10 +1,15 @@
 """Makes Triton's interpreter faster in the process that imports this module.
 
-At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
-takes them out: once is enough. It calls each of them through two more. It computes the types of each operation anew,
-even where both operands have the same. It computes whether a sum overflows, and asks only in a mode for debugging. It
-checks the size of each number that it makes. For every launch it reads the kernel's signature again, and takes tensors
-to the host, where ours are. These names are Triton's own: without one of them the tests take longer.
+The interpreter repeats work that is needed once, and here it is done once or not at all:
+
+* it puts its own functions into Triton's language at every call of a function, and takes them out after every launch;
+* it reaches each of them through two more calls;
+* it computes the types of each operation, even where both operands have the same type;
+* it computes whether a sum overflows, which only its mode for debugging asks;
+* it checks the size of each number that it makes;
+* for every launch it reads the kernel's signature again, and copies tensors to the host, where ours are already.
+
+The names replaced below are Triton's own: where Triton lacks one of them, the tests take longer.
 """
 
 from contextlib import suppress
@@ -125,7 +130,7 @@ def put_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
     scope.set_attr(owner, name, call)
 
 
-NUMBERS = {"fp32", "int32", "int64", "int1"}  # types of which two operands stay as they are
+NUMBERS = {"fp32", "int32", "int64", "int1"}  # two operands of one of these types are not converted
 
 
 def operands_fast(types: Any, lhs: Any, rhs: Any, *checks: Any, **more: Any) -> Any:

@@ -244,7 +244,7 @@ def test_a_confidence_says_how_many_tokens_are_verified(
 
 
 class ToldText:
-    """A text of which a head has proposed these levels."""
+    """A text for which a head has proposed these levels."""
 
     def __init__(self, *levels: list[HeadToken]) -> None:
         self.levels = list(levels)

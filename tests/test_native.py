@@ -274,8 +274,10 @@ def test_weights_that_rows_of_8_bits_are_for() -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("delay", [0, 200_000, 2_000_000])
 def test_a_late_thread_changes_no_bit(delay: int) -> None:
-    """Each sleeps amid its pieces, so the caller computes what is left and takes pieces back, in products of
-    different sizes."""
+    """Every other thread sleeps amid its pieces: the caller computes what is left, and takes pieces back.
+
+    Products have different sizes.
+    """
     products = [Native(quantised("Q4_K", outputs, 512), wide=True) for outputs in (16, 75, 2000)]
     x = irregular(70, 512, torch.bfloat16)
     wanted = [product(x, None) for product in products]

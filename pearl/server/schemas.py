@@ -550,7 +550,7 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions one of which the model must call; none if it need not call any."""
+        """The functions to choose from where the model must make a call; none if it need not."""
         mode = self.tool_choice
         if isinstance(mode, NamedTool):
             name = mode.function.name

@@ -70,7 +70,7 @@ class DraftedText:
         self.draft.begin(do)
 
     def drop(self) -> None:
-        """Take in that no draft works on this request now. Drop the drafted tokens: the next draft begins anew."""
+        """Drop the drafted tokens, because no draft works on this request now. The next draft begins anew."""
         self.draft.known = 0
         self.request.discard_pending()
 

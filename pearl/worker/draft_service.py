@@ -34,7 +34,7 @@ from pearl.worker.draft_rows import RowPacker
 
 log = logging.getLogger(__name__)
 
-# A new request may take the slot of one of which nothing was heard for this time: its engine has preempted it, hangs or
+# A new request may take the slot of a request that has been silent for this time: its engine has preempted it, hangs or
 # is gone.
 _ABANDONED_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 0.5
@@ -220,7 +220,7 @@ class DraftService(DraftWorker):
         return ""
 
     def _free_abandoned(self) -> None:
-        """Free the slot of the request of which nothing was heard for longest, if that is long enough."""
+        """Free the slot of the request that has been silent for longest, if that is long enough."""
         request = min(self.served, key=lambda number: self.served[number].heard)
         if time.monotonic() - self.served[request].heard > _ABANDONED_SECONDS:
             self._release(request)

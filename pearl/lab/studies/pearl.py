@@ -14,7 +14,7 @@ from pearl.config import RequestOptions
 from pearl.lab.studies import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-# Methods of which a table has only the paper's figures. On an emulated pair the first two find nothing to guess, and
+# Methods for which a table has only the paper's figures. On an emulated pair the first two find nothing to guess, and
 # the third is not implemented here.
 OTHERS = ("ouroboros", "lookahead", "distillspec")
 HUMANEVAL = "HumanEval"
