@@ -1,7 +1,11 @@
-"""Estimates, from the draft's row, of how often its token and its runners-up are committed; learned during generation.
+"""Estimates of how often the target commits a drafted token, and how often a runner-up of it.
 
-The draft weighs its branches by them. The target weighs by them the runners-up that it feeds together with the draft's
-tokens. Draft and target learn separately. Pure arithmetic.
+A runner-up is a token that the draft found likely but did not draw. The estimates depend on what
+the draft's distribution says of the token (`Seen`), and are updated during generation.
+
+The draft uses them to choose which branches (continuations after a runner-up) to prepare. The
+target uses them to choose which runners-up to verify together with the drafted tokens. Draft and
+target learn separately. This file holds arithmetic only.
 """
 
 from typing import Annotated
@@ -10,9 +14,9 @@ from msgspec import Meta
 
 from pearl.config.records import Position, Record
 
-RIVALS = 4  # runners-up considered in a row: the likeliest tokens besides the drawn one
+RIVALS = 4  # runners-up considered per position: the likeliest tokens besides the drawn one
 _SHARES = 8
-_RATE_WEIGHT = 0.03  # of a new outcome in a rate
+_RATE_WEIGHT = 0.03  # weight of a new outcome in a rate's moving average
 
 # _AGREED: acceptance rate of a drafted token, by `Seen.share`. _RIGHT: how often the target, if it rejects the token,
 # commits the likeliest runner-up, the second, and so on. Both were measured on answers of the embedded pair.
@@ -21,10 +25,11 @@ _RIGHT = (0.22, 0.11, 0.07, 0.06)
 
 
 class Seen(Record, frozen=True):
-    """What the draft's row says about the token drawn from it.
+    """What the draft's distribution for one position says about the token drawn from it.
 
     Attributes:
-        share: the token's probability among the likeliest tokens, in eighths.
+        share: which eighth of [0, 1] the token's share is in, from 0 to 7. The share is the token's
+            probability among the likeliest tokens only (see `DraftHalf.likeliest`).
         rivals: the token's runners-up, the likeliest first.
     """
 
@@ -40,7 +45,7 @@ class Foresight:
         self._right = list(_RIGHT)
 
     def learn(self, seen: Seen, token: int, committed: int) -> None:
-        """Update the rates: the target has committed `committed` where `token` was drafted."""
+        """Update the rates: `token` was drafted, and the target has committed `committed`."""
         hit = committed == token
         self._agreed[seen.share] += _RATE_WEIGHT * (hit - self._agreed[seen.share])
         if not hit:
@@ -54,7 +59,10 @@ class Foresight:
         return self._agreed[seen.share]
 
     def others(self, seen: Seen) -> list[tuple[float, int]]:
-        """Return, for each runner-up, (probability that the target commits it, token)."""
+        """Return (probability that the target commits the runner-up, runner-up) for each runner-up.
+
+        The probabilities assume that the target commits all tokens before this position.
+        """
         rejected = 1 - self.agrees(seen)
         pairs = zip(self._right, seen.rivals, strict=False)
         return [(rejected * chance, rival) for chance, rival in pairs]

@@ -1,6 +1,7 @@
-"""The target's side of the protocol: a state machine for each running request, and what is kept between requests.
+"""The target's side of the protocol: a state machine for each running request, and measured speeds.
 
-Events in (`handle`), commands out. `request_machine` decides what happens to one request, `scheduler` which ones run.
+`handle` takes an event and returns commands. `request_machine` decides what happens to one request;
+`scheduler` decides which requests run.
 """
 
 from pearl.errors import LocalProtocolError
@@ -16,8 +17,8 @@ class Coordinator:
     """Runs the state machines of all requests in the target.
 
     Args:
-        verifier: judges and draws with the rows of a request's last forward.
-        speeds: forward times, acceptance and method auto's ways, as known so far.
+        verifier: judges draft tokens and draws tokens, with the logits of a request's last forward.
+        speeds: forward times, acceptance rate and method auto's estimates, as measured so far.
         slots: how many requests run side by side.
         piece: see `Capabilities.prompt_piece`.
     """
@@ -30,14 +31,17 @@ class Coordinator:
         self.draft_context = 0  # 0: no draft
         self.running: dict[int, RequestMachine] = {}
         self.scheduler = Scheduler(slots, piece)
-        self.window = 0  # c as last used
-        self.stale = 0  # messages of the draft dropped because their request is over
+        self.window = 0  # window length c that the last finished request used last
+        self.stale = 0  # messages of the draft that were dropped because their request is over
 
     def handle(self, event: object) -> list[object]:
-        """Take one event, for the request that it names or for all; return the commands it leads to, in order.
+        """Handle one event; return the commands that it leads to, in order.
 
-        Raises `LocalProtocolError` for an event that the request's state does not allow, and `RemoteProtocolError` for
-        a message that the draft had no right to send; either leaves everything unchanged.
+        An event concerns the request that it names, or all requests if it names none.
+
+        Raises `LocalProtocolError` for an event that the request's state does not allow, and
+        `RemoteProtocolError` for a message that the draft had no right to send. Either error leaves
+        everything unchanged.
         """
         machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
         if machine is not None and type(event) is not Submit:
@@ -75,7 +79,7 @@ class Coordinator:
         return commands
 
     def _pass(self, event: object, machine: RequestMachine) -> list[object]:
-        """Give an event to a request's machine; if that ends the request, begin waiting ones."""
+        """Give an event to a request's machine. If this ends the request, begin waiting ones."""
         commands = machine.handle(event)
         if machine.state is State.IDLE:
             commands += self._release(machine)
@@ -111,7 +115,11 @@ class Coordinator:
 
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
-        """Running requests that wait for draft tokens -> (committed tokens, committed and pending tokens)."""
+        """The running requests that wait for draft tokens.
+
+        Maps each request's number to (number of committed tokens, number of committed and pending
+        tokens). Pending tokens are drafted and not judged yet.
+        """
         lengths = {}
         for number, machine in self.running.items():
             if machine.state in WAITING:

@@ -1,6 +1,7 @@
-"""The target's view of the draft in one request: the prefix it was sent, how far it may draft, what it has sent.
+"""The target's view of the draft in one request.
 
-Decides nothing about the text; `RequestMachine` decides when to send the draft something.
+It covers the prefix that the draft was sent, how far the draft may draft, and what it has sent.
+This file decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
 
 from enum import Enum
@@ -24,20 +25,20 @@ _TOKENS_PER_RESYNC = 4
 
 
 class Received(Enum):
-    """What became of a message with draft tokens."""
+    """What `DraftState.receive` did with a message of draft tokens."""
 
-    NOTHING = "nothing"  # dropped, or kept as a branch: pending tokens are as before
-    PENDING = "pending"  # its tokens are pending now
-    COMPARED = "compared"  # compared with tokens already committed; no token left to be pending
-    GAP = "gap"  # earlier tokens are missing
+    NOTHING = "nothing"  # the message was dropped or kept as a branch; pending tokens are unchanged
+    PENDING = "pending"  # its tokens were appended to the pending tokens
+    COMPARED = "compared"  # its tokens were compared with committed tokens; none was appended
+    GAP = "gap"  # the tokens before its first token are missing
 
 
 class DraftState:
-    """What the target knows of the draft's part in one request.
+    """What the target knows about the draft in one request.
 
     Args:
-        context: the draft model's context length; 0: there is no draft.
-        window: initial c: the last one used.
+        context: the draft model's context length; 0 if there is no draft.
+        window: the window length c to begin with: the one that the last finished request used last.
     """
 
     def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
@@ -45,22 +46,22 @@ class DraftState:
         self._speeds = speeds
         self.context = context
         self.window = window
-        #: Length of the prefix that was sent to the draft; 0: it is not drafting for this request.
+        #: Length of the prefix that the draft was sent; 0 if it does not draft for this request.
         self.known = 0
         #: Whether the draft has failed on this request and is not used for it again.
         self.is_lost = False
         #: Whether the draft has sent anything since it last began.
         self.has_sent = False
         self._grants = 0
-        # The most tokens that any grant allowed beyond the prefix: the maximum length of a branch.
+        # The most tokens after the prefix that `grant` has ever allowed. No branch may be longer.
         self.furthest = 0
         # Reset at each new epoch:
         self._epoch = 0
         self._until = 0  # the draft may draft positions before this one
-        # By its stop policy, the draft sends no more until all pending tokens are judged.
+        # Whether the draft's stop policy ended drafting until all pending tokens are judged.
         self._is_paused = False
         self._withheld = -1  # the position for which the draft sends no token
-        self._received = 0  # end of the tokens received, used or not
+        self._received = 0  # the position after the last token received, used or not
         # The first position where the draft diverged, if no verdict has reported that yet; -1: none.
         self._diverged = -1
 
@@ -70,7 +71,8 @@ class DraftState:
     def is_drafting(self) -> bool:
         """Whether the draft will send a token for the position after the committed prefix.
 
-        Must not depend on what was drafted (invariant 9): only on the method, the draft's presence and the position.
+        This depends only on the method, the draft's presence and the position. It must not depend
+        on what was drafted (invariant 9 in DESIGN).
         """
         return (
             self._request.method.drafts
@@ -99,9 +101,10 @@ class DraftState:
 
     @property
     def needed(self) -> int:
-        """How many unfed tokens the target waits for before a forward.
+        """How many unfed tokens the target waits for before it starts a forward.
 
-        Fewer than the window's if the request's limit or the draft's context comes first.
+        The window sets this number (`Window.needed`). It is lower where fewer tokens can come: near
+        the request's limit, near the end of the draft's context, and after the draft has paused.
         """
         request = self._request
         if not self.is_drafting:
@@ -117,10 +120,10 @@ class DraftState:
 
     @property
     def next_block(self) -> int:
-        """Length of the next block: pending tokens that are judged as a whole.
+        """Length of the next block: the pending tokens that a block rule judges as a whole.
 
-        A block is shorter at the end of the text, where a bonus token is part of no block. It is also shorter if the
-        draft has paused, because no more tokens come.
+        A block is shorter than `Request.block` at the end of the text; a bonus token belongs to no
+        block. It is also shorter if the draft has paused, because no more tokens come.
         """
         request = self._request
         text_left = request.submit.limit - request.sequence.committed - request.method.bonus
@@ -131,7 +134,10 @@ class DraftState:
 
     @property
     def _num_draftable(self) -> int:
-        """Number of positions after the prefix that can be drafted at all: up to `limit` and the draft's context."""
+        """How many more positions can be drafted.
+
+        Both the request's limit and the draft's context end drafting.
+        """
         return min(self._request.submit.limit, self.context) - self._request.sequence.committed
 
     @property
@@ -150,10 +156,11 @@ class DraftState:
         return window
 
     def grant(self) -> int:
-        """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
+        """Return the first position that the draft may not draft. It never falls within an epoch.
 
-        c changes only here, where the draft gets a new limit; otherwise the target could wait for tokens beyond the
-        draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
+        Also choose the window c anew at every 8th call. c changes only here, where the draft gets a
+        new limit; otherwise the target could wait for tokens beyond the draft's limit. If the text
+        depends on c, c stays as first chosen, so that the text is reproducible.
         """
         request = self._request
         keeps = request.method.bonus and not request.options.commits_draws
@@ -178,7 +185,7 @@ class DraftState:
     # ---- what the draft is sent ----
 
     def begin(self, do: Do) -> None:
-        """Send the draft the whole prefix, if the draft is to draft for this request."""
+        """Send the draft the whole committed prefix, if `is_drafting`."""
         if not self.is_drafting:
             return
         request = self._request
@@ -192,7 +199,11 @@ class DraftState:
         do(Send(Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
-        """Send the draft a verdict: the tokens committed since the last verdict, and the draft's new limit."""
+        """Send the draft a verdict: the tokens committed since the last verdict, and its new limit.
+
+        Does nothing if no token was committed since then, or if the draft has no prefix to
+        continue.
+        """
         request = self._request
         seq = request.sequence
         start = self.known
@@ -213,9 +224,10 @@ class DraftState:
     # ---- what the draft sends ----
 
     def receive(self, message: DraftTokens) -> Received:
-        """Handle a message of draft tokens; see `Received` for what may become of it.
+        """Handle a message of draft tokens; return what was done with it.
 
-        Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit, before any change.
+        Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit; the
+        error leaves everything unchanged.
         """
         request = self._request
         if self._is_outdated(message):
@@ -226,12 +238,12 @@ class DraftState:
         if message.start >= request.submit.limit:
             return self._drop()
         if message.after is not None:
-            # A branch may exceed `_until`: its length counts from its outcome.
+            # A branch may exceed `_until`, because its length counts from its outcome.
             end = message.start + len(message.tokens)
             if end > message.after[0] + 1 + self.furthest:
                 return self._drop()
-        # The draft does not know the request's limit, so a branch may exceed it; the main line ends
-        # at `_until`, which does not.
+        # The draft does not know the request's limit, so a branch may exceed that limit. The main
+        # line ends at `_until`, which is never beyond the limit.
         message = _part(message, 0, request.submit.limit - message.start)
         self._speeds.observe_draft(message.seconds)
         self.has_sent = True
@@ -240,7 +252,10 @@ class DraftState:
         return self._take(message)
 
     def _take(self, message: DraftTokens) -> Received:
-        """Take tokens of the main line, or of a branch that has become the main line."""
+        """Handle tokens of the main line, which is the draft's own continuation of the text.
+
+        A branch becomes the main line once its outcome is committed.
+        """
         request = self._request
         is_committed = message.start < request.sequence.committed
         if request.runs_ahead and (is_committed or self._is_astray(message)):
@@ -254,8 +269,10 @@ class DraftState:
         return self._append(message)
 
     def _is_outdated(self, message: DraftTokens) -> bool:
-        """Return whether the tokens are of no use: the request is ending, the method takes none, or their epoch is
-        over.
+        """Return whether the tokens are of no use.
+
+        They are of no use if the request is ending, if the method takes no draft tokens, or if
+        their epoch is over. Tokens of the branch that began the new epoch are still of use.
         """
         request = self._request
         if request.ending or not request.method.drafts:
@@ -263,7 +280,7 @@ class DraftState:
         return message.epoch < request.epoch and not self._is_foreseen(message)
 
     def _check(self, message: DraftTokens) -> None:
-        """Raise `RemoteProtocolError` for what the draft had no right to send."""
+        """Raise `RemoteProtocolError` if the draft had no right to send this message."""
         request = self._request
         if not message.tokens and not request.options.withholds:
             raise RemoteProtocolError("draft sent no tokens, though the rule withholds none")
@@ -296,7 +313,10 @@ class DraftState:
         return Received.PENDING
 
     def _compare(self, message: DraftTokens) -> Received:
-        """Compare late tokens with those that the target has committed; if all agree, append the rest."""
+        """Compare draft tokens that came late with the tokens committed at their positions.
+
+        If all of them agree, append the message's further tokens to the pending tokens.
+        """
         request = self._request
         counts = request.counts
         seq = request.sequence
@@ -323,8 +343,10 @@ class DraftState:
         return Received.COMPARED
 
     def _keep_branch(self, message: DraftTokens) -> Received:
-        """Keep a branch whose position is still open. If the branch is for the committed token at which the draft
-        diverged, `_compare` it.
+        """Keep the tokens of a branch, if the outcome that it was prepared for is still possible.
+
+        The target may have committed that outcome already, in place of a wrong draft token. The
+        branch's tokens are then compared with the committed tokens instead.
         """
         assert message.after is not None
         position, token = message.after
@@ -348,7 +370,11 @@ class DraftState:
         return Received.NOTHING
 
     def _is_open(self, position: int, token: int) -> bool:
-        """Return whether `token` may still be committed at `position` where the main line has another, or none yet."""
+        """Return whether a branch for `token` at `position` may still be needed.
+
+        The position must not be committed, and the main line must have another token there. It may
+        have none there if the position is the next one and the method has bonus tokens.
+        """
         request = self._request
         tokens = request.sequence.tokens
         if position < request.sequence.committed:
@@ -358,15 +384,18 @@ class DraftState:
         return request.method.bonus and position == len(tokens)
 
     def _is_astray(self, message: DraftTokens) -> bool:
-        """Return whether these tokens cannot be right: they follow a wrong draft token that the draft did not yet know
-        of.
+        """Return whether these tokens cannot be right, because they follow a wrong draft token.
+
+        The draft sent them before it knew that the target had committed another token there.
         """
         is_correction = message.after is not None and message.after[0] == self._diverged
         return message.known <= self._diverged and not is_correction
 
     def _is_foreseen(self, message: DraftTokens) -> bool:
-        """Return whether these tokens are of the branch that began this epoch,
-        sent before the draft had our verdict.
+        """Return whether these tokens continue the branch that began this epoch.
+
+        The draft sent them before it received the verdict that began the epoch, so they still carry
+        the number of the epoch before.
         """
         is_previous = message.epoch == self._request.epoch - 1
         return (
@@ -381,7 +410,7 @@ class DraftState:
 
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
-    """Return the message with only its tokens [`start`:`end`]."""
+    """Return a copy of the message that has only its tokens from index `start` to before `end`."""
     if start == 0 and end >= len(message.tokens):
         return message
     is_lookup = start > 0 and message.source is Source.MODEL

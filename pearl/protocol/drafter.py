@@ -1,6 +1,8 @@
-"""The draft's state machines, counterpart of the coordinator: draft on from the newest known prefix, up to a bound.
+"""The draft's state machines, the counterpart of the coordinator in the target.
 
-They decide nothing about the text, never wait while they may draft, and send drafted tokens at once.
+Each machine drafts on from the newest prefix that it knows, up to the position that the target
+allows. The machines decide nothing about the text, never wait while they may draft, and send
+drafted tokens at once.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from pearl.protocol.sequence import TokenSequence, extend_digest
 
 class DrafterState(Enum):
     IDLE = "idle"  # no request
-    DRAFTING = "drafting"  # a forward is running, for the text or for other outcomes
-    WAITING = "waiting"  # drafted up to the bound, or ended by the stop policy: waits for a verdict
-    LOST = "lost"  # has requested the whole prefix
+    DRAFTING = "drafting"  # a forward is running, for the text or for branches
+    WAITING = "waiting"  # waits for a verdict: at the look-ahead limit, or ended by the stop policy
+    LOST = "lost"  # has requested the whole prefix, because its own differs from the target's
 
 
 _IDLE = frozenset({DrafterState.IDLE})
@@ -51,9 +53,11 @@ class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
     Args:
-        slot: the slot of the model; a request may reuse the cache of the request before.
-        context: tokens that a slot holds; no position from there on is drafted.
+        slot: the slot of the draft model; a request may reuse the KV cache of the request before
+            it.
+        context: how many tokens a slot holds; positions from `context` on are never drafted.
         machines: the machines of all slots, this one included.
+        piece: see `Capabilities.prompt_piece`.
     """
 
     role: ClassVar[str] = "draft"
@@ -75,13 +79,17 @@ class DraftMachine(Machine):
         self.epoch = 0
         self.draft_until = 0
         self._lost = False
-        self._paused = False  # by the stop policy, until all drafted tokens are judged
+        # Whether the stop policy ended drafting until all drafted tokens are judged.
+        self._paused = False
         self._withheld = -1  # the position for which a token was drafted and not sent
-        self._is_hedged = False  # no more branches are worth a forward until the next verdict
-        self._in_flight = 0  # tokens that the running forward was fed
-        self._searched = 0.0  # seconds of the forwards that have searched for the next block so far
-        self._hedges = False  # the running forward drafts only branches
-        self._overtaken = False  # the running forward's tokens would continue an outdated prefix
+        # Whether no more branches are worth a forward until the next verdict.
+        self._is_hedged = False
+        self._in_flight = 0  # number of tokens that the running forward was fed
+        # Total seconds of the forwards that have searched for the next block so far.
+        self._searched = 0.0
+        self._hedges = False  # whether the running forward drafts only branches
+        # Whether the running forward's tokens would continue an outdated prefix.
+        self._overtaken = False
         self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # tokens sent for each outcome
         self._followed: tuple[int, int] | None = None  # the outcome whose branch the text follows
 
@@ -179,7 +187,11 @@ class DraftMachine(Machine):
         do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send the new tokens of branches (continuations for other outcomes)."""
+        """Send the tokens of branches that were not sent before.
+
+        A branch continues the text for one outcome other than the expected one. Branches for
+        positions that are already committed are not sent.
+        """
         assert self.begun is not None
         seq = self.sequence
         has_bonus = self.begun.options.prepares_bonus and len(seq.tokens) >= self._until
@@ -209,7 +221,7 @@ class DraftMachine(Machine):
             do(Send(message))
 
     def _diverge(self) -> None:
-        """Take in that the prefix has changed: drop the tokens being drafted, and the branches."""
+        """Drop the tokens being drafted and the branches, because the prefix has changed."""
         self._overtaken = True
         self._paused = False
         self._withheld = -1
@@ -218,7 +230,10 @@ class DraftMachine(Machine):
         self._followed = None
 
     def _give_up(self, why: str, do: Do) -> None:
-        """Draft no more for this request, unless the prefix that the model failed on is outdated."""
+        """Stop drafting for this request after the model failed; send the target the error.
+
+        If the prefix on which the model failed is outdated, drafting goes on from the new prefix.
+        """
         self.sequence.drop_pending()
         self.sequence.fed = 0  # the cache may hold what the model failed on
         if self.begun is not None and not self._overtaken:
@@ -245,14 +260,17 @@ class DraftMachine(Machine):
             self._forward(do)
 
     def _forward(self, do: Do, hedge: int = 0) -> None:
-        """Start a forward: for the text, or, if `hedge` is positive, for branches of at most `hedge` tokens."""
+        """Start a forward that continues the text.
+
+        If `hedge` is positive, the forward continues branches of at most `hedge` tokens instead.
+        """
         assert self.begun is not None
         seq = self.sequence
         length = len(seq.tokens)
         budget = 0
         count = length - seq.fed
         if not hedge:
-            # A last token that was fed before a verdict committed it is fed again: its row is gone.
+            # If the last token was fed already, it is fed again, because its logits are gone.
             seq.fed = min(seq.fed, length - 1)
             is_alone = all(machine is self or machine.begun is None for machine in self._machines)
             count = prefill_chunk(seq, is_alone=is_alone)
@@ -281,7 +299,7 @@ class DraftMachine(Machine):
 
     @property
     def _may_hedge(self) -> bool:
-        """Whether the machine waits for a verdict and may draft branches meanwhile."""
+        """Whether the machine has to wait for a verdict and may draft branches meanwhile."""
         assert self.begun is not None
         seq = self.sequence
         is_full = self.draft_until <= len(seq.tokens) or self._paused
@@ -343,10 +361,10 @@ DraftMachine.handlers = {
 
 
 class Drafter:
-    """The draft: a machine for each of its slots.
+    """The draft's state machines, one for each slot of the draft model.
 
     Args:
-        context: tokens that a slot holds.
+        context: how many tokens a slot holds.
         slots: how many requests are drafted for side by side.
         piece: see `Capabilities.prompt_piece`.
     """
@@ -360,9 +378,9 @@ class Drafter:
         self._turn = 0  # the slot that the next request takes if none is free
 
     def handle(self, event: object) -> list[object]:
-        """Take one event, for the slot whose request it names; return the commands it leads to, in order.
+        """Give an event to the machine whose request it names; return the machine's commands.
 
-        Raises the errors of `Machine.handle`.
+        A `Begin` of a new request goes to a free machine. Raises the errors of `Machine.handle`.
         """
         if type(event) is Drafted:
             return self._computing(event).handle(event)
@@ -381,10 +399,10 @@ class Drafter:
         return self.machines[0]
 
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
-        """Return the machine of the free slot whose cache has most of the prefix.
+        """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
 
-        If no slot is free, return the next one in turn: the target has ended the oldest request, and its `Finish` is on
-        the way.
+        If no slot is free, return the machines in turn. The target then has ended a request, and
+        the `Finish` message of that request is on its way.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:
@@ -394,7 +412,7 @@ class Drafter:
 
     @property
     def state(self) -> DrafterState:
-        """The state of the busiest slot."""
+        """The state of the busiest slot; the order is DRAFTING, LOST, WAITING, IDLE."""
         states = [machine.state for machine in self.machines]
         return min(states, key=_BUSIEST.index)
 

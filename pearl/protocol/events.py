@@ -1,10 +1,12 @@
-"""Inside one process: events that go into a state machine, commands that come out.
+"""The events that go into a state machine, and the commands that come out, within one process.
 
-Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; each `Forward` and `Draft` is
-answered by exactly one event. `request` is -1 if an event or command concerns no request.
+Messages between processes (`protocol/messages.py`) are events too. A worker carries out commands in
+order, and answers each `Forward` and each `Draft` by exactly one event.
 
-When a forward has ended, the target's machine asks a `Verifier` at once what the rows decide: no event can come between
-question and answer.
+When a forward has ended, the target's machine calls a `Verifier` to judge draft tokens and to draw
+tokens. These calls return at once, so no event can come in between.
+
+A row is one position's vector over the vocabulary: the logits after a fed token, or a distribution.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ class Phase(StrEnum):
 class Cause(Enum):
     """Why the target waits."""
 
-    HELD_ROW = "held row"  # a row is there, but not the draft token that the row judges
+    HELD_ROW = "held row"  # the logits for a position are there, but its draft token is not
     WINDOW = "window"  # the window is not full yet
-    IDLE = "idle"  # no request
+    IDLE = "idle"  # there is no request
 
 
 class OfRequest(Struct, frozen=True, kw_only=True):
-    """An event or a command of one request; `request` is -1 if there is none."""
+    """An event or a command of one request; `request` is -1 if it concerns no request."""
 
     request: int = -1
 
@@ -50,12 +52,16 @@ class OfRequest(Struct, frozen=True, kw_only=True):
 
 
 class Forwarded(OfRequest, frozen=True):
-    """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
+    """The target's forward is done.
 
     Attributes:
-        beside: tokens in the same forward that are not of this request's text: other requests' tokens, or the window of
-            Lookahead decoding. None if the forward was fed parts of prompts.
-        fed: the command's tokens and the guesses fed with them. None stands for the command's tokens alone.
+        seconds: duration of the forward.
+        at: when the forward ended, in seconds of a monotonic clock.
+        beside: number of tokens in the same forward that are not of this request's text: tokens of
+            other requests, or the window of Lookahead decoding. None if any part of a prompt was
+            fed.
+        fed: the command's tokens and the guesses that were fed with them. None if the command's
+            tokens were fed alone.
     """
 
     seconds: float = 0.0
@@ -65,13 +71,17 @@ class Forwarded(OfRequest, frozen=True):
 
 
 class Odds(Struct, frozen=True):
-    """Expectations for some judgements, from the two distributions at each judged position.
+    """Expected rejections and bias over some judged positions.
+
+    They are computed from the target's and the draft's distribution at each of these positions.
 
     Attributes:
-        rejections: expected number of rejections: the sum of their probabilities p.
+        rejections: expected number of rejections: the sum of p, the probability of a rejection at
+            each position.
         variance: variance of the number of rejections: the sum of p * (1 - p).
-        bias: sum of the total variation distances between the committed distribution and the target's; 0 for an exact
-            rule. The distance between the distributions of whole texts is at most the mean of this sum.
+        bias: sum over the positions of the total variation distance between the distribution of
+            committed tokens and the target's; 0 for an exact rule. The mean of this sum over texts
+            bounds the distance between the distributions of whole texts.
     """
 
     rejections: float = 0.0
@@ -87,7 +97,10 @@ class Odds(Struct, frozen=True):
 
 
 class DraftJoined(Struct, frozen=True):
-    """A draft has connected. Its model holds `context` tokens and takes `seconds` per token (0: unknown)."""
+    """A draft has connected. Its model holds `context` tokens, and takes `seconds` per token.
+
+    `seconds` is 0 if the time is unknown.
+    """
 
     context: int
     seconds: float = 0.0
@@ -101,7 +114,10 @@ class DraftGone(Struct, frozen=True):
 
 
 class Failed(OfRequest, frozen=True):
-    """A result cannot be used; this ends the request, and no other. `kind`: a class name of pearl.errors."""
+    """A result of the model cannot be used, which ends this request and no other.
+
+    `kind` is the name of a class in `pearl.errors`.
+    """
 
     reason: str
     kind: str = "ForwardError"
@@ -111,18 +127,22 @@ class Drafted(OfRequest, frozen=True):
     """The draft's forward is done.
 
     Attributes:
-        tokens: tokens proposed for the next positions, at most the budget. There are none if the forward fed a part of
-            a long prefix, drafted branches, or was one of several that search for a block.
+        tokens: tokens proposed for the next positions, at most `Draft.budget`. There are none if
+            the forward was fed a part of a long prefix, if it drafted only branches, or if it was
+            one of several forwards that search for a block.
         seconds: duration of the forward.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
         draw: seconds that drawing the tokens took.
-        failure: why no token could be drawn: the logits are not finite. Ends drafting for this request only.
-        cached: how many of `tokens`, from the first on, are already in the KV cache.
-        paused: whether the stop policy ends drafting until these tokens are judged. With no tokens: the policy
-            withholds the drafted one.
-        branches: continuations for other outcomes. Each has all its tokens drafted so far, those sent before included.
-        fed: tokens fed in the forward, other requests' tokens included; 0: unknown.
-        seen: as `DraftTokens.runners_up`.
+        failure: the error message if the logits were not finite, so that no token could be drawn.
+            It ends drafting for this request only. Empty if there was no error.
+        cached: how many of `tokens`, counted from the first, are already in the KV cache.
+        paused: whether the stop policy ends drafting until these tokens are judged. If `tokens` is
+            empty, the policy keeps back the token that was drafted. In answer to a `Draft` with
+            `hedge`, it means that no more branches are worth a forward.
+        branches: the branches (continuations for other outcomes), each with all tokens that were
+            drafted for it so far, including those that were sent before.
+        fed: number of tokens fed in the forward, including those of other requests; 0 if unknown.
+        seen: see `DraftTokens.runners_up`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -141,7 +161,7 @@ class Drafted(OfRequest, frozen=True):
 
 
 class Open(OfRequest, frozen=True):
-    """Start a request in slot `slot`. The draft does this for each whole prefix that it is given."""
+    """Start a request in slot `slot`. The draft does so whenever it is sent a whole prefix."""
 
     prompt: tuple[int, ...]
     options: RequestOptions
@@ -161,18 +181,23 @@ class Rollback(OfRequest, frozen=True):
 
 
 class Keep(OfRequest, frozen=True):
-    """Keep one path of the last tree in the KV cache, as the continuation of the text; drop the tree's other nodes.
+    """Keep one path of the last token tree in the KV cache, and drop the tree's other nodes.
 
-    `path`: the nodes of the path, each the parent of the next.
+    The path continues the text. `path` lists the path's nodes; each node is the parent of the next.
     """
 
     path: tuple[int, ...]
 
 
 class Alternative(Struct, frozen=True):
-    """A runner-up and the tokens prepared after it: they may replace the text's tokens from `position` on.
+    """A runner-up for `position` and the tokens that the draft has prepared after it.
 
-    `chances`: the probability of each token, given that the tokens before it are right.
+    A runner-up is a token that the draft found likely but did not draw.
+
+    Attributes:
+        tokens: the runner-up, and then the tokens prepared after it. They may replace the text's
+            tokens from `position` on.
+        chances: for each of `tokens`, the probability that it is right if all tokens before it are.
     """
 
     position: int
@@ -181,19 +206,24 @@ class Alternative(Struct, frozen=True):
 
 
 class Guess(Struct, frozen=True):
-    """Guess, without a model, what may follow the text; `alternatives` are guesses too.
+    """What the executor needs to guess, without the draft model, which tokens may follow the text.
 
     Attributes:
-        base: length of the text that earlier `Guess`es gave and that has not changed since. In the first `Guess`: the
-            length of the prompt.
+        base: how many tokens at the start of the text earlier `Guess`es gave and have not changed
+            since. In a request's first `Guess` this is the length of the prompt.
         tokens: the text's tokens from position `base` on.
-        committed: number of committed tokens. Guesses may follow the last committed token and any token after it.
+        committed: number of committed tokens. Guesses may follow the last committed token and any
+            pending token.
         limit: the first position that needs no guess.
-        trust: for each pending token, the probability that it is right if the pending tokens before it are.
-        most: maximum number of guesses from the text.
-        payoff: function (fed tokens, most guesses) -> what decides how many guesses to feed. The chance of a guess is
-            the estimated probability that the target commits all tokens of the path to the guess, and the guess itself.
-        head: whether the target's head guesses too, if there is one.
+        trust: for each pending token, the probability that it is right if the pending tokens before
+            it are right.
+        most: maximum number of guesses, besides `alternatives`.
+        payoff: function (number of fed tokens, maximum number of guesses) -> `Payoff`, which
+            decides how many guesses to feed. The chance of a guess that it is offered is the
+            estimated probability that the target commits the guess and all tokens on the path to
+            it.
+        alternatives: the draft's runners-up, which may be fed as guesses too.
+        head: whether the target's drafting head (such as EAGLE-3), if there is one, guesses too.
     """
 
     base: int
@@ -208,14 +238,18 @@ class Guess(Struct, frozen=True):
 
     @property
     def most_in_all(self) -> int:
-        """Maximum number of guesses, from the text and of `alternatives`."""
+        """Maximum number of guesses, including the tokens of `alternatives`."""
         return self.most + sum([len(alternative.tokens) for alternative in self.alternatives])
 
 
 class Forward(OfRequest, frozen=True):
-    """Feed `tokens` from position `start` on, and guesses; keep the rows of the last `rows` tokens and of the guesses.
+    """Run a forward of the target, answered by `Forwarded`.
 
-    Answered by `Forwarded`. `guess`: None to feed no guesses.
+    Attributes:
+        start: the position of the first token to feed.
+        tokens: the text's tokens to feed.
+        rows: how many of the last `tokens` to keep logits for. Those of the guesses are kept too.
+        guess: what to base guesses on; None to feed no guesses.
     """
 
     phase: Phase
@@ -226,15 +260,18 @@ class Forward(OfRequest, frozen=True):
 
 
 class Draft(OfRequest, frozen=True):
-    """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answered by `Drafted`.
+    """Run a forward of the draft, answered by `Drafted`.
 
     Attributes:
-        budget: 0: feed only.
-        pending: number of tokens already proposed after the known prefix.
-        hedge: 0: continue the text. If positive: draft only continuations for other outcomes (branches), each of at
-            most this many tokens. `Drafted.paused` then means that no more branches are worth a forward.
-        bonus: whether to draft branches for the bonus token after the text too.
-        prompt: whether `tokens` are of the prefix that the request began with.
+        start: the position of the first token to feed.
+        tokens: the text's tokens to feed.
+        budget: maximum number of tokens to propose after `tokens`; 0 to propose none.
+        pending: number of tokens at the end of the text that the target has not judged yet.
+        hedge: 0 to continue the text. If positive, only branches (continuations for other outcomes)
+            are drafted, each of at most `hedge` tokens.
+        bonus: whether to draft branches also for the bonus token that the target draws after the
+            text.
+        prompt: whether `tokens` belong to the prefix that the request began with.
     """
 
     start: int
@@ -247,21 +284,24 @@ class Draft(OfRequest, frozen=True):
 
 
 class Send(Struct, frozen=True):
-    """Send to the other model's worker."""
+    """Send a message to the other model's worker."""
 
     message: Message
 
 
 class Deliver(Struct, frozen=True):
-    """Send to the front that submitted the request."""
+    """Send a message to the front (the user's process) that submitted the request."""
 
     message: Message
 
 
 class End(Struct, frozen=True):
-    """A request has ended: tell its front.
+    """Tell the front that a request has ended.
 
-    `counts`: `request.Counts`. `window`: c as last used. `failure`: why the request failed; None if it did not.
+    Attributes:
+        counts: the request's counters, a `request.Counts`.
+        window: the window length c that was used last.
+        failure: why the request failed; None if it did not fail.
     """
 
     request: int
@@ -273,13 +313,13 @@ class End(Struct, frozen=True):
 
 
 class DraftDropped(OfRequest, frozen=True):
-    """The target goes on with this request without the draft: log the reason."""
+    """Log why the target goes on with this request without the draft."""
 
     reason: str
 
 
 class Wait(OfRequest, frozen=True):
-    """Nothing to do until a message comes."""
+    """Wait until a message comes, because there is nothing to compute for this request."""
 
     cause: Cause
 
@@ -291,8 +331,9 @@ class Judge(OfRequest, frozen=True):
     """Judge draft `tokens` from position `start` on.
 
     Attributes:
-        rows: the draft distribution of each token (opaque).
-        nodes: for each token, the node of the last forward whose row judges it.
+        rows: the draft distribution of each token; the protocol does not look into it.
+        nodes: for each token, the node of the last forward whose logits judge the token. A node is
+            the index of a token in the forward, see `FedTokens`.
     """
 
     start: int
@@ -302,10 +343,12 @@ class Judge(OfRequest, frozen=True):
 
 
 class Sample(OfRequest, frozen=True):
-    """Draw the token at `position` from the target alone, with the row of `node` of the last forward.
+    """Draw the token at `position` from the target's distribution alone.
 
-    `follow`: if the drawn token was fed as a child of `node`, also draw the next position with the child's row, and so
-    on.
+    Attributes:
+        node: the token of the last forward after which to draw, see `FedTokens`.
+        follow: whether to go on drawing where the drawn token was fed as a guess after `node`. The
+            logits after that guess then give the next draw, and so on.
     """
 
     position: int
@@ -314,11 +357,16 @@ class Sample(OfRequest, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """The first `accepted` tokens were accepted; `token` is the correction after them, None if all were accepted.
+    """The verdict on draft tokens.
 
-    `stop_after`: how many of the accepted tokens and the correction complete a stop string; None if they complete none.
-    `odds`: expectations for the judged positions; None if the rule does not have the draft's distributions.
-    `is_candidate`: whether `token` is accepted too: it is one of several candidates for its position, no correction.
+    Attributes:
+        accepted: how many tokens were accepted, counted from the first.
+        token: the token to commit after the accepted ones: a correction. None if all were accepted.
+        stop_after: after how many of the committed tokens, `token` included, a stop string is
+            complete; None if there is none.
+        odds: expected rejections and bias; None if the rule does not see the draft's distributions.
+        is_candidate: whether `token` is no correction but accepted too, as one of several
+            candidates for its position (rules batch and spectr).
     """
 
     accepted: int
@@ -329,10 +377,10 @@ class Judged(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True):
-    """The target's own draws. All draws but the last were fed as guesses: they are nodes of the tree, each the parent
-    of the next.
+    """The target's own draws for successive positions, in answer to `Sample`.
 
-    `stop_after`: number of `tokens` that complete a stop string; None if none does.
+    All draws but the last equal guesses that were fed: each is a child of the one before in the
+    tree. `stop_after` is the number of `tokens` after which a stop string is complete, or None.
     """
 
     tokens: tuple[int, ...]
@@ -340,7 +388,10 @@ class Sampled(Struct, frozen=True):
 
 
 class Verifier(Protocol):
-    """Computes what the rows of a request's last forward decide; raises `ForwardError` if the rows cannot be used."""
+    """Judges and draws with the logits of a request's last forward.
+
+    Raises `ForwardError` if the logits cannot be used.
+    """
 
     def judge(self, judge: Judge) -> Judged: ...
 

@@ -1,4 +1,4 @@
-"""The tokens of one forward: consecutive tokens of the text, and guesses after or next to them, as a tree."""
+"""The tokens that one forward is fed: consecutive tokens of the text, and a tree of guesses."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -8,20 +8,22 @@ from pearl.protocol.sequence import TokenSequence
 
 
 class FedTokens:
-    """The tree of tokens of one forward. A node is a token's index in the forward; -1 is the token before the first
-    one.
+    """The tree of tokens that one forward is fed.
 
-    Example: after the text 5 6, whose last token stands at `start` 1, the guesses 7 and 8 for one position are fed as
-    tokens (6, 7, 8) with parents (-1, 0, 0).
+    A node is a token's index in the forward. Node -1 stands for the token before the first one.
+
+    Example: the text is 5 6, and 7 and 8 are guesses for the next position. The last token of the
+    text, at `start` 1, is fed with both: tokens (6, 7, 8), parents (-1, 0, 0).
 
     Args:
-        start: position of the first token.
+        start: position of the first token in the text.
         tokens: the text's tokens, then the guesses.
-        parents: the parent node of each token. None if each token follows the token before it.
-        guessers: who guessed each guess; the guesses are the last `len(guessers)` tokens.
+        parents: the parent node of each token; None if each token follows the token before it.
+        guessers: who guessed each guess. The guesses are the last `len(guessers)` tokens.
 
     Attributes:
-        path: nodes of the tokens that belong to the text, from `start` on.
+        path: the nodes of the tokens that belong to the text, from `start` on. It grows when the
+            text turns out to follow guesses.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class FedTokens:
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        """(node, token) -> the child of this node that has this token."""
+        """Map (node, token) to the child of the node that has this token."""
         parents: Sequence[int] = range(-1, len(self.tokens) - 1)
         if self.parents is not None:
             parents = self.parents
@@ -47,11 +49,14 @@ class FedTokens:
         return {edge: node for node, edge in enumerate(edges)}
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of `node` that has this token; None if it was not fed there."""
+        """Return the child of `node` that has this token; None if there is no such child."""
         return self._children.get((node, token))
 
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
-        """Return the nodes of `tokens`, which follow `node`, up to the first token that was not fed."""
+        """Follow `tokens` down the tree from `node`; return the nodes passed.
+
+        Stops before the first token that the forward was not fed at this place.
+        """
         children = self._children
         nodes = []
         for token in tokens:
@@ -63,19 +68,22 @@ class FedTokens:
         return nodes
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
-        """Return the nodes whose rows are for `position` and the `count` - 1 positions after it."""
+        """Return the nodes whose logits are for the `count` positions from `position` on."""
         index = position - 1 - self.start
         return tuple(self.path[index : index + count])
 
     def guesser(self, node: int | None) -> Source | None:
-        """Return who guessed a node's token; None if it was not a guess."""
+        """Return who guessed the token of `node`; None if the token was not a guess."""
         if node is None:
             return None
         index = node - len(self.tokens) + len(self.guessers)
         return self.guessers[index] if index >= 0 else None
 
     def follow(self, sequence: TokenSequence) -> None:
-        """Extend `path` by the guesses that match the sequence's unfed tokens, and count these tokens as fed."""
+        """Extend `path` by the guesses that equal the next unfed tokens of the sequence.
+
+        These tokens then count as fed.
+        """
         if not self.guessers:
             return
         del self.path[max(0, sequence.fed - self.start) :]

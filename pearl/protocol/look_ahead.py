@@ -1,4 +1,7 @@
-"""The guesses of one request: what the target looks for before a forward, and how many are worth feeding."""
+"""The guesses of one request: what to base them on, and how many are worth feeding to the target.
+
+Guesses are tokens that come from n-grams, a datastore or a head, not from the draft model.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,10 +20,14 @@ class LookAhead:
     def __init__(self, request: Request, speeds: Speeds) -> None:
         self._request = request
         self._speeds = speeds
-        self._trust: tuple[float, ...] = ()  # of the pending tokens when guesses were last planned
+        # For each token that was pending when `guess` was last called, the chance that it is right.
+        self._trust: tuple[float, ...] = ()
 
     def guess(self) -> Guess:
-        """Return the guesses to look for: tokens that may follow the text or replace pending tokens."""
+        """Return the `Guess` for the next forward, from which the executor makes guesses.
+
+        Guesses may follow the text or replace pending tokens.
+        """
         request = self._request
         seq = request.sequence
         seen = request.proposals.seen(len(seq.tokens) - seq.committed)
@@ -33,7 +40,7 @@ class LookAhead:
             base,
             tokens,
             seq.committed,
-            # No row follows the last position before `limit`, so a guess for it would not be fed.
+            # Nothing is decided after the last position before `limit`: its token need not be fed.
             request.submit.limit - 1,
             self._trust,
             request.options.look_ahead,
@@ -43,11 +50,11 @@ class LookAhead:
         )
 
     def payoff(self, fed: int, most: int) -> Payoff:
-        """Return a new `Payoff`, which decides how many guesses to feed.
+        """Return a new `Payoff`, which decides how many guesses to feed in one forward.
 
         Args:
-            fed: number of tokens of the text that the forward feeds, with or without guesses.
-            most: greatest number of guesses that will be offered.
+            fed: number of tokens that the forward is fed of the text, not counting guesses.
+            most: the most guesses that will be offered to the `Payoff`.
         """
         seq = self._request.sequence
         pending = self._trust[: max(0, seq.fed - seq.committed)]
@@ -60,13 +67,16 @@ class LookAhead:
         return Payoff(expected, seconds, LEAST_GAIN)
 
     def _acceptance(self, seen: Seen | None) -> float:
-        """Return the probability that a pending token is right if the tokens before it are."""
+        """Return the probability that a pending token is right if all tokens before it are."""
         if seen is None:
             return self._speeds.acceptance
         return self._speeds.foresight.agrees(seen)
 
     def _alternatives(self, pending: Sequence[Seen | None]) -> tuple[Alternative, ...]:
-        """Return the likeliest runners-up of pending tokens, each with the branch prepared after it."""
+        """Return the likeliest runners-up of the pending tokens.
+
+        Each comes with the tokens that the draft's branch has after it, if there is such a branch.
+        """
         request = self._request
         foresight = self._speeds.foresight
         candidates = []
@@ -80,7 +90,10 @@ class LookAhead:
         return tuple(alternative for _, alternative in candidates[: request.options.siblings])
 
     def _alternative(self, position: int, share: float, rival: int) -> Alternative:
-        """Return the runner-up `rival`, of probability `share`, with the branch prepared after it."""
+        """Return the runner-up `rival` for `position`, with the tokens of its branch, if any.
+
+        `share`: the probability that the target commits `rival`.
+        """
         tokens: tuple[int, ...] = (rival,)
         chances: tuple[float, ...] = (share,)
         branch = self._request.proposals.branch(position, rival)

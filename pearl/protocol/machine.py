@@ -1,7 +1,7 @@
-"""Base of the state machines: a table of the events each state allows and the states that may follow.
+"""Base of the state machines, which are tables of allowed events and of the states that may follow.
 
-An event that the table does not allow raises an error that lists the last transitions, and leaves the machine
-unchanged.
+An event that a machine's table does not allow raises an error, which lists the last transitions.
+The machine is then unchanged.
 """
 
 from collections import deque
@@ -21,10 +21,10 @@ _STORY = 12  # transitions in an error message
 
 
 class Machine:
-    """One state machine: `handle(event)` returns the commands that the event leads to, in order.
+    """A state machine. `handle(event)` returns the commands that the event leads to, in order.
 
-    A subclass defines `transitions`, `handlers`, `state` and `anytime`. The events in `anytime` are legal in every
-    state; they change the state only where `transitions` lists them.
+    A subclass defines `role`, `transitions`, `handlers`, `state`, `epoch` and `anytime`. The events
+    in `anytime` are legal in every state, but change the state only where `transitions` lists them.
     """
 
     role: ClassVar[str]
@@ -39,10 +39,11 @@ class Machine:
         self._story: deque[tuple[Enum, type, Enum]] = deque(maxlen=_STORY)
 
     def handle(self, event: object) -> list[object]:
-        """Take one event; return the commands it leads to, in order.
+        """Handle one event; return the commands that it leads to, in order.
 
-        Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
-        that the peer had no right to send; either leaves the machine unchanged.
+        Raises `LocalProtocolError` for an event that the state does not allow, and
+        `RemoteProtocolError` for a message that the peer had no right to send. Either error leaves
+        the machine unchanged.
         """
         kind = type(event)
         before = self.state
@@ -64,7 +65,7 @@ class Machine:
 
     @property
     def story(self) -> str:
-        """The last transitions, oldest first, in words."""
+        """The last transitions, oldest first, such as "idle -Begin-> drafting, drafting -..."."""
         steps = []
         for state, event, next_state in self._story:
             steps.append(f"{state.value} -{event.__name__}-> {next_state.value}")

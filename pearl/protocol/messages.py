@@ -1,7 +1,8 @@
 """Messages between processes, as plain values.
 
-The byte format (msgpack arrays, limits, checks) is `transport/codec.py`, specified in `pearl/transport/WIRE.md`.
-Draft distributions are opaque here: see `pearl.decoding.distribution`.
+`transport/codec.py` encodes them as msgpack arrays and checks them; `pearl/transport/WIRE.md`
+specifies the bytes. This file does not look into draft distributions, see
+`pearl.decoding.distribution`.
 """
 
 from enum import Enum, StrEnum
@@ -19,8 +20,8 @@ PROTOCOL_VERSION = 17
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
 MAX_RUN = 2048  # drafted tokens in one message: twice the largest gamma
-MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
-LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock measures less
+MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more ids would fit no frame
+LEAST_SECONDS = 1e-12  # above 0, because 0 means unknown; no clock measures less
 MOST_SECONDS = 1e9  # thirty years; quotients and multiples of times must stay finite
 MAX_STATISTICS = 1 << 20  # characters
 MAX_EVENTS = 4096  # in one list of `Outcomes`
@@ -44,7 +45,7 @@ class Provenance(StrEnum):
 
     ACCEPTED = "accepted"  # drafted, and the target agreed
     CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
-    DIRECT = "direct"  # the target's own draw, no draft token was due (ar, prefill in sd, no draft)
+    DIRECT = "direct"  # the target's own draw, because no draft token was due (ar, prefill in sd)
     BONUS = (
         "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
     )
@@ -65,25 +66,28 @@ class Source(StrEnum):
     NGRAM = "n-gram"
     DATASTORE = "datastore"
     BRANCH = "branch"
-    LOOKUP = "lookup"  # the draft model: it confirmed a guess in the forward that drafted the token before
-    RUNNER_UP = "runner-up"  # the draft model: likely by its row, but it drew another token
-    HEAD = "head"  # the target's head
-    JACOBI = "jacobi"  # the target, in a forward whose earlier tokens were wrong
+    LOOKUP = "lookup"  # an n-gram guess that the draft model confirmed
+    RUNNER_UP = "runner-up"  # the draft model found the token likely, but drew another one
+    HEAD = "head"  # the target's drafting head, such as EAGLE-3
+    JACOBI = "jacobi"  # the target itself, in a Jacobi iteration of Lookahead decoding
     PREDICTION = "prediction"  # the text that the client expects
 
 
 class SparseRow(Record, frozen=True):
-    """A distribution of few possible tokens: bytes of their ids (int32 LE) and probabilities (float32 LE)."""
+    """A distribution in which few tokens are possible.
+
+    `ids` has the bytes of their ids (int32 LE), `probs` those of their probabilities (float32 LE).
+    """
 
     ids: Annotated[bytes, Meta(max_length=MAX_FRAME)]
     probs: Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
-FRAME = 0
-CHANNEL = 1  # the distribution comes in a raw frame after the header (0), or over the channel (1)
+FRAME = 0  # the distribution comes in a raw frame after the message
+CHANNEL = 1  # the distribution comes over the tensor channel
 WireRow = (
     SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None
-)  # None: left out of a trace; never on the wire
+)  # None in a trace, which leaves distributions out; never on the wire
 
 if TYPE_CHECKING:
     Rows = tuple[Any, ...]  # tensors, inside a process; see `decoding.distribution`
@@ -99,9 +103,11 @@ class Hello(Message, frozen=True, tag=1):
     """First message in either direction.
 
     Attributes:
-        context: the most tokens the sender's model can hold.
-        name: the sender's, for logs: "vllm, data-parallel rank 0".
-        slots: how many requests a draft service drafts for at the same time; 0 if the sender is none.
+        context: the most tokens that the sender's model can hold.
+        vocab_digest: hash of the sender's vocabulary; empty if the sender states none.
+        name: the sender's name for logs, such as "vllm, data-parallel rank 0".
+        slots: how many requests a draft service drafts for at the same time; 0 if the sender is no
+            draft service.
     """
 
     version: Version
@@ -114,7 +120,11 @@ class Hello(Message, frozen=True, tag=1):
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """The target's answer to a front's Hello: what this engine serves, and the speeds measured at start (seconds)."""
+    """The target's answer to a front's Hello: what the engine serves, and its speeds at start.
+
+    `t_draft` is seconds per draft forward, `t_target` seconds per target forward by number of
+    tokens.
+    """
 
     version: Version
     vocab_size: Vocabulary
@@ -128,13 +138,14 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Submit(Message, frozen=True, tag=3):
-    """A front asks for a text.
+    """A front (the user's process) submits a request.
 
     Attributes:
-        request: the front's own number of this request.
-        limit: total length at which the text ends, the prompt included.
-        preview: whether to send `Preview`s.
-        client: who makes the request; waiting requests of several clients are served in turns.
+        request: the number that the front gives this request.
+        limit: total length at which the text ends, in tokens, the prompt included.
+        eos: ids of the tokens that end the text.
+        preview: whether to send `Preview`s of tokens that are not committed yet.
+        client: name of the client that makes the request. Clients with waiting requests take turns.
     """
 
     request: Count
@@ -147,10 +158,10 @@ class Submit(Message, frozen=True, tag=3):
 
 
 class TokenDetails(Record, frozen=True):
-    """What the target reports about a committed token if the options ask for it. A new detail is a field here.
+    """What the target reports about a committed token, if the request's options ask for it.
 
-    Log probabilities are natural logarithms of the target's probabilities at temperature 1, without filters, penalties
-    and biases. They are at least `LEAST_LOGPROB`.
+    A log probability is the natural logarithm of the target's probability at temperature 1, without
+    filters, penalties and biases. It is at least `LEAST_LOGPROB`.
 
     Attributes:
         logprob: the token's log probability.
@@ -162,7 +173,10 @@ class TokenDetails(Record, frozen=True):
 
 
 class Committed(Message, frozen=True, tag=4):
-    """Final tokens from position `start` on, each with its provenance; `details` are empty unless requested."""
+    """Committed tokens from position `start` on, each with its provenance.
+
+    `details` has one entry per token, or is empty if the request did not ask for any.
+    """
 
     request: Count
     start: Position
@@ -172,7 +186,10 @@ class Committed(Message, frozen=True, tag=4):
 
 
 class Preview(Message, frozen=True, tag=5):
-    """Pending tokens from position `start` on; the committed tokens replace them. Sent only if `Submit.preview`."""
+    """Pending tokens from position `start` on, sent only if `Submit.preview` is true.
+
+    They are drafted and not judged yet; the tokens committed later replace them.
+    """
 
     request: Count
     start: Position
@@ -188,8 +205,10 @@ class Finished(Message, frozen=True, tag=6):
 
 
 class Begin(Message, frozen=True, tag=7):
-    """The target gives the draft a whole prefix: of a new request,
-    or of a request to resume after a resynchronisation.
+    """The target sends the draft a whole prefix to draft from.
+
+    It does so at the start of a request, and again whenever the draft has to be resynchronised. For
+    `draft_until` and `digest` see `Verdict`.
     """
 
     request: Count
@@ -204,18 +223,20 @@ class DraftTokens(Message, frozen=True, tag=8):
     """Tokens proposed for the positions from `start` on, in order.
 
     Attributes:
-        seconds: seconds per token of the forward that drafted them; 0: unknown.
-        rows: the distribution that each token was drawn from (see `decoding.distribution`); empty if the rule needs
-            none.
-        waited: seconds that the draft has waited for verdicts in all of this request so far.
+        seconds: seconds per token of the forward that drafted them; 0 if unknown.
+        rows: the distribution that each token was drawn from (see `decoding.distribution`); empty
+            if the rule needs none.
+        waited: total seconds that the draft has waited for verdicts in this request so far.
         source: who guessed these tokens.
-        after: None for the main line, the draft's own continuation of the text. A branch is the continuation for
-            another outcome (position, token): the target commits this token at this position, where the main line has
-            another token or none. Several messages may extend one branch.
-        paused: whether the draft, by its stop policy, drafts no more until these tokens are judged. Under a rule with
-            `RuleSpec.withholds` it drafts no more until the target has committed its own token after these.
-        known: length of the prefix that the draft knew when it drafted these tokens.
-        runners_up: for each token, its share and its runners-up in its row; empty unless
+        after: None for the main line, which is the draft's own continuation of the text. For a
+            branch, the outcome (position, token) that the branch continues: the target commits this
+            token at this position, where the main line has another token or none. Several messages
+            may extend one branch.
+        paused: whether the draft's stop policy ends drafting until these tokens are judged. Under a
+            rule with `RuleSpec.withholds`, drafting ends until the target has committed a token of
+            its own after these tokens.
+        known: length of the committed prefix that the draft knew when it drafted these tokens.
+        runners_up: what the draft's distribution says of each token (see `Seen`); empty unless
             `RequestOptions.sends_runners_up`.
     """
 
@@ -234,10 +255,14 @@ class DraftTokens(Message, frozen=True, tag=8):
 
 
 class Verdict(Message, frozen=True, tag=9):
-    """Tokens committed from position `start` on; draft up to (not including) position `draft_until`.
+    """The target tells the draft which tokens it has committed, and how far to draft.
 
-    `epoch` is higher than before if the draft's continuation has become invalid. `digest` is the rolling hash of the
-    whole committed prefix, these tokens included.
+    Attributes:
+        epoch: higher than in the last verdict if the tokens that the draft has sent are discarded.
+        start: the position of the first token in `tokens`.
+        tokens: the tokens committed since the last verdict.
+        draft_until: the draft may draft the positions before this one.
+        digest: rolling hash of the whole committed prefix, `tokens` included.
     """
 
     request: Count
@@ -249,9 +274,10 @@ class Verdict(Message, frozen=True, tag=9):
 
 
 class HiddenStates(Message, frozen=True, tag=18):
-    """The target's hidden states of committed tokens from position `start` on, for a draft that is a head.
+    """The target's hidden states of committed tokens from position `start` on.
 
-    Sent before the verdict on these tokens. `states`: bfloat16 LE [n, features].
+    They go to a draft that reads them, as a drafting head (such as EAGLE-3) does. They are sent
+    before the verdict on these tokens. `states` has the bytes of a bfloat16 LE array [n, features].
     """
 
     request: Count
@@ -260,7 +286,7 @@ class HiddenStates(Message, frozen=True, tag=18):
 
 
 class Resync(Message, frozen=True, tag=10):
-    """The draft requests the whole prefix: tokens are missing, or the digest of its prefix differs."""
+    """The draft requests the whole prefix, because its own lacks tokens or has another digest."""
 
     request: Count
     epoch: Count
@@ -273,10 +299,10 @@ class Finish(Message, frozen=True, tag=11):
 
 
 class Outcomes(Message, frozen=True, tag=19):
-    """What one step of another engine has decided, for all its requests together.
+    """What one step of another engine, such as vLLM, has decided for all its requests.
 
-    Sent to a draft service (`pearl draft serve`), which handles the events one by one, as if each came alone. It begins
-    with `finishes`, so that their slots are free for `begins`.
+    It is sent to a draft service (`pearl draft serve`), which handles each part as if it were a
+    message of its own. The service handles `finishes` first, so that slots are free for `begins`.
     """
 
     finishes: Annotated[tuple[Finish, ...], Meta(max_length=MAX_EVENTS)] = ()
@@ -295,9 +321,11 @@ class Heartbeat(Message, frozen=True, tag=13):
 
     Attributes:
         step: number of forwards so far.
-        work: "prefill" before a long prompt; "calibrated" once, from a draft that is ready; otherwise the loop's state.
-        tokens: how many tokens the work is on.
-        seconds: how long the work should take; for "calibrated", the draft's seconds per token.
+        work: "prefill" before a long prompt is fed; "calibrated" once, when a draft has measured
+            its speed and is ready; otherwise the name of the loop's state.
+        tokens: number of tokens that the current work processes.
+        seconds: expected duration of the current work; for "calibrated", the draft's seconds per
+            token.
     """
 
     step: Count
@@ -307,28 +335,37 @@ class Heartbeat(Message, frozen=True, tag=13):
 
 
 class Ping(Message, frozen=True, tag=14):
-    """Clock ping: `sent` is the sender's monotonic clock, nanoseconds."""
+    """Asks for the peer's clock. `sent` is the sender's monotonic clock, in nanoseconds."""
 
     sent: Count
 
 
 class Pong(Message, frozen=True, tag=15):
-    """Answer to a Ping: `sent` is copied from it, `received` is the answerer's monotonic clock, nanoseconds."""
+    """Answers a `Ping`.
+
+    `sent` is copied from the ping. `received` is the answering peer's monotonic clock, in
+    nanoseconds.
+    """
 
     sent: Count
     received: Count
 
 
 class Trace(Message, frozen=True, tag=17):
-    """Begin recording `number` if `on`, otherwise end it. The receiver returns the message once that is done."""
+    """Begins the trace recording `number` if `on` is true, and ends that recording otherwise.
+
+    The receiver returns the same message once it has done so.
+    """
 
     number: Count
     on: bool
 
 
 class Error(Message, frozen=True, tag=16):
-    """Something went wrong at the sender. `request`: -1 if no request is concerned. `kind`: a class name of
-    pearl.errors.
+    """Reports an error at the sender.
+
+    `request` is -1 if the error concerns no request. `kind` is the name of a class in
+    `pearl.errors`.
     """
 
     request: Annotated[int, Meta(ge=-1)]

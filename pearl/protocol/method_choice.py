@@ -1,25 +1,31 @@
-"""Method auto: find the fastest way of decoding (most tokens per second) by trying the ways out on running requests.
+"""Method auto: finds the fastest way of decoding by trying the ways on running requests.
 
-A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`, and `head`
-where the target has a head.  Most stretches use the best way so far; a trial uses another way for one stretch.  One
-comparison is the trial's rate divided by the rate of the neighbouring stretches, which use the best way.  A way becomes
-the best once its mean is half a standard error above the best's.  What the measured forward times predict of a way
-counts as its first comparison.  A way that lost is tried again once enough tokens have been generated that the trial
-costs only a small share of them.
-`ngram` is the first best way: without useful guesses it is the same as the target alone.
+A way is one of the decoding methods `ngram`, `pearl`, `sd` and `ssd`.  If the target has a drafting
+head, `head` is a way too.  If the target may compute on several cores, `ar` (the target alone, on
+one core) is a way too.  The fastest way is the one with the most tokens per second, called the best
+way. At first this is `ngram`, which without useful guesses is the same as the target alone.
 
-A trial costs the change, and the time by which its stretch is slower.  A way is tried only where that should be a small
-share of the text that is left: so a short text tries only a way that the measured forward times predict to be faster.
+A text is generated in stretches of at least 24 tokens, each with one way.  Most stretches
+use the best way so far; a trial uses another way for one stretch.  A comparison divides the trial's
+rate by the rate of the neighbouring stretches, which use the best way.  A way becomes the best way
+once the mean of its comparisons is half a standard error above the best way's.  The rate that the
+measured forward times predict for a way counts as its first comparison.
 
-A busy machine can slow one way to a fifth within a second, and leave another as fast as before.  So a way is left
-within ten tokens if its rate falls below 0.7 of another way's: a trial is left for the best way, and the best way is
-left for a trial of the faster way.  Where the target may compute on several cores, one of the ways is `ar`, the target
-alone on one core.
+A trial costs the time of changing the way, and more if its stretch is slower.  A way is
+tried only if this cost is a small share of the text that is left, or of the tokens generated since
+its last trial.  So a short text tries only ways that the measured forward times predict to be
+faster.
 
-The rates of `ngram` and `ar` depend little on the text, those of ways with a draft much.  A way with a draft that has
-won on one text may be slow on the next.  So `ngram` is tried again as soon as its usual rate is the higher one.
+On a busy machine one way may drop to a fifth of its rate within a second while another
+way keeps its rate.  So a way is left within ten tokens if its rate falls below 0.7 of another
+way's. A trial is left for the best way; the best way is left for a trial of the faster way.
 
-Only for rules under which the text does not depend on what was proposed, and for one request at a time.
+The rates of `ngram` and `ar` depend little on the text, but those of ways with a draft
+depend on it much.  A way with a draft that was best on one text may be slow on the next.  So
+`ngram` is tried again as soon as its usual rate is higher than the current rate of the best way.
+
+Ways are tried only under rules whose text does not depend on what was proposed, and on one request
+at a time.
 """
 
 from collections import deque
@@ -31,16 +37,16 @@ from typing import NamedTuple
 
 from pearl.spec.methods import METHODS
 
-# In the order of first trials; no `ar`: ngram does the same without guesses.
+# In the order of first trials. `ar` is not among them, because ngram without guesses does the same.
 WAYS = ("ngram", "pearl", "sd", "ssd")
-HEAD = "head"  # where the target has one, tried first
-ONE_CORE = "ar"  # the target alone on one core, where it may compute on several; tried last
+HEAD = "head"  # a way if the target has a drafting head; tried first
+ONE_CORE = "ar"  # a way if the target may compute on several cores; uses one of them; tried last
 _STEADY = {WAYS[0], ONE_CORE}  # ways whose rates depend little on the text
 
 # A stretch has at least this many tokens and this many steps: the rate of a shorter one is mostly noise.
 _TOKENS = 24
 _STEPS = 8
-# A way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate.
+# A trial is left after n tokens if its rate is below min(0.7, n / (n + 4)) of another way's rate.
 _CLEARLY = 0.7
 _SOON = 4
 # The best way counts as slow by the rate of its last steps: at least this many tokens and this many steps.
@@ -53,33 +59,41 @@ _NOISE = 0.25
 _MEMORY = 16
 # Trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it.
 _SHARE = 0.01
-# One trial may cost this share of the text that is left, or that share of the tokens since the way's last trial.
-_SHARE_OF_TEXT = 0.04
-_SHARE_OF_WAIT = 0.004
+_SHARE_OF_TEXT = 0.04  # a trial may cost this share of the text that is left,
+_SHARE_OF_WAIT = 0.004  # or this share of the tokens since the way's last trial
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
-# If the draft must prefill the text first, a trial needs this many more tokens to be left.
+# If the draft must prefill the text first, a trial needs a text with this many more tokens left.
 _READING = 256
-# After three successive stretches of the best way below 0.6 of its usual rate all others become due.
+# All ways become due for a trial after three stretches of the best way below 0.6 of its usual rate.
 _SLOWED = 3
 _SLOW = 0.6
 # A way's usual rate is the median of its last 11 stretches: a few slow seconds of the machine do not change it.
 _LASTING = 11
-_GAINS = 0.95  # a way is due soon if the best way makes less than this share of what it should make
-_SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
+_GAINS = 0.95  # a way is due soon if the best way's rate is below this share of its expected rate
+_SILENT = 32  # timing waits for the first draft token, but begins after this many tokens at most
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How fast a way is: the log of its rate relative to other ways, as the mean of `count` comparisons."""
+    """How fast a way is, from comparisons with other ways.
+
+    Attributes:
+        score: logarithm of the way's rate relative to other ways. Only differences of scores have a
+            meaning: exp(score of a - score of b) is how many times as fast as b the way a is.
+        count: number of comparisons that `score` is the mean of.
+    """
 
     score: float = 0.0
     count: int = 0
 
 
 class Comparison(NamedTuple):
-    """Two ways on neighbouring stretches of one text. `gain`: log(rate of `method` / rate of `reference`)."""
+    """A comparison of two ways on neighbouring stretches of one text.
+
+    `gain` is log(rate of `method` / rate of `reference`).
+    """
 
     method: str
     reference: str
@@ -92,13 +106,16 @@ class _Step(NamedTuple):
 
 
 class Auto:
-    """Estimates of all ways, and the stretch being timed.
+    """The estimates of all ways, and the timing of the current stretch.
 
     Attributes:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
+        ways: all ways, in the order of first trials.
+        untimed: the way for texts that depend on what is proposed (as under rule ratio). Such a
+            text uses this way from start to end.
+        estimates: the estimate of each way.
         rates: usual tokens per second of each way: the median of its last stretches.
-        untimed: the way for texts that would change with the proposals. Such a text uses one way from start to end.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
@@ -112,39 +129,44 @@ class Auto:
         self._since_trial = _LEAST_PATIENCE  # tokens since the last trial of any way
         self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
         self._has_draft = True
-        self._has_drafted = False  # in this text: the draft's KV cache holds most of it
-        # The best way's rate, for comparisons in a text where it has no stretch yet.
+        # Whether a way with a draft was used in this text, so that the draft's KV cache has most of it.
+        self._has_drafted = False
+        # The best way's usual rate, for comparisons in a text where that way has no stretch yet.
         self._usual = 0.0
-        self._slow = 0  # successive stretches of the best way much slower than `_usual`
+        self._slow = 0  # number of successive stretches of the best way much slower than `_usual`
         self._reference: float | None = None  # rate of the best way's last stretch in this text
         # (way, rate) of a trial that is not compared yet.
         self._trial: tuple[str, float] | None = None
         self._comparisons: list[Comparison] = []  # of this text
-        # Rate of each way's last stretch in this text; for steady ways at first what they usually make.
+        # Rate of each way's last stretch in this text. `ngram` and `ar` begin with estimates.
         self._made: dict[str, float] = {}
         self._predicted: Mapping[str, float] = {}
-        self._is_fleeing = False  # the way in use is on trial because the best way has become slow
+        # Whether the way in use is on trial because the best way has become slow.
+        self._is_fleeing = False
         # The stretch being timed: its start, the end of its last step, its tokens and steps.
-        # `_skipped`: tokens before that stretch.
+        # `_skipped` counts the tokens after a change of the way that are not timed.
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
         self._recent: deque[_Step] = deque()  # its last steps
 
     def add_head(self) -> None:
-        """Add the way `head`: the target has a head."""
+        """Add the way `head`, because the target has a drafting head."""
         self.ways = (WAYS[0], HEAD, *WAYS[1:])
         self.estimates.setdefault(HEAD, Estimate())
         self._waited.setdefault(HEAD, 0)
 
     def add_one_core(self) -> None:
-        """Add the way `ar`, the target alone on one core: the target may compute on several."""
+        """Add the way `ar`, which uses one core, because the target may compute on several."""
         self.ways = (*self.ways, ONE_CORE)
         self.estimates.setdefault(ONE_CORE, Estimate())
         self._waited.setdefault(ONE_CORE, 0)
 
     def has_choice(self, has_draft: bool) -> bool:
-        """Return whether there is more than one way, with or without a draft."""
+        """Return whether there is more than one way to choose from.
+
+        `has_draft`: whether there is a draft.
+        """
         has_further_ways = len(self.ways) > len(WAYS)
         return has_draft or (has_further_ways and not METHODS[self.best].drafts)
 
@@ -161,7 +183,10 @@ class Auto:
 
     @property
     def gains(self) -> dict[str, float]:
-        """How many times as fast as each other way the best way is, by this text's comparisons of the two."""
+        """Speed of the best way / speed of each other way, by this text's comparisons of the two.
+
+        Ways that were not compared with the best way are left out.
+        """
         logs: dict[str, list[float]] = {}
         for comparison in self._comparisons:
             if comparison.method == self.best:
@@ -178,12 +203,16 @@ class Auto:
         has_draft: bool = True,
         predicted: Mapping[str, float] | None = None,
     ) -> str:
-        """Begin a text of at most `left` new tokens; return its way.
+        """Begin a text; return the way to begin it with.
 
-        `alone`: estimated tokens per second of the target alone on all cores (0: unknown); used until a stretch of
-        `ngram` has been timed.
-        `one_core`: the same, on one core.
-        `predicted`: tokens per second of ways that have not been tried, by the measured forward times.
+        Args:
+            left: the most new tokens that the text may have.
+            alone: estimated tokens per second of the target alone on all cores; 0 if unknown. It
+                stands for the rate of `ngram` until a stretch of `ngram` has been timed.
+            one_core: estimated tokens per second of the target alone on one core; 0 if unknown.
+            has_draft: whether there is a draft.
+            predicted: tokens per second of ways with a draft, predicted from measured forward
+                times. They count for ways that were never compared.
         """
         self._reference = self._trial = None
         self._comparisons.clear()
@@ -200,7 +229,9 @@ class Auto:
         return self.way
 
     def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
-        """Take in a target forward that has ended; return the way to change to, None to go on.
+        """Count a target forward that has ended in the timing.
+
+        Return the way to change to, or None to keep the way in use.
 
         Args:
             at: when the forward ended, seconds of a monotonic clock.
@@ -236,8 +267,11 @@ class Auto:
         return self.way
 
     def end(self) -> None:
-        """End the text. Half a stretch counts; a trial without a neighbour is compared with the best way's
-        usual rate.
+        """End the text.
+
+        The last stretch counts if it has at least half of a stretch's tokens and steps. A trial
+        that no stretch of the best way follows is compared with the stretch before it, or with the
+        best way's usual rate.
         """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()
@@ -247,7 +281,7 @@ class Auto:
         self._restart()
 
     def _start(self) -> None:
-        """Begin a stretch with `self.way`; the stretch is a trial unless this is the best way."""
+        """Begin a stretch with `self.way`. The stretch is a trial unless this is the best way."""
         if self.way != self.best:
             self._since_trial = self._waited[self.way] = 0
         self._has_drafted |= METHODS[self.way].drafts
@@ -268,9 +302,10 @@ class Auto:
         return self._rate > 0 and self._steps >= _STEPS and self._tokens >= _TOKENS
 
     def _refuge(self) -> str | None:
-        """Return the way to change to because the way in use is clearly slower; None to stay.
+        """Return the way to change to if the way in use is clearly slower than it; None otherwise.
 
-        From a trial, change to the best way. From the best way, change to the way with the highest rate in this text.
+        From a trial this is the best way. From the best way it is the way with the highest rate in
+        this text.
         """
         rates = dict(self._made)  # without the way in use
         rates.pop(self.way, None)
@@ -285,9 +320,9 @@ class Auto:
         return refuge if rate < _CLEARLY * rates[refuge] else None
 
     def _recent_rate(self) -> float | None:
-        """Return the tokens per second of the last steps; None if they are too few.
+        """Return the tokens per second of the last steps; None if these are too few.
 
-        The slowest step is left out: it may be a hiccup of the machine.
+        The slowest step is left out, because a disturbance of the machine may have slowed it.
         """
         steps = self._recent
         tokens = sum(step.tokens for step in steps)
@@ -300,7 +335,10 @@ class Auto:
         return (tokens - slowest.tokens) / seconds if seconds > 0 else None
 
     def _flee(self, refuge: str) -> None:
-        """Try `refuge` now: the load on the machine has probably changed, so older comparisons say little."""
+        """Begin a trial of `refuge`, because the best way has become slow.
+
+        The load on the machine has probably changed, so earlier comparisons lose their weight.
+        """
         self.way = refuge
         self._is_fleeing = True
         self._forget()
@@ -343,7 +381,12 @@ class Auto:
             self._compare(method, trial_rate, neighbours)
 
     def _compare(self, method: str, rate: float, reference: float) -> None:
-        """Add a comparison: `method` reached `rate` tokens per second, the best way `reference`. Update `best`."""
+        """Add a comparison of `method` with the best way, and update `best`.
+
+        Args:
+            rate: the tokens per second that `method` reached.
+            reference: the tokens per second that the best way reached.
+        """
         best = self.estimates[self.best]
         estimate = self.estimates[method]
         predicted = self._predicted.get(method)
@@ -362,7 +405,12 @@ class Auto:
             self._usual = rate
 
     def _due(self, left: int, left_for_reading: int) -> str | None:
-        """Return the way whose trial is due now; None if there is none."""
+        """Return the way whose trial is due now; None if no trial is due.
+
+        Args:
+            left: number of tokens left until the text's limit.
+            left_for_reading: the same for ways with a draft, less the cost of the draft's prefill.
+        """
         if self._since_trial < _LEAST_PATIENCE or left < 2 * _TOKENS:
             return None
         for method in self.ways:
@@ -373,13 +421,17 @@ class Auto:
         return None
 
     def _is_affordable(self, method: str, left: int) -> bool:
-        """Return whether a trial should cost little of the text that is left, or of what was written since the last."""
+        """Return whether a trial is expected to cost only a small share of the tokens.
+
+        These are the tokens that are left in the text, or those generated since the way's last
+        trial.
+        """
         waited = self._waited[method]
         budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * waited)
         return waited >= self._patience(method) and self._cost(self._slowdown(method)) <= budget
 
     def _patience(self, method: str) -> float:
-        """Return how many tokens to wait between two trials of a way: the slower the way was, the more."""
+        """Return how many tokens must lie between two trials of a way: more for slower ways."""
         count = self.estimates[method].count
         if not count:
             return 0
@@ -389,7 +441,11 @@ class Auto:
         return min(max(cost * count / _SHARE, _LEAST_PATIENCE), _MOST_PATIENCE)
 
     def _slowdown(self, method: str) -> float:
-        """Return the best way's rate / the expected rate of `method`; 0 for a way of which nothing is known."""
+        """Return the best way's rate / the expected rate of `method`.
+
+        Return 0 if nothing is known about `method`, so that a trial of it is expected to cost
+        little.
+        """
         estimate = self.estimates[method]
         usual = self.rates.get(method)
         current = self._reference or self.rates.get(self.best)
@@ -405,6 +461,6 @@ class Auto:
 
     @staticmethod
     def _cost(slowdown: float) -> float:
-        """Return the tokens that a trial is expected to cost; below 0: that it gains."""
+        """Return how many tokens a trial is expected to cost. A negative number is a gain."""
         slowdown = min(slowdown, 1 / _CLEARLY)  # a slower way is left early
         return _TOKENS * (slowdown - 1) + _SWITCH

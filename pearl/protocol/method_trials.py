@@ -1,4 +1,4 @@
-"""Method auto for one request: which way it decodes with, and on which cores the target computes."""
+"""Method auto for one request: which method decodes it, and on which cores the target computes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 class AutoText:
-    """Chooses the way of one text, and times it for `Auto`.
+    """Chooses the way (the decoding method in use) of one text under method auto, and times it.
 
-    For a method other than auto there is no choice: then this only gives the draft its cores back.  If the rule's text
-    depends on what was proposed, the way is `Auto.untimed`, whatever the measured times.
+    If the request has another method than auto, there is no choice, and this object only gives the
+    draft its cores back.  If the text depends on what is proposed (as under rule ratio), method
+    auto always uses the way `Auto.untimed`.
 
     Args:
+        draft: what the target knows about the draft in this request.
+        speeds: measured speeds of the engine, with the `Auto` that all its texts share.
         running: all running requests, this one included.
 
     Attributes:
-        is_timed: whether ways are timed on this text. One text at a time is timed; the others use the best way so far.
+        is_timed: whether ways are timed on this text. One text at a time is timed; the others use
+            the best way so far.
     """
 
     def __init__(
@@ -67,7 +71,10 @@ class AutoText:
             self._use(auto.best, do)
 
     def step(self, at: float, do: Do) -> None:
-        """Time the forward that ended at `at` seconds (0: unknown), and perhaps change to another way."""
+        """Count a forward in the timing of the way in use; change to another way if that is due.
+
+        `at`: when the forward ended, in seconds of a monotonic clock; 0 if unknown.
+        """
         committed = self._request.sequence.committed
         if not self.is_timed or self._draft.is_lost or not at:
             return
@@ -84,7 +91,10 @@ class AutoText:
             self._draft.begin(do)
 
     def lose_draft(self) -> None:
-        """Take in that the draft is gone: decode by `ngram` from now on, untimed, even if another draft joins."""
+        """Decode with `ngram` from now on, because the draft is gone.
+
+        The rest of the text is not timed, and keeps `ngram` even if another draft joins.
+        """
         if self.is_timed:
             self._speeds.auto.end()
             self.is_timed = False
@@ -92,7 +102,7 @@ class AutoText:
             self._request.use("ngram")
 
     def end(self) -> None:
-        """Close the timing, and put the measured rates into the request's counts."""
+        """End the timing, and put the measured rates into the request's counters."""
         auto = self._speeds.auto
         counts = self._request.counts
         if self.is_timed:
@@ -109,7 +119,10 @@ class AutoText:
         self._place(do)
 
     def _place(self, do: Do) -> None:
-        """Let the target use the draft's cores while no running request drafts; otherwise give them back."""
+        """Let the target compute on the draft's cores too while no running request uses the draft.
+
+        Otherwise the target leaves those cores to the draft.
+        """
         cores = self._cores()
         if cores is not self._speeds.cores:
             self._speeds.spread(cores)

@@ -1,7 +1,7 @@
-"""Proposals: tokens guessed for a text and not judged yet.
+"""Proposals: tokens that were guessed for a text and are not judged yet.
 
-A draft model's tokens, n-grams, a datastore's continuations and branches prepared for another outcome are all
-proposals; a `ProposalStore` keeps those of one request.
+Tokens of the draft model and branches that it prepared for other outcomes are proposals.  A
+`ProposalStore` keeps the proposals of one request.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ class Proposal(Struct, frozen=True):
     """Tokens guessed for the positions from `start` on.
 
     Attributes:
-        rows: the draft distribution of each token, opaque here; empty, or None for each, if the rule needs none.
-        after: None for the main line. For a branch, the outcome (position, token) that it is prepared for: this token
-            is committed at this position, just before `start`, where the main line has another token.
-        seen: what the draft's row says of each token and its runners-up; empty if the draft did not say.
+        rows: the draft distribution of each token, which this file does not look into. If the rule
+            needs none, `rows` is empty or has None for each token.
+        source: who guessed the tokens.
+        after: None for the main line, which follows the text. For a branch, the outcome (position,
+            token) that it was prepared for: the target commits this token at this position, just
+            before `start`, where the main line has another token.
+        seen: what the draft's distribution says of each token (see `Seen`); empty if unknown.
     """
 
     start: int
@@ -51,8 +54,10 @@ class Proposal(Struct, frozen=True):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Who guessed each token. The first token of a model's forward is the model's; the later ones come from its
-        lookup.
+        """Who guessed each token.
+
+        If the draft model proposed several tokens in one forward, it drew the first, and the later
+        ones are n-gram guesses that it confirmed (`Source.LOOKUP`).
         """
         if self.source is Source.MODEL:
             return (Source.MODEL, *[Source.LOOKUP] * (len(self.tokens) - 1))
@@ -60,7 +65,7 @@ class Proposal(Struct, frozen=True):
 
 
 class _Token(NamedTuple):
-    """A token of the main line: its draft distribution, who guessed it, what the draft's row says of it."""
+    """A token of the main line, with the fields that `Proposal` has for each token."""
 
     row: Any
     source: Source
@@ -68,14 +73,17 @@ class _Token(NamedTuple):
 
 
 class ProposalStore:
-    """The proposals of one request: the main line, which follows the prefix, and branches for other outcomes."""
+    """The proposals of one request.
+
+    They are the main line, which follows the committed prefix, and the branches for other outcomes.
+    """
 
     def __init__(self) -> None:
         self._line: list[_Token] = []
         self.branches: dict[tuple[int, int], Proposal] = {}  # by outcome
 
     def add(self, proposal: Proposal) -> None:
-        """Take a proposal: the next tokens of the main line, a branch, or the next tokens of a branch."""
+        """Append a proposal to the main line, or to the branch for the outcome `proposal.after`."""
         outcome = proposal.after
         if outcome is not None:
             branch = self.branches.get(outcome)
@@ -86,7 +94,7 @@ class ProposalStore:
         self._line += map(_Token, rows, proposal.sources, proposal.seen or nothing)
 
     def seen(self, count: int) -> list[Seen | None]:
-        """Return what the draft says of the first `count` tokens of the main line; None where it says nothing."""
+        """Return the `Seen` of the first `count` tokens of the main line; None where unknown."""
         return [token.seen for token in self._line[:count]]
 
     def rows(self, count: int) -> tuple[Any, ...]:
@@ -94,9 +102,12 @@ class ProposalStore:
         return tuple([token.row for token in self._line[:count]])
 
     def accept(self, committed: int) -> Source:
-        """Remove the main line's first token, now the last of `committed` tokens; return who guessed it.
+        """Remove the main line's first token, which was accepted; return who guessed it.
 
-        Drops the branches for other outcomes at this position.
+        Also drop the branches for positions that are committed now.
+
+        Args:
+            committed: number of committed tokens, the accepted one included.
         """
         if self.branches:
             self.branches = {
@@ -107,8 +118,9 @@ class ProposalStore:
         return self._line.pop(0).source
 
     def branch(self, position: int, token: int) -> Proposal | None:
-        """Return the branch for `token` at `position` as a proposal of the main line;
-        None if there is no such branch.
+        """Return the branch for `token` at `position`; None if there is no such branch.
+
+        Its `after` is None, so that it can be added to the main line.
         """
         branch = self.branches.get((position, token))
         return branch and replace(branch, after=None)

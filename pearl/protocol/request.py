@@ -1,6 +1,7 @@
-"""One request in the target: its text, the proposals for it, and what its client (front) has received.
+"""One request in the target: its text, the proposals for it, and what its front has received.
 
-Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `LookAhead`) change a `Request`.
+The front is the user's process. Only the request's `RequestMachine` and the parts of that machine
+(`AutoText`, `DraftState`, `LookAhead`) change a `Request`.
 """
 
 from dataclasses import dataclass, field
@@ -16,36 +17,48 @@ from pearl.protocol.sequence import TokenSequence
 
 @dataclass
 class Tally:
-    """What is counted of one request. `pearl.metrics.Statistics` adds times and rates.
+    """The counters of one request, which its statistics report.
+
+    `pearl.metrics.Statistics` adds times and rates. The "ways" of method auto are the decoding
+    methods that it chooses from, see `method_choice`.
 
     Attributes:
-        num_cached_tokens: prompt tokens whose KV was reused from the request before.
-        num_prefill_tokens: tokens committed before the first step: the prefill's row gives one.
+        num_cached_tokens: prompt tokens whose KV cache entries were reused from an earlier request.
+        num_prefill_tokens: tokens committed before the first step after the prefill. The prefill's
+            last logits give one token.
         num_draft_tokens: draft tokens that reached the target, judged or not.
-        num_judged_draft_tokens: draft tokens that were accepted or corrected. The others were discarded after an
-            earlier rejection.
+        num_judged_draft_tokens: draft tokens that were accepted or corrected. All other draft
+            tokens were discarded after an earlier rejection.
         num_accepted_draft_tokens: draft tokens that were accepted.
-        run_histogram: accepted tokens of a finished run -> number of such runs.
-        provenance: committed tokens by where they came from.
-        num_guesses: guesses that the target was fed. `provenance`'s "guessed" counts the committed guesses.
-        num_siblings: fed guesses that are runners-up of the draft.
-        guessed_by_source: committed guesses by who guessed them (`Source`); if two did, by the surer one.
-        accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
-            confirmed saved the draft a forward; "branch" where they were prepared for the outcome of a rejection.
-        num_draft_stops: windows that the stop policy ended before their bound.
-        num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
-        num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
-        num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        ways: method auto: committed tokens by the way that was in use (see `method_choice`).
-        rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
-        draft_speedup: method auto: speed of the best way with a draft / speed of `ngram`, by the comparisons in this
-            and earlier texts; None if no such way was compared yet.
-        settled: method auto: the best way at the end of this text; empty if no way with a draft was ever compared.
-        compared: method auto: for each other way, speed of the best way at the end of this text / speed of the other
-            way, by this text's comparisons.
-        target_steps: forwards by phase.
-        stale: messages of the draft dropped because their tokens were of no use any more.
-        duplicate: messages of the draft dropped because their tokens had come before.
+        run_histogram: maps a length to the number of runs of accepted tokens that had this length.
+            A correction or a bonus token ends a run.
+        provenance: number of committed tokens by `Provenance`.
+        num_guesses: guesses that the target was fed. Of these, `provenance["guessed"]` were
+            committed.
+        num_siblings: runners-up of the draft that the target was fed as guesses.
+        guessed_by_source: committed guesses by who guessed them (`Source`). A token that several
+            sources guessed counts for the one that gave it the highest chance.
+        accepted_by_source: accepted draft tokens by how they were drafted: "model"; "lookup" if the
+            draft confirmed an n-gram guess, which saved it a forward; "branch" if they belong to a
+            branch that was prepared for the outcome of a rejection.
+        num_draft_stops: windows that the stop policy ended early.
+        num_rejections: draft tokens that were corrected. Counted only if the rule sees the draft's
+            distributions, which rule coupled does not.
+        num_foreseen_rejections: rejections after which a branch for their outcome was there
+            already.
+        num_foreseen_bonuses: bonus tokens after which a branch for them was there already (method
+            ssd).
+        ways: for method auto, number of committed tokens by the way in use.
+        rates: for method auto, tokens per second of each way as timed in this and earlier texts.
+        draft_speedup: for method auto, speed of the best way with a draft / speed of `ngram`, by
+            the comparisons in this and earlier texts; None if no way with a draft was compared yet.
+        settled: for method auto, the best way at the end of this text; empty if no way with a draft
+            was ever compared.
+        compared: for method auto, speed of the best way at the end of this text / speed of each
+            other way, by this text's comparisons.
+        target_steps: number of target forwards by phase.
+        stale: messages of the draft that were dropped because their tokens were of no use any more.
+        duplicate: messages of the draft that were dropped because their tokens had come before.
         resyncs: how often the draft was sent the whole prefix again.
     """
 
@@ -76,7 +89,7 @@ class Tally:
 
     @property
     def steps(self) -> int:
-        """Target forwards after the prefill."""
+        """Number of target forwards after the prefill."""
         return sum(self.target_steps.values()) - self.target_steps.get(Phase.PREFILL, 0)
 
 
@@ -85,12 +98,14 @@ class Counts(Tally):
     """The counters of a running request.
 
     Attributes:
-        odds: sum of the `Odds` of all judgements that have them.
-        late: draft tokens that agree, but came after the target had committed its own draw.
-        loss: why the draft was lost; empty if it was not.
-        run: accepted tokens since the last correction or bonus.
-        lone_forwards: this text's forwards of one token. The target alone takes about as long for each token.
-        lone_seconds: total time of these forwards.
+        odds: sum of the `Odds` of all judgements that have them; None if none has.
+        late: draft tokens that agree with the text, but came after the target had committed its own
+            draw for their position.
+        loss: why the draft was lost; empty if it was not lost.
+        run: number of accepted tokens since the last correction or bonus token.
+        lone_forwards: number of forwards that were fed one token only. Their mean time is about
+            what the target alone would take per token.
+        lone_seconds: total seconds of these forwards.
         was_shared: whether other requests were running during any step of this one.
     """
 
@@ -110,7 +125,7 @@ class Request:
 
     Args:
         submit: what the front submitted.
-        sequence: the text. It belongs to the slot, because it says what the KV cache holds.
+        sequence: the text. It belongs to the slot, because it says what the slot's KV cache holds.
     """
 
     def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
@@ -122,32 +137,35 @@ class Request:
         self.counts = Counts()
         #: Incremented whenever pending tokens are discarded; draft tokens of older epochs are stale.
         self.epoch = 0
-        #: Whether a new window begins here: the last committed token was not a draft token (or none was committed yet).
+        #: Whether a new window begins here, because the last committed token was no draft token.
         self.is_fresh = True
-        #: (position, token) whose commit began this epoch; None if something else did.
+        #: (position, token) of the commit that began this epoch; None if something else began it.
         self.opened_by: tuple[int, int] | None = None
-        #: End position of the branch that this epoch began with; 0: there was none.
+        #: The position after the branch that this epoch began with; 0 if it began without a branch.
         self.foreseen_end = 0
-        #: Tokens in the last forward that were not of this request's text.
+        #: Number of tokens in the last forward that were not of this request's text.
         self.beside = 0
         #: Whether a forward after the prefill has begun.
         self.has_stepped = False
-        #: The finish reason once the request is to end; nothing is committed after that.
+        #: The finish reason once the request is to end. Nothing is committed after that.
         self.ending: FinishReason | None = None
-        #: Block length: tokens that the rule judges as a whole. 1 except for block rules.
+        #: How many tokens the acceptance rule judges as a whole; 1 except for block rules.
         self.block = submit.options.rule_in_force.block(submit.options.parameters)
         self._decode_by(submit.options)
-        self._indexed = 0  # length of the text that the guessing index has
-        self._delivered = 0  # length of the prefix that the front has
+        self._indexed = 0  # length of the text that the index of guesses has
+        self._delivered = 0  # length of the prefix that the front has received
         self._undelivered: list[Provenance] = []
 
     def use(self, way: str) -> None:
-        """Decode with `way` from now on (method auto)."""
+        """Decode with the method `way` from now on; method auto has chosen it."""
         options = self.submit.options.changed_method(way)
         self._decode_by(options)
 
     def _decode_by(self, options: RequestOptions) -> None:
-        """Set the options, and compute once what follows from them: it is read a dozen times between two forwards."""
+        """Set the options, and the attributes that follow from them.
+
+        The attributes are computed once, because they are read a dozen times between two forwards.
+        """
         method = options.method_spec
         #: The options with the method in use: the requested method, or the way that method auto has chosen.
         self.options = options
@@ -156,20 +174,21 @@ class Request:
         self.takes_siblings = options.sends_runners_up
         is_of_use = self.block == 1 or not method.drafts
         has_index = options.look_ahead > 0 and method.look_ahead > 0
-        #: Whether guesses are fed to the target. Not with a draft under a block rule: guesses are not part of a block.
+        # With a draft under a block rule there are no guesses, because they are no part of a block.
+        #: Whether guesses are fed to the target.
         self.looks_ahead = (has_index and is_of_use) or self.takes_siblings
         overlaps = (method.pre_verify or method.post_verify) and options.commits_draws
         #: Whether the target commits its own draws right away instead of waiting for the draft's tokens.
         self.runs_ahead = self.looks_ahead and (overlaps or not method.drafts)
 
     def begin(self) -> None:
-        """Begin with the prompt; a prefix of it may be in the KV cache already."""
+        """Begin with the prompt. The KV cache may hold some of its first tokens already."""
         self.sequence.restart(self.submit.prompt)
         self.counts.num_cached_tokens = self.sequence.fed
         self._delivered = self._indexed = self.sequence.committed
 
     def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
-        """Return (start, tokens): the end of the text that the guessing index does not have yet.
+        """Return (start, tokens): the last part of the text, which the index of guesses lacks.
 
         The caller adds it to the index.
         """
@@ -178,15 +197,16 @@ class Request:
         return start, tuple(self.sequence.tokens[start:])
 
     def propose(self, proposal: Proposal) -> None:
-        """Append draft tokens to the text, as pending."""
+        """Append draft tokens to the text as pending tokens."""
         self.sequence.extend(proposal.tokens)
         self.proposals.add(proposal)
         self.counts.num_draft_tokens += len(proposal.tokens)
 
     def commit(self, token: int | None, provenance: Provenance, is_stop: bool) -> None:
-        """Commit `token`, or the first pending token if `token` is None. Does nothing once the request is ending.
+        """Commit `token`, or the first pending token if `token` is None.
 
-        `is_stop`: whether the token completes a stop string.
+        Does nothing once the request is ending. `is_stop`: whether the token completes a stop
+        string.
         """
         if self.ending:
             return
@@ -217,7 +237,10 @@ class Request:
             self.ending = FinishReason.LENGTH
 
     def _correct(self, token: int, provenance: Provenance) -> None:
-        """Commit `token`, discard what is pending, and go on with the branch for this outcome if there is one."""
+        """Commit `token` and discard the pending tokens.
+
+        If there is a branch that continues `token`, its tokens become the pending tokens.
+        """
         outcome = self.sequence.committed, token
         foreseen = self.proposals.branch(*outcome)
         self.discard_pending()
@@ -242,16 +265,16 @@ class Request:
         self.counts.run = 0
 
     def learn(self, foresight: Foresight, token: int) -> None:
-        """Update `foresight` after the target has drawn `token` at the position of the first pending token.
+        """Update the acceptance estimates: the target drew `token` for the first pending position.
 
-        It learns from what the draft's row said of the pending token; without a row it learns nothing.
+        Does nothing if the draft did not report a `Seen` for its own token at this position.
         """
         (seen,) = self.proposals.seen(1)
         if seen is not None:
             foresight.learn(seen, self.sequence.tokens[self.sequence.committed], token)
 
     def count_guess(self, guesser: Source | None) -> None:
-        """Count a committed token by who guessed it; None if nobody did."""
+        """Count a committed token by who guessed it; do nothing if `guesser` is None."""
         if guesser is not None:
             by_source = self.counts.guessed_by_source
             by_source[guesser] = by_source.get(guesser, 0) + 1
@@ -272,7 +295,7 @@ class Request:
         self.sequence.drop_pending()
 
     def deliver(self, do: Do) -> None:
-        """Send the client the committed tokens that it has not received yet."""
+        """Send the front the committed tokens that it has not received yet."""
         seq = self.sequence
         start = self._delivered
         if start < seq.committed:
@@ -282,6 +305,6 @@ class Request:
             self._undelivered.clear()
 
     def preview(self, do: Do) -> None:
-        """Send the client the pending tokens, if it asked for previews."""
+        """Send the front the pending tokens, if it asked for previews."""
         if self.submit.preview:
             do(Deliver(Preview(self.number, self.sequence.committed, tuple(self.sequence.pending))))

@@ -1,18 +1,23 @@
-"""The target's state machine for one request: it owns the prefix, decides what is computed next, issues every verdict.
+"""The target's state machine for one request, which owns the prefix and issues every verdict.
 
-Events in (`handle`), commands out. All methods are settings of this one machine (`spec.methods`); what differs between
-acceptance rules, models and transports is behind the commands and the verifier.
+`handle` takes an event and returns commands. All decoding methods are settings of this one machine
+(`spec.methods`). What differs between acceptance rules, models and transports is hidden behind the
+commands and the verifier.
 
-A forward feeds unfed tokens and yields a row for the position after each. Then `_decide` uses the available rows:
+A forward is fed the unfed tokens: the last committed token and the pending ones, which are drafted
+and not judged yet. It yields one row of logits for the position after each fed token. Then
+`_decide` uses the available rows:
 
 * there is a row and a draft token for its position: judge the token;
 * there is a row, and no draft token will come: draw from the row;
 * there is a row, and its draft token is still to come: hold the row;
 * there is no row: feed the unfed tokens, once the window is full enough.
 
-A request that looks ahead also feeds guesses, made without a model, as a tree after and next to the unfed tokens. Where
-the text turns out to follow a guess, the row after it is already there. If the rule commits the target's own draw
-whatever was proposed, no row is held: the target draws at once, and the draft goes on after the tokens it is sent.
+The target may also be fed guesses, which come from n-grams, a datastore or a head. They form a tree
+together with the unfed tokens. If the text turns out to follow a guess, the row after the guess is
+there already. Some rules commit the target's own draw whatever was proposed. With guesses under
+such a rule no row is held: the target draws at once, and the draft continues from the tokens it is
+sent.
 """
 
 from __future__ import annotations
@@ -67,11 +72,11 @@ class State(Enum):
     PREFILL = "prefill"  # a forward of the prompt is running
     PRE_VERIFY = "pre-verify"  # a forward of one token (and guesses) is running
     POST_VERIFY = "post-verify"  # a forward of several tokens (and guesses) is running
-    HELD = "held"  # a row is there, but not the draft token that the row judges
+    HELD = "held"  # a row is there, but the draft token that it judges is not
     GATHERING = "gathering"  # waits for enough draft tokens to start a forward
 
 
-WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
+WAITING = frozenset({State.HELD, State.GATHERING})  # the machine waits for draft tokens
 _ENDED = frozenset({State.IDLE})
 _ALONE = frozenset({State.PRE_VERIFY})
 _STEPS = frozenset({State.PRE_VERIFY, State.POST_VERIFY})
@@ -86,7 +91,8 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.HELD: {DraftTokens: _DECIDED, DraftGone: _ALONE | _ENDED, Cancel: _ENDED},
     State.GATHERING: {DraftTokens: _STEPS, DraftGone: _ALONE, Cancel: _ENDED},
 }
-# Legal in every state: peers do not wait for our forwards. Events that a state does not list leave it unchanged.
+# Legal in every state, because peers do not wait for our forwards. An event of these that
+# TRANSITIONS does not list for a state leaves that state unchanged.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
 
 
@@ -94,11 +100,13 @@ class RequestMachine(Machine):
     """The target's machine for one request, in slot `slot`.
 
     Args:
-        sequence: the slot's sequence. It still has the last request's text, whose cache this request may reuse.
+        sequence: the slot's sequence. It still has the text of the slot's last request, whose KV
+            cache this request may reuse.
         speeds: the target's estimates, which this machine updates.
-        verifier: judges and draws with the rows of the request's last forward.
-        draft_context: tokens that the draft's model holds; 0: no draft.
-        window: c as last used.
+        verifier: judges draft tokens and draws tokens, with the logits of the request's last
+            forward.
+        draft_context: how many tokens the draft model holds; 0 if there is no draft.
+        window: the window length c to begin with.
         running: the machines of all running requests, this one included.
     """
 
@@ -128,7 +136,7 @@ class RequestMachine(Machine):
         self.draft = DraftState(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
         self._look_ahead = LookAhead(self.request, speeds)
-        self.fed = FedTokens(0, ())  # in the last forward
+        self.fed = FedTokens(0, ())  # what the last forward was fed
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -152,7 +160,7 @@ class RequestMachine(Machine):
         if event.fed is not None and event.fed.guessers:
             self._take_guesses(event.fed)
         is_prompt = self.state is State.PREFILL
-        if not is_prompt:  # a prompt's forward says nothing about a window's
+        if not is_prompt:  # the time of a prompt's forward tells nothing about that of a window
             self._observe_step(event)
             self.auto.step(event.at, do)
         has_prompt_left = is_prompt and self.sequence.fed < self.sequence.committed
@@ -231,7 +239,10 @@ class RequestMachine(Machine):
     # ---- what to do next ----
 
     def _decide(self, do: Do) -> None:
-        """Choose the next step: the only place that does. Called whenever no forward is running."""
+        """Use the available rows, then finish, wait, or start a forward.
+
+        Called whenever no forward is running; this is the only place that chooses the next step.
+        """
         request = self.request
         try:
             is_held = self._use_rows()
@@ -253,7 +264,10 @@ class RequestMachine(Machine):
             self._forward(Phase.PRE_VERIFY, do)
 
     def _use_rows(self) -> bool:
-        """Judge and draw with the available rows; return whether the next row is held for a draft token."""
+        """Judge and draw with the available rows.
+
+        Return whether the next row has to wait for its draft token.
+        """
         request = self.request
         seq = self.sequence
         while not request.ending:
@@ -269,15 +283,16 @@ class RequestMachine(Machine):
             elif request.block == 1:
                 return True
             else:
-                seq.fed = seq.committed - 1  # feed it again with a block, for its row
+                # Feed the last committed token again, with a block, for the row after it.
+                seq.fed = seq.committed - 1
                 return False
         return False
 
     def _num_judged(self) -> int:
         """Return how many pending tokens the rows of the last forward can judge.
 
-        Under a block rule that is a whole block or nothing. A bonus token is drawn from the target even if a draft
-        token for its position has come: the text must not depend on timing.
+        Under a block rule this is a whole block or 0. The row for a bonus token judges nothing,
+        even if a draft token for its position has come, because the text must not depend on timing.
         """
         request = self.request
         seq = self.sequence
@@ -294,8 +309,9 @@ class RequestMachine(Machine):
 
     @property
     def _row_is_direct(self) -> bool:
-        """Whether the next row judges no draft token but is drawn from: for a bonus token, or because no draft token
-        will come.
+        """Whether the next token is drawn from its row directly, instead of judging a draft token.
+
+        This is so for a bonus token, and if no draft token will come.
         """
         if self._has_bonus or not self.draft.is_drafting:
             return True
@@ -331,8 +347,9 @@ class RequestMachine(Machine):
             request.commit(judged.token, provenance, judged.stop_after == num_judged)
 
     def _sample(self) -> None:
-        """Draw the next token from the target's row. If the token was fed as a guess, draw the token after it too, and
-        so on.
+        """Draw the next token from the target's row, and commit it.
+
+        If the drawn token was fed as a guess, its row gives the token after it too, and so on.
         """
         request = self.request
         position = self.sequence.committed
@@ -349,9 +366,10 @@ class RequestMachine(Machine):
         request.commit(sampled.tokens[0], provenance, sampled.stop_after == 1)
 
     def commit_draws(self, sampled: Sampled, node: int) -> None:
-        """Commit the target's draws; compare them with the draft tokens that have come.
+        """Commit the target's own draws, and count how many of them the draft tokens agree with.
 
-        All draws but the last were fed as guesses, as a path after `node`.
+        All draws but the last were fed as guesses; these guesses are a path in the tree after
+        `node`.
         """
         request = self.request
         num_accepted = 0
@@ -385,17 +403,18 @@ class RequestMachine(Machine):
             if index < len(nodes):
                 request.count_guess(self.fed.guesser(nodes[index]))
         self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
-        # If every draft token was right, one more token, which the draft has not sent yet, does not end the window.
+        # A window goes on if all draft tokens that came were right, and at most one token was
+        # committed that the draft has not sent yet.
         request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
 
     # ---- forwards ----
 
     def _forward(self, phase: Phase, do: Do) -> None:
-        """Start a forward: of the prompt's next chunk if `phase` is PREFILL, otherwise of all unfed tokens and of
-        guesses.
+        """Start a forward.
 
-        PRE_VERIFY becomes POST_VERIFY if several tokens are fed. The token at the last position before `limit` is not
-        fed: no token follows it.
+        In phase PREFILL it is fed the prompt's next chunk, otherwise all unfed tokens and guesses.
+        PRE_VERIFY becomes POST_VERIFY if several tokens are fed. The token at the last position
+        before the request's limit is not fed, because no token follows it.
         """
         request = self.request
         seq = self.sequence
@@ -419,7 +438,10 @@ class RequestMachine(Machine):
         self.state = State(phase.value)  # states are named like phases
 
     def _settle(self, do: Do) -> None:
-        """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
+        """Make the KV cache hold exactly the fed tokens.
+
+        Sends a command to roll back the cache, or to keep one path of the last tree of guesses.
+        """
         seq = self.sequence
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.request.number))
@@ -430,7 +452,10 @@ class RequestMachine(Machine):
     # ---- the end, and beginning again ----
 
     def _announce(self, do: Do) -> None:
-        """Send the committed tokens to draft and front, and the pending ones to a front that wants previews."""
+        """Send the new committed tokens to the draft and to the front.
+
+        A front that wants previews is sent the pending tokens too.
+        """
         self.draft.announce(do)
         self.request.deliver(do)
         if self.request.submit.preview and self.sequence.first_pending is not None:

@@ -1,6 +1,6 @@
-"""Scheduling: the queue of waiting requests, their slots, prefill chunks, and who joins a forward.
+"""Scheduling: the queue of waiting requests, their slots, prefill chunks, and batches of requests.
 
-There is no other queue and no other batching policy: both workers and the simulator use these.
+Both workers and the simulator use this file; there is no other queue and no other batching policy.
 """
 
 from collections import deque
@@ -12,8 +12,9 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-# Chunked prefill: the most prompt tokens in one forward. Chunks end at multiples of it; messages are read in between.
-# With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
+# Chunked prefill: the most prompt tokens in one forward. Chunks end at multiples of this number,
+# and messages are read between chunks. While other requests run, chunks are smaller
+# (SHARED_CHUNK), because each token of the other requests waits for a whole chunk.
 PREFILL_CHUNK = 512
 SHARED_CHUNK = 64
 # Maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due.
@@ -21,7 +22,10 @@ _GATHERING = 1.2
 
 
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
-    """Return the number of unfed prompt tokens to feed in the next forward."""
+    """Return the number of unfed prompt tokens to feed in the next forward.
+
+    `is_alone`: whether no other request is running.
+    """
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
     count = min(len(sequence.tokens) - sequence.fed, chunk - sequence.fed % chunk)
     if sequence.piece > 1 and sequence.fed < sequence.prompt:
@@ -34,22 +38,28 @@ _Command = TypeVar("_Command", Forward, Draft)
 
 
 class Batch(Generic[_Command]):
-    """Commands of one model that wait for a forward; one forward computes them all.
+    """Commands of several requests that one forward of a model will compute together.
 
     The forward starts once the worker has nothing else to do and the `delay` is over.
     """
 
     def __init__(self) -> None:
         self.commands: list[_Command] = []
-        self._start = 0.0  # when the forward is to begin at the latest; 0: not delayed
+        self._start = 0.0  # when the forward begins at the latest; 0 if it is not delayed
 
     def delay(self, waiting: Collection[int], now: float, speeds: Speeds) -> float:
-        """Return the seconds to wait before the forward, so that requests that wait for their draft can join it.
+        """Return how many seconds to delay the forward, so that more requests can join it.
 
-        One draft forward serves several requests, so their draft tokens arrive almost together, in one message per
-        request. A request that misses the target forward waits for a whole one, so joining saves t_target for each of
-        the `waiting`. Each ready request pays the delay, so the delay is at most t_target * waiting / ready: it costs
-        no more than it can save. It is also at most 1.2 draft forwards.
+        The requests in `waiting` still wait for draft tokens. One draft forward serves several
+        requests, so their tokens arrive almost together. A request that misses this forward waits
+        for a whole one, so joining it saves that request t_target. Each ready request pays the
+        delay. The delay is at most t_target * waiting / ready, so that it costs no more than it can
+        save. It is also at most 1.2 draft forwards.
+
+        Args:
+            waiting: numbers of the requests that wait for draft tokens.
+            now: the time, in seconds of a monotonic clock.
+            speeds: the measured forward times.
         """
         if not waiting:
             return 0.0
@@ -59,8 +69,9 @@ class Batch(Generic[_Command]):
         return max(0.0, self._start - now)
 
     def precedes(self, command: object) -> bool:
-        """Return whether the forward must run before `command`:
-        an `Open` may give a request's slot to another request.
+        """Return whether the forward must run before `command` is carried out.
+
+        It must run before an `Open`, which may give a request's slot to another request.
         """
         return bool(self.commands) and isinstance(command, Open)
 
@@ -73,9 +84,10 @@ class Batch(Generic[_Command]):
 
 
 class Scheduler:
-    """Assigns requests to slots, clients (`Submit.client`) round-robin.
+    """Assigns waiting requests to slots. Clients (`Submit.client`) take turns.
 
-    A slot keeps its last request's sequence and KV cache, so that the next request can reuse a common prefix.
+    A slot keeps the sequence and KV cache of its last request, so that its next request can reuse
+    the cache of a common prefix.
 
     Args:
         slots: number of sequences that the target's runner holds.
@@ -102,10 +114,11 @@ class Scheduler:
         return False
 
     def admit(self) -> tuple[Submit, int] | None:
-        """Take the next request off the queue; return (request, slot), None if none waits or no slot is free.
+        """Take the next request off the queue and assign it a slot; return (request, slot).
 
-        Chooses the free slot whose KV cache holds the longest prefix of the prompt; among equals, the least recently
-        released.
+        Return None if no request waits or no slot is free. The slot is the free one whose KV cache
+        holds the longest prefix of the prompt. If several hold equally much, it is the one that was
+        released first.
         """
         if not self._queues or not self._free:
             return None

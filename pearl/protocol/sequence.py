@@ -1,21 +1,24 @@
-"""One sequence as target or draft has it: the committed prefix, the pending tokens, and what the KV cache holds."""
+"""A sequence of tokens as target or draft knows it, and how much of it the KV cache holds."""
 
 from collections.abc import Iterable, Sequence
 
-# A Mersenne prime: products of two residues stay cheap in Python's integers.
+# A Mersenne prime. Products of two residues are still cheap with Python's integers.
 _MODULUS = (1 << 61) - 1
 _BASE = 1_000_003_579_127
 
 
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
-    """Return a prefix's rolling polynomial hash, extended by `tokens`. O(1) per token; the hash is below 2**61."""
+    """Return the rolling polynomial hash of a prefix with hash `digest` followed by `tokens`.
+
+    Takes O(1) time per token. The hash is below 2**61; that of no tokens is 0.
+    """
     for token in tokens:
         digest = (digest * _BASE + token + 1) % _MODULUS
     return digest
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of `a` and `b`."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -23,13 +26,21 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class TokenSequence:
-    """`tokens[:committed]` is the prefix, the rest is pending; the KV cache holds `tokens[:fed]`.
+    """A sequence of committed and pending tokens, and the state of its KV cache.
 
-    `cached` counts the tokens in the cache, valid or not: if `cached` exceeds `fed`, a rollback is due before the next
-    forward. `prompt` is the length of the prefix that the sequence began with.
+    Pending tokens are drafted and not judged yet.
 
     Args:
         piece: see `Capabilities.prompt_piece`.
+
+    Attributes:
+        tokens: all tokens, the committed ones first.
+        committed: number of committed tokens. `tokens[committed:]` are pending.
+        fed: number of leading tokens whose entries in the KV cache are valid.
+        cached: number of tokens in the KV cache. If it exceeds `fed`, the cache has to be rolled
+            back to `fed` before the next forward.
+        prompt: length of the prefix that the sequence began with.
+        digest: rolling hash of the committed tokens.
     """
 
     def __init__(self, piece: int = 1) -> None:
@@ -46,13 +57,13 @@ class TokenSequence:
         return self.tokens[self.committed] if self.committed < len(self.tokens) else None
 
     def held(self, prefix: Sequence[int]) -> int:
-        """Return how many tokens of `prefix`, from the first on, the cache holds."""
+        """Return how many leading tokens of `prefix` the KV cache holds."""
         return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
-        """Begin with a whole prefix; keep the cache of the tokens that this prefix has in common with the old text.
+        """Replace the sequence by a committed prefix; reuse the KV cache of their common tokens.
 
-        The last token is always fed again, to get its row.
+        The last token always counts as not fed, because the logits after it are needed.
         """
         self.fed = min(self.held(prefix), len(prefix) - 1)
         if self.piece > 1:
@@ -81,7 +92,10 @@ class TokenSequence:
         self.fed = min(self.fed, self.committed)
 
     def feed(self, count: int) -> list[int]:
-        """Mark the next `count` unfed tokens as cached and return them. Needs `cached <= fed`."""
+        """Return the next `count` unfed tokens, and mark them as fed and cached.
+
+        `cached` must not exceed `fed` before the call.
+        """
         tokens = self.tokens[self.fed : self.fed + count]
         self.fed += len(tokens)
         self.cached = self.fed

@@ -1,6 +1,6 @@
-"""Measured speeds: forward times of both models, acceptance, and what method auto has found out.
+"""Measured speeds: forward times of both models, the acceptance rate, and method auto's estimates.
 
-Pure arithmetic on numbers measured elsewhere.  Times are seconds.
+This file computes with numbers that are measured elsewhere.  Times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1
 _AGED_WEIGHT = 1 / 256
 _MAX_WEIGHT = 0.75
-# A new time counts as at most this multiple of the estimate: the forward may have prepared memory or
-# kernels for later ones.
+# A new time counts as at most this multiple of the estimate, because the forward may have prepared
+# memory or kernels for later forwards.
 _OUTLIER = 2.0
-# In `hoped`, the time of a size that was not fed for 256 forwards shrinks by 0.2% with each further forward, to at
-# least half. So a size whose time was an outlier is tried again. If the retry takes at least 0.9 of the estimate, the
-# 256 are doubled for this size, because such retries cost more than they bring in.
+# A size is the number of tokens that a forward is fed. If a size was not fed for 256 forwards, its
+# time in `hoped` shrinks by 0.2% with each further forward, down to half. So a size whose time was
+# an outlier is tried again. If the retry takes more than 0.9 of the estimate, the 256 are doubled
+# for this size, because such retries cost more than they bring in.
 _LASTS = 256
 _DECAY = 0.998
 _AS_SLOW = 0.9
@@ -48,11 +49,12 @@ class Cores(Enum):
 
 
 class _Table(NamedTuple):
-    """Forward times by size, sizes ascending.
+    """Forward times by size, which is the number of tokens fed.
 
     Attributes:
-        times: as measured, but never more than a larger forward's.
-        hoped: see `ForwardTimes.hoped`.
+        sizes: the sizes, ascending.
+        times: the measured time of each size, but never more than the time of a larger size.
+        hoped: the times for `ForwardTimes.hoped`.
     """
 
     sizes: list[int]
@@ -61,12 +63,13 @@ class _Table(NamedTuple):
 
 
 class ForwardTimes:
-    """Running estimates of one model's forward times by the number of tokens fed.
+    """Running estimates of one model's forward times by size, which is the number of tokens fed.
 
     Args:
-        known: (tokens fed, seconds).
-        like: times of the same model on other cores. A size that was measured only there is estimated from its time
-            there, scaled by (sum of the times here) / (sum of the times there) over the sizes measured here.
+        known: (size, seconds) of each size that was measured before.
+        like: times of the same model on other cores. A size that was measured only on those cores
+            is estimated from its time there. That time is multiplied by (sum of the times here) /
+            (sum of the times there), summed over the sizes measured here.
     """
 
     def __init__(
@@ -74,23 +77,23 @@ class ForwardTimes:
     ) -> None:
         self._known = dict(known)
         self.like = like
-        self._seen: dict[int, int] = {}  # number of the last forward of each size
-        self._once: set[int] = set()  # sizes seen once
-        # Forwards after which a size is retried, where that is not `_LASTS`.
+        self._seen: dict[int, int] = {}  # size -> number of its last forward
+        self._once: set[int] = set()  # sizes that were fed only once
+        # Size -> forwards after which it is retried, if that is not `_LASTS`.
         self._waits: dict[int, int] = {}
         self._forwards = 0
         self._sorted: _Table | None = None
 
     @property
     def measured(self) -> tuple[tuple[int, float], ...]:
-        """(tokens fed, seconds), by tokens fed."""
+        """(tokens fed, seconds) of each measured size, the smallest size first."""
         return tuple(sorted(self._known.items()))
 
     def observe(self, fed: int, seconds: float) -> None:
-        """Take in a forward of `fed` tokens.
+        """Update the estimates with a forward of `fed` tokens that took `seconds`.
 
-        The first forward of a size may include preparation (kernels, memory). So its time is capped as an outlier's is,
-        and is discarded if the second forward of the size takes less.
+        The first forward of a size may include preparation of kernels or memory. So its time is
+        capped (see `_bound`), and is discarded if the second forward of that size takes less.
         """
         if seconds <= 0:
             return
@@ -111,29 +114,31 @@ class ForwardTimes:
         self._sorted = None
 
     def settle(self) -> None:
-        """Treat all times measured so far as established, like times from a profile."""
+        """Treat all times measured so far as if they had been passed as `known`."""
         self._once.clear()
         self._seen.clear()
         self._forwards = 0
         self.refresh()
 
     def refresh(self) -> None:
-        """Forget what was interpolated: `like` may have changed."""
+        """Compute the table of times anew on its next use, because `like` may have changed."""
         self._sorted = None
 
     def seconds(self, fed: int) -> float:
-        """Return the time of a forward of `fed` tokens, measured or interpolated; 0 if nothing is known.
+        """Return the seconds of a forward of `fed` tokens, measured or interpolated; 0 if unknown.
 
-        Never more than the time of a larger forward, as seldom measured times may be outliers. Beyond the largest
-        measured size each token takes as long as within the measured sizes.
+        The time of a size is never more than that of a larger size, because sizes that were
+        measured seldom may be outliers. Beyond the largest measured size, each further token adds
+        the mean time per token between the smallest and the largest measured size.
         """
         table = self._sorted or self._table()
         return _interpolate(table.sizes, table.times, fed)
 
     @property
     def hoped(self) -> Callable[[int], float]:
-        """A function like `seconds`, with shorter times for sizes not measured lately: a size that seems too slow is
-        tried again.
+        """A function like `seconds`, but with shorter times for sizes that were not fed lately.
+
+        So a size that seems too slow is tried again from time to time.
         """
         table = self._sorted or self._table()
         return partial(_interpolate, table.sizes, table.hoped)
@@ -142,9 +147,10 @@ class ForwardTimes:
         return self._waits.get(size, _LASTS)
 
     def _bound(self, fed: int) -> float:
-        """Return the most that the first forward of a size counts as.
+        """Return the most seconds that the first forward of a size counts as.
 
-        That is the interpolated time; beyond the largest size, its time in proportion to the tokens fed.
+        This is the interpolated time or the largest size's time per token times `fed`, whichever is
+        more.
         """
         table = self._table()
         if not table.sizes:
@@ -169,7 +175,7 @@ class ForwardTimes:
         return self._sorted
 
     def _expected(self) -> dict[int, float]:
-        """Return the measured times by size; for sizes measured only by `like`, its times, scaled."""
+        """Return the times by size, including scaled times of sizes that only `like` has."""
         if self.like is None or not self.like._known:
             return self._known
         here = sum(self._known.values())
@@ -206,14 +212,16 @@ Times = tuple[tuple[Annotated[int, Meta(ge=1)], Seconds], ...]
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured speeds of a pair on its devices, taken between two texts; an engine can start with them.
+    """The measured speeds of a pair of models on its devices, with which an engine can start.
+
+    They are taken while no text is being generated.
 
     Attributes:
-        t_draft: seconds of a draft forward; 0: unknown.
+        t_draft: seconds of a draft forward; 0 if unknown.
         acceptance: acceptance rate of judged draft tokens.
-        t_target: (tokens fed, seconds) of the target on its own cores.
-        t_elsewhere: (tokens fed, seconds) of the target on its own cores and the draft's.
-        best: method auto's best way.
+        t_target: (tokens fed, seconds) of target forwards on the target's own cores.
+        t_elsewhere: (tokens fed, seconds) of target forwards on the target's and the draft's cores.
+        best: the fastest way (decoding method) that method auto has found.
         ways: (way, score, number of comparisons) of each way; see `method_choice.Estimate`.
     """
 
@@ -236,10 +244,14 @@ class Speeds:
     """Running estimates of both models' forward times and of the acceptance rate.
 
     Attributes:
-        target: the target's times on the cores that it has now.
-        elsewhere: the target's times on other cores, where they were measured.
-        foresight: acceptance rates by what the draft's row says of a token.
-        cores: the cores that the target has now: its own while a text uses the draft.
+        t_draft: seconds per draft token; 0 if unknown.
+        acceptance: acceptance rate of judged draft tokens.
+        target: the target's forward times on the cores that it computes on now.
+        elsewhere: the target's forward times on other sets of cores.
+        auto: method auto's estimates.
+        foresight: acceptance rates by what the draft's distribution says of a token.
+        cores: the cores that the target computes on now. It has only its own while a text uses the
+            draft.
     """
 
     t_draft: float = 0.0
@@ -249,7 +261,7 @@ class Speeds:
     auto: Auto = field(default_factory=Auto)
     foresight: Foresight = field(default_factory=Foresight)
     cores: Cores = Cores.OWN
-    # The draft may not have left its cores yet: the next forward is not counted.
+    # Whether the next forward is not counted, because the draft may not have left its cores yet.
     _is_disturbed: bool = False
 
     @staticmethod
@@ -264,7 +276,7 @@ class Speeds:
 
     @property
     def profile(self) -> Profile:
-        """These speeds as a `Profile`; to be taken between two texts."""
+        """These speeds as a `Profile`, to be read while no text is being generated."""
         ways = []
         for way, estimate in self.auto.estimates.items():
             ways.append((way, estimate.score, estimate.count))
@@ -278,8 +290,9 @@ class Speeds:
         )
 
     def on(self, cores: Cores) -> ForwardTimes:
-        """Return the target's times on these cores; until they are measured,
-        estimates from its times on its own cores.
+        """Return the target's forward times on these cores.
+
+        Times that were not measured there are estimated from those on the target's own cores.
         """
         if cores is self.cores:
             return self.target
@@ -289,7 +302,7 @@ class Speeds:
         return self.elsewhere[cores]
 
     def spread(self, cores: Cores) -> None:
-        """Take in that the target computes on these cores from now on."""
+        """Switch to the forward times on `cores`, on which the target computes from now on."""
         times = self.on(cores)
         self.elsewhere[self.cores] = self.target
         self.target = times
@@ -314,20 +327,23 @@ class Speeds:
         return self.target.seconds(fed)
 
     def rate_alone(self, cores: Cores) -> float:
-        """Return the tokens per second of the target alone on these cores; 0: unknown."""
+        """Return the tokens per second of the target alone on these cores; 0 if unknown."""
         seconds = self.on(cores).seconds(1)
         return 1 / seconds if seconds else 0.0
 
     @property
     def ratio(self) -> float:
-        """t_target(1) / t_draft, the measured speed ratio; 0 where either is unknown."""
+        """The measured speed ratio, t_target(1) / t_draft; 0 if either time is unknown."""
         return self.t_target(1) / self.t_draft if self.t_draft else 0.0
 
     def best_window(self, beside: int = 0) -> int:
-        """Return the window c with the most expected tokens per second. With a constant t_target it is Theorem 1's
-        ratio.
+        """Return the window c, in tokens, with the most expected tokens per second.
 
-        `beside`: tokens of other requests in the target's forwards.
+        If target forwards took equally long for any number of tokens, this would be the speed ratio
+        (PEARL, Theorem 1). Return a default if either model's speed is unknown.
+
+        Args:
+            beside: number of tokens of other requests in the target's forwards.
         """
         if not self.ratio:
             return _DEFAULT_WINDOW
@@ -339,10 +355,11 @@ class Speeds:
         return 1 + rates.index(max(rates))
 
     def predicted_rates(self) -> dict[str, float]:
-        """Return the tokens per second to expect of each way that uses the draft; empty before both models are timed.
+        """Return the expected tokens per second of each method that uses the draft.
 
-        The gain from branches and guesses is left out. Only for `ssd` each outcome counts as foreseen: drafting then
-        runs during the verification, and takes time only where it is longer.
+        Empty until both models are timed. The gain from branches and guesses is left out, except
+        that method `ssd` is assumed to have a branch ready for every outcome. So its drafting runs
+        during verification, and adds time only if it takes longer than verification.
         """
         target = self.on(Cores.OWN)
         t1 = target.seconds(1)
@@ -360,10 +377,14 @@ class Speeds:
         return {way: max(by_window) for way, by_window in rates.items()}
 
     def _windows(self, t_target: float) -> range:
-        """Return the windows to choose from. Past twice the speed ratio the draft alone sets the pace."""
+        """Return the windows to choose from, up to about twice the speed ratio.
+
+        With longer windows the time of drafting alone sets the pace.
+        """
         # Limited before rounding: the ratio may be infinite.
         return range(1, 1 + int(min(MAX_WINDOW, 2 * t_target / self.t_draft + 2)))
 
     @property
     def bounded_acceptance(self) -> float:
-        return min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
+        # Never so certain that other windows are no longer tried.
+        return min(max(self.acceptance, 0.05), 0.98)

@@ -17,9 +17,10 @@ def expected_rate(
 ) -> float:
     """Return PEARL's committed tokens per second with a fixed window under i.i.d. acceptance.
 
-    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a). The next step is a post-verify step with
-    probability a after a pre-verify step, and with probability a^c after a post-verify step. A step lasts as long as
-    its slower side: c draft forwards or one target forward.
+    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a) tokens. The next step
+    is a post-verify step with probability a after a pre-verify step, and with probability a^c after
+    a post-verify step. A step lasts as long as c draft forwards or one target forward, whichever is
+    slower.
 
     Args:
         window: c, tokens.
@@ -39,8 +40,9 @@ def expected_rate(
 def expected_rate_in_turn(
     window: int, acceptance: float, drafting: float, t_target: float
 ) -> float:
-    """Return the committed tokens per second where a window is drafted, then verified with a bonus token, under i.i.d.
-    acceptance.
+    """Return the committed tokens per second of speculative decoding in turn (method sd).
+
+    Acceptance is i.i.d.; the target adds a bonus token to each fully accepted window.
 
     Args:
         window: c, tokens.
@@ -62,23 +64,25 @@ def _whole(tokens: int, block: int) -> int:
     return max(1, -(-tokens // block)) * block
 
 
-# Feed guesses only if the expected tokens per second are this many times those without guesses. Chances and times are
-# estimates, the chances of the best-looking guesses err upwards, and a tree also takes time outside of the forward.
+# Feed guesses only if they multiply the expected tokens per second by at least this. The margin is
+# needed because chances and times are estimates, the chances of the guesses that look best are too
+# high on average, and a tree also takes time outside of the forward.
 LEAST_GAIN = 1.05
 
 
 class Payoff:
-    """Decides how many guesses to feed with a forward for the most expected tokens per second.
+    """Decides how many guesses to feed in a forward, so that most tokens per second are expected.
 
     Guesses are offered one by one, the likeliest first.
 
     Args:
-        expected: expected tokens of the forward without guesses.
-        seconds: seconds of the forward with 0, 1, 2 and so on guesses, up to the most that will be offered.
+        expected: expected number of tokens that the forward yields without guesses.
+        seconds: seconds of the forward with 0, 1, 2 ... guesses, up to the most that will be
+            offered.
         least_gain: feed guesses only if they multiply the tokens per second by more than this.
 
     Attributes:
-        count: the number of guesses to feed, the first of those offered.
+        count: how many of the guesses offered so far to feed, counted from the first.
     """
 
     def __init__(self, expected: float, seconds: Sequence[float], least_gain: float = 1.0) -> None:
@@ -89,7 +93,7 @@ class Payoff:
         self._rate = least_gain * expected / seconds[0] if seconds[0] else 0.0
 
     def offer(self, chance: float) -> None:
-        """Take in the next guess, and the probability that it is right."""
+        """Consider the next guess, which is right with probability `chance`."""
         self._offered += 1
         self._expected += chance
         seconds = self._seconds[self._offered]
@@ -98,7 +102,7 @@ class Payoff:
             self._rate = self._expected / seconds if seconds else 0.0
 
     def may_pay(self, chance: float) -> bool:
-        """Return whether further guesses may pay if none is likelier than `chance`."""
+        """Return whether further guesses may pay, if each is right with at most chance `chance`."""
         expected = self._expected
         for seconds in self._seconds[self._offered + 1 :]:
             expected += chance
@@ -110,11 +114,12 @@ class Payoff:
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return how many candidate tokens to add to a forward of `fed` tokens for the most expected tokens per second.
+    """Return how many candidate tokens to add to a forward for the most expected tokens per second.
 
     Args:
         chances: for each candidate the probability that it is accepted, in descending order.
-        expected: expected tokens of the forward without candidates.
+        fed: number of tokens that the forward is fed without candidates.
+        expected: expected number of tokens that the forward yields without candidates.
         t_target: function from the number of tokens fed to the seconds of a forward.
     """
     payoff = Payoff(expected, [t_target(fed + count) for count in range(len(chances) + 1)])
@@ -125,21 +130,25 @@ def worthwhile(
 
 @dataclass(frozen=True)
 class Window:
-    """The limits of one step.
+    """When the target starts its next forward, and how far the draft may draft meanwhile.
 
     Attributes:
         needed: the target starts a forward once this many tokens wait to be fed.
-        draft_until: the draft drafts up to this position of the text (not including it).
+        draft_until: the draft may draft the positions of the text before this one.
     """
 
     needed: int
     draft_until: int
 
     def in_blocks(self, block: int, length: int) -> Window:
-        """Return this window with both sides rounded up to whole blocks of `block` tokens.
+        """Return this window with both limits rounded up to whole blocks of `block` tokens.
 
-        One of the `needed` tokens is the last committed token, which is fed with the blocks and belongs to none. The
-        target waits for a whole block before every forward, because a block can only be judged as a whole.
+        The target then waits for a whole block before every forward, because a block can only be
+        judged as a whole. One of the `needed` tokens is the last committed token, which belongs to
+        no block.
+
+        Args:
+            length: number of committed tokens.
         """
         needed = 1 + _whole(self.needed - 1, block)
         return Window(needed, length + _whole(self.draft_until - length, block))
@@ -148,14 +157,15 @@ class Window:
     def after(
         method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0
     ) -> Window:
-        """Return the window once `length` tokens are committed.
+        """Return the window that applies once `length` tokens are committed.
 
         Args:
-            c: the window, fixed or measured.
-            fresh: whether no drafted token survives (after a prefill, a rejection or a bonus token): a new window
-                begins at `length`.
-            pending: number of drafted tokens that are there even though `fresh` is true: those of a branch that the
-                draft had prepared for this outcome.
+            policy: "stream" or "fixed", see DESIGN section 2.
+            c: the window length in tokens, fixed or chosen from measured speeds.
+            fresh: whether a new window begins at `length`, because no drafted token is left. This
+                is so after a prefill, a rejection or a bonus token.
+            pending: if `fresh`, the number of tokens of a branch that the draft had prepared for
+                this outcome; they are there although a new window begins.
         """
         if not method.drafts:
             return Window(1, length)
@@ -167,8 +177,8 @@ class Window:
             # The target idles for the first window; the draft drafts on past it.
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
-            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that is running, so c - 1
-            # tokens are there when the target is free. Waiting for one more would take t_draft.
+            # Wait for c - 1 tokens, not c. A rejection makes at most one draft forward useless, so
+            # c - 1 tokens are there when the target is free. Waiting for one more takes t_draft.
             return Window(1 if fresh else max(1, c - 1), length + 2 * c)
         # While the target verifies a branch, however long, the draft fills the window after the branch.
         return Window(1, length + pending + c) if fresh else Window(c, length - 1 + 2 * c)
