@@ -1,1 +1,4 @@
-"""Proposers, which guess tokens, and stop policies. Uses runners and rules; knows no sockets and no windows."""
+"""Everything that guesses tokens: the draft model, n-grams, datastores, heads; and stop policies.
+
+This package uses model runners and acceptance rules. It knows no sockets and no window policies.
+"""

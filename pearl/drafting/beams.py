@@ -1,8 +1,9 @@
 """Beam search for the likeliest block of tokens, for rules that judge whole blocks.
 
-Each level of the search is one step of the draft (see `step`) and takes one forward.  The forward feeds the tokens of
-all sequences kept so far, as one tree after the text's last token, and each sequence is extended by its likeliest
-tokens.  The `DraftText` keeps the search from one step to the next.
+Each level of the search is one step of the draft (see `step`) and takes one forward.  The forward
+is fed the tokens of all sequences kept so far, as one tree after the text's last token.  Then each
+sequence is extended by its likeliest tokens.  `DraftText.search` keeps the search between two
+steps.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from pearl.protocol.events import Draft, Drafted
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence of tokens with the probability of each; score = sum(log(probs))."""
+    """A sequence of tokens with the probability of each token; `score` is sum(log(probs))."""
 
     score: float = 0.0
     tokens: tuple[int, ...] = ()
@@ -33,8 +34,9 @@ class Search:
     """A beam search for the block that follows a text.
 
     Args:
-        half: what the acceptance rule needs of the draft: it scores tokens, and its `width` sequences are kept.
-        end: length of the text; the block begins there.
+        half: the draft's half of the acceptance rule. It scores tokens, and sets how many sequences
+            the search keeps (`width`).
+        end: length of the text, which is the position where the block begins.
         last_token: the last token of the text.
         depth: number of tokens in the block.
     """
@@ -54,23 +56,24 @@ class Search:
 
     @property
     def sequences(self) -> list[tuple[int, ...]]:
-        """The sequences kept at this level; each is a token longer than the sequences of the level before."""
+        """The sequences kept at this level. All have the same length, the number of the level."""
         return [beam.tokens for beam in self._beams]
 
     @property
     def is_done(self) -> bool:
-        """Whether the sequences are as long as the block; the first sequence is the likeliest."""
+        """Whether the sequences have the length of the block."""
         return self._level == self._depth
 
     @property
     def block(self) -> Beam:
-        """The likeliest block; empty while the search goes on."""
+        """The likeliest block; an empty `Beam` until the search is done."""
         return self._beams[0] if self.is_done else Beam()
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """Merge the sequences into a tree, in which common prefixes are shared. Return its tokens and their parents.
+        """Merge the sequences into a tree, sharing their common prefixes; return (tokens, parents).
 
-        A token that directly follows the text has parent -1.
+        A parent is the index of a token in `tokens`. A token that directly follows the text has
+        parent -1.
 
         Example: the sequences (5, 7) and (5, 8) give the tokens [5, 7, 8] and the parents [-1, 0, 0].
         """
@@ -85,7 +88,7 @@ class Search:
         return [path[-1] for path in self._nodes], parents
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Return the nodes of the last `tree` along `tokens`, up to where the tree ends."""
+        """Return the nodes of `tokens` in the last `tree`, as far as the tree has them."""
         nodes = []
         for length in range(1, len(tokens) + 1):
             node = self._nodes.get(tuple(tokens[:length]))
@@ -94,12 +97,12 @@ class Search:
         return nodes
 
     def grow(self, logits: torch.Tensor) -> None:
-        """Continue the sequences by a token each, and keep the likeliest of the results.
+        """Extend each sequence by one token in several ways, and keep the likeliest of the results.
 
         Args:
             logits: [sequences, vocab], the logits after each of `sequences`.
 
-        Raises `NumericalError` if no row is finite.
+        Raises `NumericalError` if the logits after every sequence are not finite.
         """
         width = self._half.width
         candidates = []
@@ -117,7 +120,7 @@ class Search:
 
 
 class LevelStep(Step):
-    """Extends the search by one level, and proposes the block when the search is done."""
+    """A step that extends the search by one level, and proposes the block after the last level."""
 
     def __init__(self, text: DraftText, command: Draft) -> None:
         model = text.model
@@ -161,7 +164,11 @@ class LevelStep(Step):
         return shaper.shape(rows[0])[None]
 
     def _keep_block(self) -> int:
-        """Keep only the block's nodes of the tree in the cache; return how many of the block's tokens are cached."""
+        """Keep only the block's tokens of the tree in the KV cache; return how many that are.
+
+        The block's last token was never fed, so it is not among them. While the search goes on, the
+        block is empty, and so no token of the tree is kept.
+        """
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))
         nodes += [self._chain + node for node in path]
@@ -171,7 +178,11 @@ class LevelStep(Step):
         return len(path)
 
     def _one_by_one(self) -> torch.Tensor:
-        """Return the logits [sequences, vocab] after each sequence. Feeds them one by one: the tree is too large."""
+        """Return the logits [sequences, vocab] after each sequence.
+
+        Feeds the sequences one by one, because the runner cannot take the whole tree in one
+        forward.
+        """
         runner = self.text.model.runner
         slot = self.text.slot
         length = runner.length(slot)
@@ -182,7 +193,10 @@ class LevelStep(Step):
         return torch.cat(rows)
 
     def collect(self) -> Drafted:
-        """Return the block; each token's row [vocab] is zero except for the probability of that token."""
+        """Return the block as a proposal; it is empty until the search is done.
+
+        Each token's row [vocab] is zero except at the token, where it is the token's probability.
+        """
         block = self._block
         rows = torch.zeros(len(block.tokens), self._vocab_size)
         for row, token, prob in zip(rows, block.tokens, block.probs, strict=True):

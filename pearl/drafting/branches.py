@@ -1,10 +1,14 @@
-"""Branches: continuations for outcomes other than the expected one, prepared before the target decides.
+"""Branches: continuations for other outcomes than the expected one, drafted before the verdict.
 
-At each position the draft's logits also rank the tokens that were not drawn.  The draft continues the likeliest of
-these tokens, each in a slot of its own, in rows of its forwards that would otherwise be idle.  If the target then
-commits such a token, a window is ready, and the branch's slot becomes the text's: keys and values are not computed
-again.  Draws are keyed by position, so a branch has the tokens that would be drafted anyway.  Source: hedging as in
-speculative speculative decoding (Saguaro), SpecBranch.
+The draft expects the target to commit the tokens that it drafted.  At each position its logits also
+rank the tokens that it did not draw.  The draft continues the likeliest of these tokens as
+branches, each in a KV cache slot of its own, with spare capacity of its forwards.  If the target
+then commits such a token, a window of draft tokens is ready.  The branch's slot becomes the slot of
+the text, so that nothing is computed again.
+
+Draws are keyed by position, so a branch has the tokens that would be drafted after its outcome
+anyway.
+Source: hedging as in speculative speculative decoding (Saguaro), and SpecBranch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,15 +24,19 @@ from pearl.protocol.acceptance_estimates import RIVALS, Foresight, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
-_LEAST_CHANCE = 0.005  # least chance with which a branch's next token is worth a row
+# A branch's next token is drafted only if it is used with at least this probability.
+_LEAST_CHANCE = 0.005
 
-Outcome = tuple[int, int]  # (position, token): the target commits this token there
+Outcome = tuple[int, int]  # (position, token): the target commits this token at this position
 
 
 def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: bool = False) -> Seen:
-    """Return what a row's shortlist says about `token`, which was drawn from the row for `position`.
+    """Return what the likeliest tokens for `position` say about `token`, which was drawn there.
 
-    `is_root`: see `DraftHalf.likeliest`.
+    Args:
+        top: the shortlist of the logits that `token` was drawn from.
+        half: the draft's half of the acceptance rule.
+        is_root: see `DraftHalf.likeliest`.
     """
     likeliest, shares = half.likeliest(top, position, RIVALS + 1, is_root)
     share = 0.0
@@ -40,7 +48,7 @@ def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: boo
 
 
 def _bin(share: float) -> int:
-    """Return which eighth of [0, 1] a share is in."""
+    """Return which eighth of [0, 1] a share is in, from 0 to 7."""
     return min(7, int(8 * share))
 
 
@@ -50,9 +58,10 @@ class Branch:
 
     Attributes:
         outcome: the outcome that the branch is prepared for.
-        slot: the runner's slot with the branch's cache, which lacks only the branch's last token.
+        slot: the runner's slot with the branch's KV cache. It lacks only the branch's last token,
+            or the outcome's token if none was drafted after it.
         tokens: the tokens drafted after the outcome.
-        rows: the distribution that each token was drawn from, if the rule needs it.
+        rows: the distribution that each token was drawn from; empty if the rule needs none.
         seen: the result of `see` for each token.
     """
 
@@ -73,7 +82,7 @@ class Branch:
 
     @property
     def unfed(self) -> int:
-        """The token to feed next."""
+        """The token to feed next: the last one drafted, or the outcome's if there is none yet."""
         return self.tokens[-1] if self.tokens else self.outcome[1]
 
     @property
@@ -93,17 +102,18 @@ class Branches:
     Args:
         runner: the draft model's runner.
         slots: slots of the runner that this object alone uses, one for each branch.
+        foresight: estimates of how often the target commits a token.
     """
 
     def __init__(self, runner: ModelRunner, slots: Iterable[int], foresight: Foresight) -> None:
         self._runner = runner
         self._free = list(slots)
         self._foresight = foresight
-        #: slot -> how many of its first tokens are also the text's
+        #: slot -> how many of the slot's first tokens are also the first tokens of the text
         self._shared = dict.fromkeys(self._free, 0)
-        #: position -> drafted token that the target has not judged, and its `Seen`
+        #: position -> (drafted token that the target has not judged, its `Seen`)
         self._seen: dict[int, tuple[int, Seen]] = {}
-        #: (position whose token the target draws itself, likeliest token there, its `Seen`)
+        #: (position of the bonus token, the draft's likeliest token there, its `Seen`)
         self._bonus: tuple[int, int, Seen] | None = None
         self._live: dict[Outcome, Branch] = {}
 
@@ -119,7 +129,10 @@ class Branches:
     # ---- following the text ----
 
     def rollback(self, length: int) -> None:
-        """Forget all but the first `length` tokens of the text, and end the branches that depend on later tokens."""
+        """Forget all but the first `length` tokens of the text.
+
+        Branches whose outcome is at a later position than `length` end.
+        """
         for position in list(self._seen):
             if position > length:
                 del self._seen[position]
@@ -131,17 +144,23 @@ class Branches:
         self._limit_shared(length)
 
     def _limit_shared(self, length: int) -> None:
-        """Note that each slot shares at most the first `length` tokens with the text."""
+        """Record that each slot shares at most the first `length` tokens with the text."""
         for slot, shared in self._shared.items():
             self._shared[slot] = min(shared, length)
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
-        """Learn from the text, which continues with `tokens` at `start`; it is committed up to position `committed`."""
+        """Learn from tokens that are committed, and end the branches for their positions.
+
+        Args:
+            start: the position of the first of `tokens`.
+            tokens: the tokens that continue the text.
+            committed: the number of committed tokens of the text.
+        """
         for position in list(self._seen):
             if position >= committed:
                 continue
             token, seen = self._seen.pop(position)
-            # A token before `start` has been fed and was not rolled back since, so it was right.
+            # A drafted token before `start` was fed and not rolled back since, so it was right.
             outcome = tokens[position - start] if position >= start else token
             self._foresight.learn(seen, token, outcome)
         if self._bonus is not None and self._bonus[0] < committed:
@@ -151,10 +170,16 @@ class Branches:
                 self.end(branch)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
-        """Look for a branch that continues the text in `slot`, which is `start` long, with `tokens`.
+        """If a branch has `tokens`, which continue the text, let its slot become the text's slot.
+
+        Args:
+            start: length of the text in `slot`, without `tokens`.
+            slot: the slot that holds the text.
 
         Returns:
-            The slot that holds the text from now on, and how many of `tokens` that slot holds (never all).
+            The slot that holds the text from now on, and how many of `tokens` its KV cache already
+            holds. The last token is never among them, so that it is fed. Without a matching branch
+            the result is (`slot`, 0).
         """
         branch = self._live.get((start, tokens[0]))
         if branch is None or not branch.tokens:
@@ -176,13 +201,16 @@ class Branches:
     # ---- going on ----
 
     def see_bonus(self, position: int, half: DraftHalf, logits: torch.Tensor) -> None:
-        """Take in logits [vocab] for `position`, whose token the target draws itself."""
+        """Rank the outcomes for the bonus token at `position` by the draft's logits [vocab] there.
+
+        The bonus token is the one that the target draws itself after a fully accepted window.
+        """
         (top,) = read_shortlist(shortlist(logits))
         ids, shares = half.likeliest(top, position, RIVALS + 1)
         self._bonus = position, ids[0], Seen(_bin(shares[0]), tuple(ids[1:]))
 
     def add_drafted(self, position: int, token: int, seen: Seen) -> None:
-        """Take in the next drafted token of the text."""
+        """Record the token drafted for `position` of the text, and what `see` returned for it."""
         self._seen[position] = token, seen
 
     def reach(self) -> float:
@@ -190,16 +218,18 @@ class Branches:
         return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
     def worth(self, most: int, cached: int, until: int, depth: int) -> list[tuple[float, Outcome]]:
-        """Return (chance, outcome) of up to `most` outcomes for which to prepare one more token, best first.
+        """Return (chance, outcome) of up to `most` outcomes whose branch is worth one more token.
 
-        The chance is the probability that the token is used: that the target accepts all drafted tokens before the
-        outcome, commits the outcome, and accepts the tokens that its branch already has.  If no slot is free, this ends
-        the branches whose outcomes are not among the likeliest.
+        The result is sorted, the highest chance first.  The chance is the probability that the new
+        token is of use: the target accepts all drafted tokens before the outcome, commits the
+        outcome, and accepts the tokens that the branch has already.  If no slot is free, the
+        branches end whose outcomes are not among the likeliest.
 
         Args:
-            cached: number of the text's tokens in its slot; a new branch can begin at most there.
+            cached: number of tokens in the text's slot. A new branch can only begin at a position
+                up to this one.
             until: the first position that need not be drafted.
-            depth: most tokens of a branch.
+            depth: the most tokens that a branch may have.
         """
         ranked = sorted(self._outcomes(), reverse=True)[: len(self._shared)]  # one slot each
         if not self._free:
@@ -222,7 +252,7 @@ class Branches:
         return sorted(worth, reverse=True)[:most]
 
     def _outcomes(self) -> Iterator[tuple[float, Outcome]]:
-        """Yield the outcomes other than the drafted tokens, each with its probability."""
+        """Yield (probability, outcome) of the outcomes that no drafted token stands for."""
         reached = 1.0
         for position in sorted(self._seen):
             _, seen = self._seen[position]
@@ -236,7 +266,10 @@ class Branches:
                 yield reached * chance, (position, rival)
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
-        """Return the branches for outcomes. While slots are free, fork missing ones from the text in `slot`."""
+        """Return the branches for `outcomes`, and begin missing ones while slots are free.
+
+        `slot`: the text's slot, from which the KV cache of a new branch is copied.
+        """
         branches = []
         for outcome in outcomes:
             if outcome not in self._live and self._free:

@@ -1,16 +1,20 @@
 """A datastore: the tokens of many texts, indexed by a suffix array, on disk and mapped into memory.
 
-A directory holds a header, `datastore.json`, and two files.  `tokens.bin` has the tokens of all documents in reverse,
-each as id + 1 in `width` bytes, big-endian, with a 0 between documents.  `order.bin` has the suffix array: the start of
-each suffix of these tokens, in lexicographic order, as little-endian uint32.
+A datastore is a directory with a header, `datastore.json`, and two files.  `tokens.bin` has the
+tokens of all documents in reverse order.  Each token is stored as id + 1 in `width` bytes,
+big-endian, and a 0 separates documents.  `order.bin` is the suffix array: the start of each suffix
+of these tokens, in lexicographic order, as little-endian uint32.
 
-In this form, comparing bytes compares tokens, and no match crosses the end of a document.  Because tokens are in
-reverse, the suffix at a place is the context of that place, nearest token first.  So a binary search finds the places
-with the longest matching context, and around them in the suffix array lie the places whose context matches less far.
+So tokens can be compared by comparing bytes, and no match crosses the end of a document.  A place
+is the index of a token in `tokens.bin`.  Because tokens are reversed, the suffix at a place holds
+the context of the token that follows in the text: the token at the place, then the tokens before
+it.  A binary search in the suffix array finds the places with the longest matching context.
+Places with shorter matches are around them in the array.
 
-The directory gets its name when it is complete, so a killed build leaves no datastore.  Files are not trusted: their
-sizes are checked on opening, and lookups in invalid data find nothing.
-Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Texts are read in `datastore_build`.
+A build gives the directory its name only when it is complete, so a killed build leaves no
+datastore. Files are not trusted: their sizes are checked on opening, and lookups in invalid data
+find nothing. Texts are read in `datastore_build`.  Source: SSSD (Marzollo et al. 2024), which
+improves on REST (He et al. 2023).
 """
 
 import mmap
@@ -33,9 +37,10 @@ from pearl.text.tokenizer import vocabulary_digest
 HEADER = "datastore.json"
 CONTINUATIONS = 50  # most occurrences per lookup; if there are more, every n-th is taken
 DAMPING = 1.5  # an occurrence with `matched` matching tokens before it weighs DAMPING ** matched
-FEW = 8  # with fewer occurrences than this, those of shorter suffixes are added
-# Inner bounds of the bins of a candidate's share: weight of its occurrences / (weight of all occurrences + weight of
-# the longest match). Because of the last term, a share is near 1 only with many occurrences.
+FEW = 8  # with fewer occurrences than this, places with shorter matches are added
+# Inner bounds of the bins of a candidate's share, which is the weight of its occurrences / (weight
+# of all occurrences + weight of the longest match). Because of the last term, a share is near 1
+# only if there are many occurrences.
 BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
@@ -43,12 +48,15 @@ _MAX_IDS = 2**24 - 2
 
 
 class DatastoreHeader(BaseModel):
-    """The contents of `datastore.json`. Unknown keys, such as those of earlier versions, are ignored.
+    """The contents of `datastore.json`. Unknown keys, as in earlier versions, are ignored.
 
     Attributes:
+        pearl_datastore: version of the format.
         tokenizer: name of the model whose tokenizer was used.
         digest: `vocabulary_digest` of that tokenizer's first `vocab_size` ids, in hex.
-        tokens: number of tokens, including the ends of documents.
+        tokens: number of tokens, including the zeros that separate documents.
+        documents: number of documents.
+        width: bytes per token in `tokens.bin`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -62,14 +70,14 @@ class DatastoreHeader(BaseModel):
     width: Literal[2, 3]
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """Return (path, size in bytes) of the file of tokens and of the file of the suffix array."""
+        """Return (path, size in bytes) of `tokens.bin` and of `order.bin`."""
         tokens = (directory / "tokens.bin", self.tokens * self.width)
         order = (directory / "order.bin", self.tokens * 4)
         return tokens, order
 
 
 def width_of(vocab_size: int) -> int:
-    """Return the bytes per token. Raises `ConfigError` if the vocabulary is too large."""
+    """Return the number of bytes per token. Raises `ConfigError` if the vocabulary is too large."""
     if vocab_size > _MAX_IDS:
         raise ConfigError(
             f"a datastore takes vocabularies of up to {_MAX_IDS:,} tokens, not {vocab_size:,}"
@@ -81,7 +89,10 @@ def width_of(vocab_size: int) -> int:
 
 
 def read_header(directory: Path) -> DatastoreHeader:
-    """Read the header, and check the sizes of the files that it describes. Raises `ConfigError`."""
+    """Read the header of a datastore, and check the sizes of the files that the header describes.
+
+    Raises `ConfigError` if a file is missing, damaged or not readable.
+    """
     path = directory / HEADER
     try:
         if not path.is_file():
@@ -114,7 +125,7 @@ def check_tokenizer(header: DatastoreHeader, tokenizer: Tokenizer, directory: Pa
 
 
 class Datastore:
-    """A datastore, open for lookups. Processes that open the same datastore share its memory (the page cache).
+    """A datastore that is open for lookups. Processes that open the same one share its page cache.
 
     Args:
         vocab_size: ids from this number on are never returned; None for no limit.
@@ -136,7 +147,11 @@ class Datastore:
         return self.header.tokens
 
     def followed(self, occurrences: Sequence[Occurrence]) -> dict[int, list[Occurrence]]:
-        """Group occurrences by the token that follows each, without ends of documents and ids from `vocab_size` on."""
+        """Return token -> the occurrences that this token follows.
+
+        Occurrences at the end of a document are left out, and so are those before a token whose id
+        is not below `vocab_size`.
+        """
         tokens = self.tokens
         width = self.width
         by_bytes: dict[bytes, list[Occurrence]] = {}
@@ -152,10 +167,11 @@ class Datastore:
         return by_token
 
     def occurrences(self, text: Sequence[int], most: int = CONTINUATIONS) -> list[Occurrence]:
-        """Return the places whose context matches the end of `text`, the longest matches first.
+        """Return (place, match length) of places whose context matches the end of `text`.
 
-        A match has at most `MOST_MATCHED` tokens.  While there are fewer than `FEW` places, places that match half as
-        far are added.  If there are more than `most` places, every n-th is taken.
+        The longest matches come first.  A match has at most `MOST_MATCHED` tokens.  As long as
+        there are fewer than `FEW` places, places whose match is half as long are added.  If there
+        are more than `most` places, every n-th of them is taken.
         """
         key = self._key(text[-MOST_MATCHED:])
         order = self.order
@@ -175,9 +191,10 @@ class Datastore:
         return list(matches.items())
 
     def _longest(self, key: bytes, at: int) -> int:
-        """Return the number of tokens in the longest common prefix of `key` and any suffix.
+        """Return how many tokens the longest common prefix of `key` with any suffix has.
 
-        `at`: the index in the suffix array at which `key` would be inserted.
+        `at`: the index in the suffix array at which `key` would be inserted. The suffix with the
+        longest common prefix is next to it.
         """
         longest = 0
         prefix = self._prefix(len(key))
@@ -190,7 +207,7 @@ class Datastore:
         return longest
 
     def _prefix(self, size: int) -> Callable[[int], bytes]:
-        """Return a function from the start of a suffix to its first `size` bytes."""
+        """Return a function: place of a suffix -> the suffix's first `size` bytes."""
         tokens = self.tokens
         width = self.width
 
@@ -201,7 +218,10 @@ class Datastore:
         return prefix
 
     def _key(self, tokens: Sequence[int]) -> bytes:
-        """Return the tokens in reverse, packed as in the file, up to a token that the file cannot hold."""
+        """Return the bytes of `tokens` in reverse, as `tokens.bin` would hold them.
+
+        They end before a token whose id the datastore cannot hold.
+        """
         width = self.width
         key = []
         for token in reversed(tokens):
@@ -223,7 +243,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _suffix_array(tokens: bytearray, width: int) -> Any:
-    """Return the starts of all suffixes in lexicographic order: [tokens], uint32.
+    """Return the place of each suffix, in lexicographic order of the suffixes: [tokens], uint32.
 
     Raises `ConfigError` if pydivsufsort is not installed.
     """
@@ -248,13 +268,14 @@ def check_free(directory: Path) -> None:
 
 
 def write(directory: Path, tokens: bytearray, **described: Any) -> DatastoreHeader:
-    """Make a datastore of packed documents.
+    """Write a datastore to `directory`; return its header.
 
     Args:
-        described: the other fields of the header.
+        tokens: the packed documents, see `datastore_build.pack`.
+        described: the fields of the header except `tokens`.
 
-    Raises `ConfigError` if this fails, for example because another process has made the directory meanwhile. A failed
-    build leaves no files.
+    Raises `ConfigError` if this fails, for example because another process has made the directory
+    meanwhile. A failed build leaves no files.
     """
     if len(tokens) // described["width"] > _MAX_TOKENS:
         raise ConfigError(

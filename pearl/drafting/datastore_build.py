@@ -1,6 +1,7 @@
-"""Builds datastores from files: reads texts, tokenizes them, packs documents.
+"""Builds datastores from files: reads texts, tokenizes them and packs their tokens into bytes.
 
-A text file is one document, and so is each line of a JSONL file. A folder stands for all text files below it.
+A text file is one document. Each line of a JSONL file is one document. A folder stands for all
+files below it.
 """
 
 import os
@@ -23,7 +24,11 @@ _BATCH = 64  # pieces that are tokenized in parallel before the next are read
 
 
 class File(NamedTuple):
-    """A file to read. `is_named`: whether the user named the file itself, and not a folder above it."""
+    """A file to read.
+
+    `is_named`: whether the user named the file itself rather than a folder above it. `size`: in
+    bytes.
+    """
 
     path: Path
     is_named: bool
@@ -34,7 +39,11 @@ class File(NamedTuple):
 
 
 def listed(names: Sequence[str]) -> list[File]:
-    """Return the named files, and those below named folders, without hidden files and links. Raises `ConfigError`."""
+    """Return the named files and the files below named folders.
+
+    Hidden files and links below a folder are left out. Raises `ConfigError` for a name that does
+    not exist.
+    """
     files = []
     for name in names:
         path = Path(name)
@@ -58,9 +67,12 @@ def _below(folder: Path) -> Iterator[Path]:
 def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
     """Yield the documents in files.
 
-    The document of a JSONL record is its "text", or all its texts joined by blank lines if it has no "text".  Example:
-    {"text": "a", "id": 7} is the document "a", and {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a blank line
-    between them.  Skips files of a folder that are not UTF-8 text.  Raises `ConfigError`, which names the file.
+    The document of a JSONL record is its "text".  If it has no "text", the document is all strings
+    of the record, joined by blank lines.  Example: {"text": "a", "id": 7} is the document "a", and
+    {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a blank line between them.
+
+    A file that is not UTF-8 text is skipped if it is in a named folder.  If it was named itself, or
+    if a file cannot be read, `ConfigError` is raised; its message names the file.
     """
     for file in files:
         try:
@@ -74,7 +86,10 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
 
 
 def _text(file: File) -> list[str]:
-    """Return the file's text as a list of one; an empty list if it is no UTF-8 text and was not named itself."""
+    """Return the file's text in a list; an empty list if a folder's file is not UTF-8 text.
+
+    Raises `ConfigError` if the file is not UTF-8 text and was named by the user.
+    """
     content = file.path.read_bytes()
     try:
         if b"\0" not in content:
@@ -117,7 +132,10 @@ def _flat(value: Any) -> Iterator[str]:
 
 
 def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytearray, int]:
-    """Tokenize documents on all cores; pack all tokens in reverse, in `width` bytes each, a document's end as 0.
+    """Tokenize documents on all cores, and pack their tokens as `tokens.bin` holds them.
+
+    All tokens are in reverse order. Each has `width` bytes, and a 0 marks the end of a document.
+    Empty documents are left out.
 
     Returns: (the bytes, number of documents).
     """
@@ -126,7 +144,10 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
     documents = 0
 
     def pieces() -> Iterator[tuple[str, bytes]]:
-        """Yield each piece of each text, with the document's end after the last piece and b"" after any other."""
+        """Yield (piece, end) for each piece of each text.
+
+        `end` marks the end of a document after its last piece, and is b"" after any other piece.
+        """
         nonlocal documents
         for text in texts:
             if not text:
@@ -151,7 +172,7 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytear
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut the text into pieces of at most `_PIECE` characters. Each ends at a line's end if possible."""
+    """Yield pieces of at most `_PIECE` characters. A piece ends at a line's end if possible."""
     start = 0
     while len(text) - start > _PIECE:
         end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
@@ -166,7 +187,15 @@ def _pieces(text: str) -> Iterator[str]:
 def build(
     directory: Path, names: Sequence[str], spec: str, tokenizer: Tokenizer, watcher: Watcher
 ) -> DatastoreHeader:
-    """Make a datastore of the named files, folders and JSONL files. Raises `ConfigError`."""
+    """Make a datastore in `directory` from the named files and folders; return its header.
+
+    Args:
+        spec: name of the model whose tokenizer is used.
+        watcher: is told the progress.
+
+    Raises `ConfigError` if a file cannot be read, if there is no text, or if `directory` is not
+    free.
+    """
     check_free(directory)
     size = tokenizer.vocab_size
     files = listed(names)

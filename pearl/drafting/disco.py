@@ -1,8 +1,9 @@
-"""The classifier of stop policy `disco`, and its file. It predicts whether the target accepts a draft token.
+"""The classifier of stop policy `disco`, which predicts whether the target accepts a draft token.
 
-It has two layers. Its inputs are the ten largest probabilities and the entropy of the draft's distribution, and the
-token's position. Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models"
-(Mamou et al. 2024). This file must not know how the classifier is trained, which is in `pearl.lab.studies.stops`.
+The classifier has two layers. Its inputs are the ten largest probabilities and the entropy of the
+draft's distribution, and the token's position in the text. Source: "Dynamic Speculation Lookahead
+Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024). This file must not
+know how the classifier is trained; `pearl.lab.studies.stops` trains it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pearl.drafting.stops import TOP, Features
 from pearl.errors import ConfigError
 
 INPUTS = TOP + 2
-FARTHEST = 1024  # larger positions count as this number, because no example has them
+FARTHEST = 1024  # a larger position counts as this one, because no training example has it
 _Name = Annotated[str, Field(min_length=1, max_length=4096)]
 _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 _Inputs = Annotated[tuple[_Weight, ...], Field(min_length=INPUTS, max_length=INPUTS)]
@@ -36,17 +37,17 @@ def inputs(features: Features) -> list[float]:
 
 
 class Classifier(BaseModel):
-    """A classifier, with the fields of its file.
+    """A classifier, with the fields of its JSON file.
 
     Attributes:
-        target, draft: names of the pair's models.
-        threshold: drafting ends at this confidence (tau) or below.
-        cap: most tokens of a window.
+        target, draft: names of the models that the classifier was trained for.
+        threshold: drafting ends if the confidence is at most this (tau in the paper).
+        cap: the most tokens of a window.
         examples: number of training tokens.
         accepted: share of the training tokens that the target accepted.
-        mean, scale: the layers see (input - mean) / scale.
-        hidden, hidden_bias: first layer [units][inputs], with ReLU.
-        out, out_bias: second layer, with a sigmoid.
+        mean, scale: the first layer takes (input - mean) / scale for each input.
+        hidden, hidden_bias: weights [units][inputs] and biases of the first layer, with ReLU.
+        out, out_bias: weights and bias of the second layer, with a sigmoid.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -90,10 +91,13 @@ class Classifier(BaseModel):
         return features.index + 1 >= self.cap or self.confidence(features) <= self.threshold
 
     def end_window(self, accepted: int) -> None:
-        """Do nothing: the classifier was trained before."""
+        """Do nothing, because the classifier learns nothing while it is in use."""
 
     def write(self, path: Path) -> None:
-        """Write the classifier's file, completely or not at all. Raises `ConfigError`."""
+        """Write the classifier's file, completely or not at all.
+
+        Raises `ConfigError` if the file cannot be written.
+        """
         building = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             building.write_text(self.model_dump_json() + "\n")
@@ -103,7 +107,10 @@ class Classifier(BaseModel):
 
 
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
-    """Read the classifier of this pair. Raises `ConfigError` if the file is damaged or for another pair."""
+    """Read the classifier for this pair of models.
+
+    Raises `ConfigError` if the file cannot be read, is damaged or is for another pair.
+    """
     try:
         classifier = Classifier.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -132,7 +139,10 @@ def _is_same_model(name: str, model: str) -> bool:
 
 
 def classifier_of(config: EngineConfig) -> Classifier | None:
-    """Return the classifier of an engine; None if the engine is configured without one. Raises `ConfigError`."""
+    """Return the classifier of an engine; None if the engine is configured without one.
+
+    Raises `ConfigError` as `read_classifier` does.
+    """
     if config.disco is None:
         return None
     return read_classifier(Path(config.disco), config.target, config.draft)

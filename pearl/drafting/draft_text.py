@@ -1,4 +1,4 @@
-"""What drafting works on: the draft model of this process, and the draft's state of each request's text."""
+"""The state of drafting: the draft model of this process, and the text of each request."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class DraftModel:
     """The draft model: its runner, and the measured times of its forwards.
 
     Attributes:
-        vocab_size: the target's. A draft with more ids (padding) never emits the further ids. A draft with fewer ids
-            gives the missing ids probability 0.
-        chains: whether a forward is launched before the host knows the token that the last one drew.
-        at_once: whether the draws from all rows of a forward are launched before the first of them is read, so that the
-            host waits for the device once. On a CPU this would compute draws that nobody reads.
-        times: forward times by tokens fed.
+        vocab_size: size of the target's vocabulary. A draft model with more ids (padding) never
+            draws these further ids. A draft model with fewer ids gives the missing ids probability
+            0.
+        chains: whether a forward may be launched before the host knows the token that the forward
+            before it drew.
+        at_once: whether the draws for all positions of a forward are launched before the first is
+            read, so that the host waits for the device only once. On a CPU this is off, because it
+            would compute draws that nobody reads.
+        times: forward times by number of tokens fed.
         delay: seconds that the device idles if the next forward waits for the host.
     """
 
@@ -57,36 +60,45 @@ class DraftModel:
         return [self.fit(row) for row in rows]
 
     def fit_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens with 0 for each id that only the target has, which lowers acceptance a little."""
+        """Replace ids that only the target has by id 0, which lowers acceptance a little."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:
-        """Return how many tokens still fit into a forward of `fed` tokens. Only runners of trees have a limit."""
+        """Return how many more tokens fit into a forward that is fed `fed` tokens.
+
+        There is no limit if the runner takes no trees.
+        """
         nodes = self.runner.capabilities.tree_nodes or 1 << 31
         return max(0, nodes - fed)
 
     def seconds(self, alone: int) -> Callable[[int], float]:
-        """Return a function: tokens fed -> seconds of a forward. Beyond `alone` tokens it also waits for the host."""
+        """Return a function: number of tokens fed -> seconds of the forward.
+
+        A forward of more than `alone` tokens is fed guesses or branches too. If forwards are
+        chained, it also has to wait for the host, which takes `delay` seconds.
+        """
         delay = self.delay if self.chains else 0.0
         return lambda fed: self.times.seconds(fed) + delay * (fed > alone)
 
 
 @dataclass(slots=True)
 class DraftText:
-    """One request's text, as the draft has it.
+    """The state of one request's text in the draft.
 
     Attributes:
-        place: the slot that the request names.
-        slot: the runner's slot that holds the text now.
-        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
-        shaper: changes logits; None: nothing changes them.
-        window: the window that the stop policy sees; None: the request has no stop policy.
-        index: index of the tokens fed, for guesses; None: the draft makes no guesses.
-        branches: continuations prepared for other outcomes; None: the draft prepares none.
+        place: the slot that the protocol's commands name for the request.
+        slot: the runner's slot that holds the text now. It differs from `place` after the text has
+            moved to the slot of a branch.
+        half: the draft's half of the acceptance rule: a `DraftHalf`, or a `JointDraft` if the rule
+            judges blocks.
+        shaper: applies penalties, biases and grammars to logits; None if the request has none.
+        window: the window that the stop policy sees; None if the request has no stop policy.
+        index: n-gram index of the text, for guesses; None if the draft makes no guesses.
+        branches: the branches for other outcomes; None if the draft prepares none.
         ranks: whether the draft sends the runners-up of each token to the target.
-        last_drawn: (position, (token,)) of the last draw.
-        search: the search for the next block.
-        states: hidden states of the target that are still to be read, each with its first position.
+        last_drawn: (position, (token,)) of the last draw; None before the first.
+        search: the beam search for the next block; None if no search is going on.
+        states: (first position, hidden states of the target), still to be read by the draft.
     """
 
     model: DraftModel
@@ -115,7 +127,11 @@ class DraftText:
         self.states.clear()
 
     def unfed(self, command: Draft) -> Sequence[int]:
-        """Return the command's tokens that are still to be fed: a branch may have been fed the first of them."""
+        """Return those of the command's tokens that still have to be fed.
+
+        If a branch continues the text with these tokens, the branch was fed the first of them
+        already. Its slot then becomes the text's slot.
+        """
         if self.branches is None:
             return command.tokens
         end = command.start + len(command.tokens)
@@ -128,7 +144,11 @@ class DraftText:
         return command.tokens[num_cached:]
 
     def guess(self, command: Draft) -> tuple[list[int], list[float]]:
-        """Guess the tokens that the draft model will draw next: (tokens, chances that all up to each are right)."""
+        """Guess which tokens the draft model will draw next; return (tokens, chances).
+
+        The chance of a token is the probability that this guess and all guesses before it are
+        right.
+        """
         if self.index is None:
             return [], []
         self.index.cut(command.start)

@@ -1,7 +1,9 @@
-"""Guesses from the text itself, a datastore, habits, a head and a prediction, fused.
+"""Guesses from several sources, fused: if several guess the same token, it is one candidate.
 
-If several sources guess the same token for a position, it is one candidate, so that the tree that `guess_tree` grows
-has one node for that token.  Source: the fused tree of SSSD (Marzollo et al. 2024).
+The sources are the n-grams of the text itself, a datastore, `Habits` (n-grams of earlier outputs),
+a drafting head, and a prediction that the client sent.  Because of the fusion, the tree that
+`guess_tree` grows has one node for each token.  Source: the fused tree of SSSD (Marzollo et al.
+2024).
 """
 
 from bisect import bisect
@@ -33,7 +35,7 @@ MakeIndex = Callable[
 
 # Weight of an occurrence, by match length.
 _POWERS = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
-_NEARLY_SURE = 0.75  # a candidate of such a chance is right so often that a head adds little
+_NEARLY_SURE = 0.75  # a candidate with this chance is right so often that a head adds little
 _LEARN = 64  # rates are learned from this many tokens at the end of a prompt; each costs a lookup
 
 
@@ -44,7 +46,7 @@ def text_index(
     head: MakeHead | None = None,
     prediction: Sequence[int] = (),
 ) -> NgramIndex:
-    """Make the index of one text: its own n-grams and, if given, a datastore, habits, a head and a prediction."""
+    """Make the index of one text: its own n-grams, and the further sources that are passed."""
     if store is None and habits is None and head is None and not prediction:
         return NgramIndex(tokens)
     return Guesser(tokens, store, habits, head, prediction)
@@ -52,7 +54,10 @@ def text_index(
 
 @cache
 def index_factory(guesses: str) -> MakeIndex:
-    """Return the factory that `guesses` names (see `Method.guesses`); `text_index` if the name is empty."""
+    """Return the factory of indexes with this `module:name`; `text_index` if `guesses` is empty.
+
+    See `Method.guesses`.
+    """
     if not guesses:
         return text_index
     module, _, name = guesses.partition(":")
@@ -63,7 +68,8 @@ def index_factory(guesses: str) -> MakeIndex:
 class StoreGuesses(SuffixLookup):
     """Candidates from a datastore for the positions of one text.
 
-    The occurrences are places in the datastore. Its tokens are in reverse, so the next token is at the place before.
+    The occurrences are places in the datastore. Its tokens are in reverse order, so the token that
+    follows a place in the text is at the place before it (`stride` is -1).
     """
 
     stride = -1
@@ -100,12 +106,15 @@ class StoreGuesses(SuffixLookup):
 
 
 class Guesser(NgramIndex):
-    """The index of one text, with further sources of guesses.
+    """The n-gram index of one text, with further sources of guesses.
 
     Args:
-        habits: the target's habits, which learn from the tokens that are committed after `tokens`.
-        head: makes the guesses of the target's head.
-        prediction: tokens that are expected after `tokens`, the prompt.
+        tokens: the prompt.
+        store: a datastore to look guesses up in.
+        habits: n-grams of the target's earlier outputs. They learn from the tokens that are
+            committed after the prompt.
+        head: makes the source of the guesses of the target's drafting head.
+        prediction: the tokens that the client expects after the prompt.
     """
 
     def __init__(
@@ -126,7 +135,7 @@ class Guesser(NgramIndex):
             self._sources.append(HabitGuesses(habits, self.tokens))
         if prediction:
             self._sources.append(PredictedGuesses(prediction, self.tokens))
-        if head is not None:  # the last one, as it looks at what the others have
+        if head is not None:  # the last source, because it looks at the guesses of the others
             self._sources.append(head(self.tokens))
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
@@ -146,7 +155,10 @@ class Guesser(NgramIndex):
         return fused(self.of_sources(position, super().candidates(position)))
 
     def of_sources(self, position: int, known: Iterable[Candidate] = ()) -> list[Candidate]:
-        """Return the candidates `known` and those of the further sources."""
+        """Return the candidates in `known`, followed by those of the further sources.
+
+        The head is asked only if none of the other candidates is nearly certain.
+        """
         candidates = list(known)
         for source in self._sources:
             if not isinstance(source, HeadGuesses) or self._asks_head(candidates):
@@ -154,9 +166,9 @@ class Guesser(NgramIndex):
         return candidates
 
     def _asks_head(self, candidates: Sequence[Candidate]) -> bool:
-        """Return whether the head guesses beside `candidates`.
+        """Return whether to ask the head for guesses in addition to `candidates`.
 
-        It computes for each guess, and adds little where another source is nearly sure.
+        The head has to compute its guesses, and they add little if a candidate is nearly certain.
         """
         best = max([candidate.chance for candidate in candidates], default=0.0)
         return self.has_head and best < _NEARLY_SURE
@@ -172,10 +184,10 @@ class Guesser(NgramIndex):
 
 
 def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Merge the candidates of several sources for one position: return each token once, the likeliest first.
+    """Merge candidates for one position; return each token once, the likeliest first.
 
-    A token of several sources gets the highest of its chances, and the source that gave that chance. Chances are scaled
-    to sum to at most 1.
+    If several sources guess a token, it gets the highest chance that any of them gives it, and
+    counts as a guess of that source. Chances are scaled to sum to at most 1.
     """
     best: dict[int, Candidate] = {}
     for candidate in candidates:

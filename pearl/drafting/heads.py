@@ -1,8 +1,10 @@
-"""A head's guesses for the text of one slot: the head reads the committed tokens, and proposes a block with runners-up.
+"""Guesses of a drafting head, such as EAGLE-3 or MTP, for the texts in the target's slots.
 
-A block consists of the head's own draws, which use the same random numbers as the target's draws; it ends where its
-probability has become small.  The rate at which guesses are right is learned for each rank and for each bin of the
-probability that the head gives a guess.
+The head reads the target's hidden states of committed tokens, and proposes a block of successive
+tokens, each with runners-up.  The block's tokens are the head's own draws, which use the same
+random numbers as the target's draws.  The block ends once its probability has become small.  For
+each rank, and for each bin of the probability that the head gives a guess, this file learns how
+often such guesses are right.
 """
 
 from bisect import bisect
@@ -17,12 +19,12 @@ from pearl.models.heads.head import Block, Draw, Head, Level
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
-_LEAST_CHANCE = 0.15  # a less likely block is not continued: its next token would seldom be reached
+_LEAST_CHANCE = 0.15  # a less likely block ends, because its next token would seldom be reached
 _BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # inner bounds for the head's probability
 
 
 class StateLog:
-    """Holds the target's hidden states of a text, from position `start` on, until they are taken."""
+    """Holds the target's hidden states of a text, from position `start` on, until they are read."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -36,9 +38,10 @@ class StateLog:
         return self.start + sum(map(len, self._parts))
 
     def extend(self, start: int, states: torch.Tensor) -> None:
-        """Append the target's states of tokens from position `start` on, without those that the log has already.
+        """Append the target's states of the tokens from position `start` on.
 
-        If states between `end` and `start` are missing, begin the log anew.
+        States that the log has already are skipped. If `start` is after `end`, so that states
+        between them are missing, the log is emptied first and begins at `start`.
         """
         if start > self.end:
             self._begin(start)
@@ -62,8 +65,8 @@ class StateLog:
 class HeadText:
     """The part of a slot's text that a head has read.
 
-    The head reads on where it stopped. If the log does not begin there, the head begins anew where the log begins,
-    because the target's earlier states are gone.
+    Each time the head continues where it stopped. If the log of hidden states begins elsewhere, the
+    states in between are gone, and the head starts anew where the log begins.
     """
 
     def __init__(self, head: Head, slot: int) -> None:
@@ -79,7 +82,10 @@ class HeadText:
         return self._first + self._head.lengths[self._slot]
 
     def read(self, tokens: Sequence[int], committed: int) -> bool:
-        """Read the first `committed` tokens of the text as far as states are logged; return whether all are read."""
+        """Let the head read the first `committed` tokens of the text, as far as states are logged.
+
+        Return whether the head has read all of them, so that it can draft.
+        """
         log = self.log
         head = self._head
         if log.start != self._read:
@@ -94,7 +100,11 @@ class HeadText:
         return head.lengths[self._slot] > 0 and self._read == committed - 1
 
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
-        """Return the levels that the head proposes from `position` on, which follows the tokens read."""
+        """Return the block that the head proposes, one level for each position from `position` on.
+
+        `position` must follow the tokens that the head has read. `least`: the block ends once its
+        probability is below this.
+        """
         head = self._head
         block = Block(head.ids, draw, position, head.deepest, least, RANKS)
         head.propose(block, self._slot)
@@ -102,18 +112,20 @@ class HeadText:
 
 
 class TargetStates:
-    """Passes on each slot's hidden states: to a head in this process, to a draft that reads them, or to both.
+    """Passes on the target's hidden states of each slot to whoever reads them.
+
+    The reader is a head in this process, the draft in the other process, or both.
 
     Args:
-        runner: the target's runner, which keeps the states of the last forward.
+        runner: the target's runner, which keeps the hidden states of the last forward.
         head: the head in this process; None if there is none.
-        gives: whether a draft reads the states.
+        gives: whether the draft reads the states.
     """
 
     def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
         self._runner: Any = runner
         self.texts: list[HeadText] = []
-        #: The logs of each slot. If a draft reads states, the last log is for it.
+        #: The logs of each slot. If the draft reads states, each slot's last log is for the draft.
         self._logs: list[list[StateLog]] = []
         for slot in range(runner.capabilities.slots):
             logs = []
@@ -130,10 +142,12 @@ class TargetStates:
             log.rollback(length)
 
     def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
-        """Log the states of the slot's last forward, whose tokens start at `start`.
+        """Log the states of the slot's last forward.
 
         Args:
-            path: the rows to log, if the forward was fed a tree; None: all.
+            start: the position of the first token that the forward was fed.
+            path: the indices of the tokens to log, if the forward was fed a tree; None for all
+            tokens.
         """
         logs = self._logs[slot]
         if not logs:
@@ -145,7 +159,7 @@ class TargetStates:
             log.extend(start, states)
 
     def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
-        """Yield messages with the text's states up to position `end` that the draft has not been sent yet."""
+        """Yield messages with the states before position `end` that the draft was not sent yet."""
         log = self._logs[slot][-1]
         start = log.start
         count = min(end, log.end) - start
@@ -161,9 +175,10 @@ class HeadGuesses:
     """A head's guesses for one text, with rates that are learned as the text grows.
 
     Args:
-        text: the part that the head has read.
-        tokens: the tokens of the text; they are only read.
-        draw: the request's own draw from logits over the head's vocabulary.
+        text: the part of the text that the head has read.
+        tokens: the tokens of the text; this object only reads them.
+        draw: draws a token from logits over the head's vocabulary, as the target draws in this
+        request.
     """
 
     def __init__(self, text: HeadText, tokens: Sequence[int], draw: Draw) -> None:
@@ -176,10 +191,10 @@ class HeadGuesses:
         self._rates = [list(middles) for _ in range(RANKS)]
 
     def cut(self, length: int) -> None:
-        """Do nothing: the head guesses again at each position."""
+        """Do nothing, because the head guesses anew whenever tokens are committed."""
 
     def learn(self, committed: int) -> None:
-        """Update the rates by the last guesses, which are forgotten then."""
+        """Update the rates with the last guesses, and then forget these guesses."""
         if committed == self._position:
             return
         for position, level in enumerate(self._levels, self._position):
@@ -193,10 +208,11 @@ class HeadGuesses:
         self._levels = []
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Return candidates for an uncommitted position; the head computes them when they are first asked for.
+        """Return candidates for an uncommitted position.
 
-        Pending tokens of a draft may stand before the position. If they are not the head's own draws, there are no
-        candidates.
+        The head computes its block at the first call after tokens were committed. Pending tokens of
+        a draft may stand before the position. If they differ from the head's own draws, there are
+        no candidates.
         """
         number = position - self._position
         if number < 0:

@@ -1,9 +1,12 @@
 """Prompt lookup: find where the text's last few tokens occurred before, and guess the tokens that followed there.
 
-`NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
-into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the text's own n-grams.  Source: SSSD (Marzollo et
-al. 2024).  SSSD discounts counts by match length and depth; we learn such discounts (rates by rank and match length)
-from the text as it grows.
+`NgramIndex` indexes one text (prompt and output).  `guess_tree` merges the likeliest continuations
+at several positions into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the
+text's own n-grams.
+
+Source: SSSD (Marzollo et al. 2024).  SSSD discounts counts by match length and depth.  Instead, we
+learn from the text as it grows how often candidates of each rank and match length are right (their
+rates).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pearl.spec.methods import MAX_LOOK_AHEAD
 
 LONGEST = 4  # tokens of the longest indexed n-gram; a longer match is found token by token
 MOST_MATCHED = 12  # longer matches count as this long
-RANKS = 3  # candidates per position
+RANKS = 3  # most candidates per position
 _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
 _LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
@@ -31,10 +34,10 @@ _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
 # Weight of an occurrence, by match length: one occurrence outweighs two whose matches are one token shorter.
 _WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
-# How often candidates of each source are right at first; each text adapts its own copy.
+# The initial rates of each source: how often its candidates are right. Each text adapts a copy.
 PRIORS: dict[str, Any] = json.loads(Path(__file__).with_name("priors.json").read_text())
 
-Occurrence = tuple[int, int]  # position, number of matching tokens before it
+Occurrence = tuple[int, int]  # (position in the source, number of matching tokens before it)
 
 
 class Candidate(
@@ -45,14 +48,16 @@ class Candidate(
     Attributes:
         token: the token's id.
         chance: estimated probability that the token is right.
-        occurrences: (position, match length) of each occurrence in the source. The match length is the number of tokens
-            before the occurrence that equal the text's last tokens, at most `MOST_MATCHED`.
+        occurrences: (position, match length) of each place in the source that the token follows.
+            The match length is the number of tokens before the place that equal the text's last
+            tokens, at most `MOST_MATCHED`.
         source: the kind of source that guessed the token.
         also: candidates of other sources with the same token.
-        context: the last tokens, this one included, for sources that keep no positions; otherwise empty.
-        prepared: (token, chance) of each token that the draft's branch has after this one.
-        rate: row and column, in the source's table, of the learned rate that gave `chance`.
-        origin: the source to ask for tokens that may follow; None for the index itself.
+        context: the last tokens of the text, with this token at the end. Only for sources that keep
+            no positions; otherwise empty.
+        prepared: (token, chance) of each token that the draft's branch has after this token.
+        rate: (row, column) in the source's table of learned rates of the rate that gave `chance`.
+        origin: the source to ask for tokens that may follow this one; None for the index itself.
     """
 
     token: int
@@ -67,7 +72,7 @@ class Candidate(
 
 
 def prior_rates(source: str) -> list[list[float]]:
-    """Return a copy of a source's initial rates, which a text may adapt."""
+    """Return a copy of the initial rates of a source, which a text may change."""
     return [list(rates) for rates in PRIORS[source]["rates"]]
 
 
@@ -77,7 +82,10 @@ def learn_rate(rates: list[float], place: int, hit: bool) -> None:
 
 
 def learn_hit(rates: Sequence[list[float]], candidate: Candidate, token: int) -> bool:
-    """Learn that `token` is committed: update the rate that gave a candidate's chance; return whether it was right."""
+    """Update the rate that gave a candidate its chance, once `token` is committed at its position.
+
+    Return whether the candidate was right.
+    """
     row, column = candidate.rate
     hit = candidate.token == token
     learn_rate(rates[row], column, hit)
@@ -85,7 +93,7 @@ def learn_hit(rates: Sequence[list[float]], candidate: Candidate, token: int) ->
 
 
 def scaled(candidates: list[Candidate]) -> list[Candidate]:
-    """Return candidates of one position with chances that sum to at most 1."""
+    """Return the candidates of one position, with their chances scaled to sum to at most 1."""
     total = sum([candidate.chance for candidate in candidates])
     if total <= 1:
         return candidates
@@ -93,25 +101,30 @@ def scaled(candidates: list[Candidate]) -> list[Candidate]:
 
 
 class GuessSource(Protocol):
-    """Guesses tokens of one text, which the source reads."""
+    """A source of guesses for the tokens of one text. It only reads the text."""
 
     def cut(self, length: int) -> None:
         """Forget everything about positions after the first `length` tokens."""
 
     def learn(self, committed: int) -> None:
-        """Update the rates by the first `committed` tokens of the text, which are final now."""
+        """Update the rates with the committed tokens, the first `committed` ones of the text."""
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Return candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
+        """Return candidates for `position` given the tokens before it, the likeliest first.
+
+        `position` is between 1 and the text's length.
+        """
         ...
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        """Return candidates for the position after a candidate of this source."""
+        """Return candidates for the position after `candidate`, which this source has made."""
         ...
 
 
 class NgramTable:
-    """The end positions of each n-gram of some tokens, for n up to `LONGEST`. Adding or removing a token is O(1).
+    """Maps each n-gram of some tokens to the positions after it, for n up to `LONGEST`.
+
+    Adding or removing a token at the end takes O(1) time.
 
     Attributes:
         tokens: the indexed tokens.
@@ -151,14 +164,19 @@ class NgramTable:
         del text[length:]
 
     def ends(self, text: Sequence[int], position: int, n: int) -> Sequence[int]:
-        """Return, ascending, the end positions in this table of the n-gram that `text` has before `position`."""
+        """Return the positions after each occurrence of an n-gram in this table, ascending.
+
+        The n-gram consists of the `n` tokens that `text` has before `position`.
+        """
         return self._ends[n - 1].get(tuple(text[position - n : position]), ())
 
     def matched(self, end: int, text: Sequence[int], position: int, at_least: int) -> int:
-        """Return how many tokens before `end` equal those of `text` before `position`, at most `MOST_MATCHED`.
+        """Return how many of the tokens before `end` equal those of `text` before `position`.
+
+        `end` is a position in this table. The result is at most `MOST_MATCHED`.
 
         Args:
-            at_least: this many of them are known to be equal.
+            at_least: how many of these tokens are known to be equal.
         """
         tokens = self.tokens
         most = min(MOST_MATCHED, end, position)
@@ -169,14 +187,16 @@ class NgramTable:
 
 
 class SuffixLookup:
-    """Finds places where the last tokens of a text occur; the tokens that follow at these places are the candidates.
+    """Finds places where the last tokens of a text occur; the tokens that follow are candidates.
 
     Attributes:
-        stride: distance from an occurrence to the place of the token after it.
-        is_conditional: whether a candidate's chance supposes that the likelier candidates are wrong.
+        stride: distance from a place to that of the next token in the text: 1, or -1 if the source
+            has its tokens in reverse order.
+        is_conditional: whether the rate of a candidate is the probability that it is right if all
+            likelier candidates are wrong.
 
     Args:
-        tokens: the text, which is only read.
+        tokens: the text, which this object only reads.
         source: the key of the initial rates in priors.json.
         learn_from: the first position to learn from.
     """
@@ -224,7 +244,11 @@ class SuffixLookup:
     def _rated(
         self, ranked: Iterable[tuple[int, Sequence[Occurrence]]], source: Source = Source.NGRAM
     ) -> list[Candidate]:
-        """Return candidates for tokens, each with its occurrences, by the rates of their ranks and match lengths."""
+        """Return candidates for ranked tokens, with chances by the rates of rank and match length.
+
+        Args:
+            ranked: (token, its occurrences), the likeliest token first.
+        """
         origin = None
         if source is not Source.NGRAM:
             origin = self
@@ -240,23 +264,26 @@ class SuffixLookup:
         return candidates
 
     def _matching(self, position: int) -> list[Occurrence]:
-        """Return the occurrences of the tokens before `position`."""
+        """Return where the tokens that the text has before `position` occur in the source."""
         raise NotImplementedError
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
-        """Return candidates: of the tokens that followed the occurrences, the `RANKS` tokens of the most weight."""
+        """Return the tokens at `occurrences` as candidates, at most the `RANKS` likeliest."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class GuessWindow:
-    """Nodes that an index adds to every forward of the target, to see what the target draws after them.
+    """Tokens that an index adds to each forward, to see what the target draws after them.
+
+    This is the window of Lookahead decoding.
 
     Attributes:
-        tokens: the nodes' tokens, level by level.
-        parents: the parent of each node: another node of the window, or -1 for the text's last token.
-        columns: number of nodes of a level. The target draws after each node of the last level.
-        levels: the depth of the last level's first node, from 1.
+        tokens: the tokens of the nodes, level by level.
+        parents: the parent of each node: another node of the window, or -1 for the text's last
+            token.
+        columns: number of nodes in a level. The target draws after each node of the last level.
+        levels: depth of the last level's first node. A child of the text's last token has depth 1.
     """
 
     tokens: tuple[int, ...]
@@ -274,11 +301,13 @@ class NgramIndex(SuffixLookup):
         9
 
     Attributes:
-        most_occurrences: most occurrences considered at a position: longer matches first, then more recent ones.
+        most_occurrences: most occurrences considered for a position. Longer matches are preferred,
+            and then more recent ones.
         ranks: most candidates for a position.
-        reads_discarded: whether to call `discarded`, for which the target has to draw after discarded tokens.
-        has_head: whether the target's head guesses now, which takes time.
-        table: where each n-gram of the text is.
+        reads_discarded: whether to call `discarded`, for which the target has to draw after
+            discarded tokens.
+        has_head: whether the target's head may be asked for guesses now, which takes time.
+        table: the positions of each n-gram of the text.
 
     Args:
         tokens: the text so far; rates are learned from its last `_LEARN` tokens.
@@ -307,27 +336,30 @@ class NgramIndex(SuffixLookup):
         self.table.cut(length)
         super().cut(length)
 
-    # ---- the target's computations for an index; this class asks for none ----
+    # ---- what an index may ask the target to compute; this class asks for nothing ----
 
     def window(self, most: int, room: int) -> GuessWindow | None:
-        """Return nodes to feed with the next forward; None if there are none.
+        """Return nodes to feed in the next forward too; None if there are none.
 
         Args:
-            most: number of nodes for which the forward's tree has room.
-            room: number of positions in the context from the text's last token on.
+            most: the most nodes that fit into the forward's tree.
+            room: number of positions left in the context, from the text's last token on.
         """
         return None
 
     def take(self, draws: Sequence[int]) -> None:
-        """Take in the target's draw after each node of the last level of `window`."""
+        """Learn from `draws`, the target's draw after each node of the last level of `window`."""
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Take in tokens of the draft that were discarded, and the target's draw after each of these tokens."""
+        """Learn from discarded draft tokens, and from the target's draw after each of them."""
 
     # ---- occurrences ----
 
     def _matching(self, position: int) -> list[Occurrence]:
-        """Return (end, match length) of earlier occurrences of the tokens before `position`."""
+        """Return earlier occurrences of the tokens that the text has before `position`.
+
+        Each is (position after the occurrence, number of matching tokens).
+        """
         text = self.tokens
         matches = {}
         for n in range(min(LONGEST, position), 0, -1):
@@ -340,7 +372,10 @@ class NgramIndex(SuffixLookup):
         return list(matches.items())
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
-        """Return how many tokens before `end` equal the tokens before `position`; it is known that `at_least` do."""
+        """Return how many tokens before `end` equal the tokens before `position`.
+
+        `at_least`: how many of them are known to be equal.
+        """
         return self.table.matched(end, self.tokens, position, at_least)
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
@@ -362,14 +397,14 @@ class NgramIndex(SuffixLookup):
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A position to make guesses for.
+    """A position to make guesses for: that of a pending token, or the end of the text.
 
     Attributes:
-        end: the position. The parent of its guesses is the token before it.
+        end: the position. The guesses for it follow the token before it.
         chance: probability that all pending tokens before `end` will be accepted.
-        token: the draft's token at `end`, which is not guessed again; None at the text's end.
+        token: the pending token at `end`, which is not guessed again; None at the text's end.
         trust: probability that `token` is accepted if all tokens before it are.
-        runners_up: the draft's alternatives to `token`.
+        runners_up: the draft's runners-up of `token`.
     """
 
     end: int
@@ -379,7 +414,10 @@ class Anchor:
     runners_up: tuple[Alternative, ...] = ()
 
     def merged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Merge the candidates of an index with the runners-up: return each token once, without the draft's token."""
+        """Merge the candidates of an index with the runners-up; return each token once.
+
+        The pending token itself is left out.
+        """
         if self.token is None and not self.runners_up:
             return list(candidates)
         by_token = {}
@@ -396,10 +434,11 @@ class Anchor:
         return list(by_token.values())
 
     def _share(self, candidate: Candidate) -> float:
-        """Return P(candidate right | `token` wrong) / P(candidate right).
+        """Return the factor by which `token` lowers the chance of a candidate.
 
-        Draft and index guess independently, and at most one of them can be right, so this is
-        (1 - trust) / (1 - chance * trust).
+        At most one of the two tokens can be right. If the estimates `chance` and `trust` are
+        otherwise independent, the candidate is right with probability chance * (1 - trust) / (1 -
+        chance * trust).
         """
         if self.token is None:
             return 1.0
@@ -412,11 +451,14 @@ def anchored(
     trust: Sequence[float],
     alternatives: Sequence[Alternative] = (),
 ) -> list[Anchor]:
-    """Return anchors after the last committed token and after each pending one.
+    """Return anchors for the position of each pending token and for the end of the text.
 
     Args:
-        trust: acceptance chance of each pending token.
-        alternatives: the draft's runners-up, each with the tokens that the draft's branch has after it.
+        text: all tokens, the pending ones included.
+        committed: number of committed tokens.
+        trust: for each pending token, the probability that it is accepted if those before it are.
+        alternatives: the draft's runners-up, each with the tokens that the draft's branch has after
+        it.
     """
     by_position: dict[int, list[Alternative]] = {}
     for alternative in alternatives:
@@ -433,12 +475,14 @@ def anchored(
 
 
 class GuessTree(NamedTuple):
-    """Guesses, parents before children.
+    """A tree of guesses, in an order in which parents come before their children.
 
     Attributes:
-        parents: the parent of each guess. If it is below the length of the index, it is a position of the text;
-            otherwise it is guess number `parent - length`.
-        chances: for each guess, the anchor's chance times the probability of the path from the anchor to the guess.
+        tokens: the token of each guess.
+        parents: the parent of each guess. A number below the length of the text is a position of
+            the text; otherwise the parent is guess number `parent - length`.
+        chances: for each guess, the probability that it and all tokens before it are right.
+        sources: who guessed each token.
     """
 
     tokens: list[int]
@@ -462,16 +506,19 @@ def guess_tree(
     nodes: int = MAX_LOOK_AHEAD,
     payoff: Payoff | None = None,
 ) -> GuessTree:
-    """Grow a tree of up to `nodes` guesses after the anchors, likeliest first, so that parents come before children.
+    """Grow a tree of guesses from the anchors, always adding the likeliest guess next.
 
-    Example: with one anchor at position 5 of a text of 5 tokens, candidates 9 (chance 0.5) and 4 (0.3) there, and
-    after 9 the candidate 2 (0.8), the tree is tokens [9, 2, 4], parents [4, 5, 4], chances [0.5, 0.4, 0.3].
+    Example: a text has 5 tokens, and the one anchor is at position 5. The candidates there are 9
+    (chance 0.5) and 4 (chance 0.3), and after 9 there is the candidate 2 (chance 0.8). The tree has
+    the tokens [9, 2, 4], the parents [4, 5, 4] and the chances [0.5, 0.4, 0.3].
 
     Args:
-        most: most guesses that may come from the index.
+        most: the most guesses that may come from the index.
         limit: guesses are made for positions before this one.
-        branches: whether a token may have several children; if not, only its likeliest candidate is used.
-        payoff: is offered each guess; the tree grows no further where no more guesses can pay.
+        branches: whether a token may have several children. If not, only the likeliest candidate is
+            used at each place.
+        nodes: the most guesses in the tree.
+        payoff: is offered each guess. The tree stops growing once further guesses cannot pay.
     """
     widest = index.ranks if branches else 1
     ids = count()
@@ -508,11 +555,13 @@ def guess_tree(
 
 
 class _Waiting(NamedTuple):
-    """A guess that may enter the tree. The least tuple is the likeliest guess.
+    """A guess that may enter the tree. The likeliest guess is the least tuple, so it is first.
 
     Attributes:
-        negative: minus the guess's chance.
+        negative: minus the chance of the guess.
         tie_break: a number that rises with each new guess.
+        parent: see `GuessTree.parents`.
+        position: the position that the guess is for.
     """
 
     negative: float

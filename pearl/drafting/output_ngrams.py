@@ -1,8 +1,9 @@
 """An n-gram table over a target's earlier outputs, as a source of guesses for later outputs.
 
-The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions in the
-answers on which the initial rates were measured).  The target's earlier outputs often give one.  SSSD (Marzollo et al.
-2024) looks such tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
+The n-grams of a text itself give no guess after a token that is new in that text.  In the answers
+on which the initial rates were measured, this was so at 15 to 22% of the positions.  There the
+target's earlier outputs often give a guess.  SSSD (Marzollo et al. 2024) looks such tokens up in a
+prepared datastore; `Habits` learns them from the outputs as they come.
 """
 
 from bisect import bisect
@@ -13,11 +14,15 @@ from pearl.drafting.ngram import RANKS, Candidate, GuessSource, learn_hit, prior
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
 _FOLLOWERS = 16  # tokens counted per context; a new one replaces the least frequent
-_BINS = (0.15, 0.3, 0.5, 0.8)  # boundaries between the bins of a candidate's share
+_BINS = (0.15, 0.3, 0.5, 0.8)  # inner bounds of the bins of a token's share of a context's counts
 
 
 class Habits:
-    """The n-gram table of one target. Bounded in size; an entry holds at most `CONTEXT` + 1 successive tokens."""
+    """The n-gram table of one target's outputs: which tokens followed each context, and how often.
+
+    A context has at most `CONTEXT` tokens. The table keeps at most `contexts` contexts, and drops
+    those not seen for the longest time.
+    """
 
     def __init__(self, contexts: int = _CONTEXTS) -> None:
         self._most = contexts
@@ -29,7 +34,10 @@ class Habits:
         return len(self._followers)
 
     def learn(self, before: Sequence[int], token: int) -> None:
-        """Learn that `token` followed `before`: update the rates of the candidates there, then the counts."""
+        """Learn that `token` followed `before`.
+
+        First update the rates of the candidates that the table has after `before`, then the counts.
+        """
         for candidate in self.candidates(before):
             learn_hit(self._rates, candidate, token)
         for length in range(1, min(CONTEXT, len(before)) + 1):
@@ -69,7 +77,10 @@ class Habits:
 
 
 class HabitGuesses:
-    """The guesses of `Habits` for one text. The habits learn from the tokens that the text gets later."""
+    """The guesses of `Habits` for one text, whose committed tokens the habits learn.
+
+    The tokens that the text has when this object is made, the prompt, are not learned.
+    """
 
     def __init__(self, habits: Habits, tokens: Sequence[int]) -> None:
         self._habits = habits
@@ -77,7 +88,7 @@ class HabitGuesses:
         self._learned = len(tokens)
 
     def cut(self, length: int) -> None:
-        """Do nothing: only committed tokens are learned."""
+        """Do nothing, because only committed tokens are learned, and these are never removed."""
 
     def learn(self, committed: int) -> None:
         for position in range(max(1, self._learned), committed):

@@ -23,11 +23,14 @@ _MOST = 8  # occurrences at a position
 
 
 class PredictedGuesses(SuffixLookup):
-    """Candidates from places of the prediction whose tokens before them are those of the text.
+    """Candidates from those places of the prediction that the text's last tokens occur before.
 
-    The current place is the one up to which the text has followed the prediction. Longer matches come first; of equally
-    long ones, the nearest after the current place. Places before it count only with matches of `LONGEST` tokens: few
-    texts go back. The prompt's end is searched with the prediction, and stands before it. So a text is first expected
+    The current place is the one up to which the text has followed the prediction. Longer matches
+    come first; among equally long ones, the nearest after the current place comes first. Places
+    before the current place count only if at least `LONGEST` tokens match, because few texts go
+    back.
+
+    The search covers the end of the prompt, followed by the prediction. So a text is first expected
     to begin as the prediction does.
 
         >>> guesses = PredictedGuesses((5, 6, 7), [1, 2])
@@ -35,10 +38,11 @@ class PredictedGuesses(SuffixLookup):
         5
 
     Attributes:
-        written: the places of the prediction that the text has followed.
+        written: the places of the prediction whose tokens the text has followed.
 
     Args:
-        text: the prompt, to which the text's tokens will be appended; only read.
+        text: the prompt. The caller appends the text's later tokens to this list; this object only
+            reads it.
     """
 
     def __init__(self, prediction: Sequence[int], text: list[int]) -> None:
@@ -69,7 +73,10 @@ class PredictedGuesses(SuffixLookup):
         return sorted(matches.items(), key=lambda match: match[1], reverse=True)
 
     def _nearest(self, ends: Sequence[int], may_return: bool) -> Iterator[int]:
-        """Yield the places from the current one on, then, where the text may return to them, those before it."""
+        """Yield the places in `ends` from the current place on, the nearest first.
+
+        If `may_return`, yield the places before the current one after these.
+        """
         current = bisect_left(ends, self._place)
         yield from islice(ends, current, current + _MOST)
         if not may_return:
@@ -89,7 +96,10 @@ class PredictedGuesses(SuffixLookup):
 
 
 class PredictionCount:
-    """Counts the tokens of a prediction that a text has, whatever guessed them: a function of the texts alone."""
+    """Counts the tokens of a prediction that the text has, as usage statistics report them.
+
+    The count depends on prediction and text alone, not on who guessed the text's tokens.
+    """
 
     def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
         self._num_predicted = len(prediction)
@@ -103,10 +113,10 @@ class PredictionCount:
 
     @property
     def accepted(self) -> int:
-        """The number of the prediction's tokens that the text has."""
+        """Number of the prediction's tokens that the text has."""
         return len(self._guesses.written)
 
     @property
     def rejected(self) -> int:
-        """The number of its other tokens."""
+        """Number of the prediction's tokens that the text does not have."""
         return self._num_predicted - self.accepted

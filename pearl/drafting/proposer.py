@@ -1,4 +1,4 @@
-"""Drafts with a model: opens texts, turns commands into steps (see `step`), and runs forwards of these steps."""
+"""Drafts with a model: opens texts, turns commands into steps (see `step`), and runs forwards."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -25,20 +25,24 @@ from pearl.protocol.messages import HiddenStates
 
 
 class ModelProposer:
-    """Drafts one token a forward, or several if guesses of the model's draws are right.
+    """Drafts one token per forward, or several if n-gram guesses of the model's draws are right.
 
-    A forward is fed guesses after the last token; while the model's own draw equals the guess, the next row is used
-    too. Draws are keyed by position, so the tokens are the same as without guesses. The same forward continues branches
-    for other outcomes in the target (`Branches`), in slots that hold no text.
+    A forward is fed the text's last token and guesses of the next tokens. The model draws a token
+    from the logits after the last token. If that draw equals the first guess, the logits after the
+    guess give the next draw, and so on. Draws are keyed by position, so the tokens are the same as
+    without guesses. The same forward continues branches for other outcomes (`Branches`), in slots
+    that hold no text.
 
     Args:
-        runner: the draft model. A text's cache may move from one of the runner's slots to another.
-        vocab_size: the target's.
-        policies: returns the stop policy of a request; None if drafting stops only at the window's end.
-        chains: whether a forward is launched before the last one has ended; by default, if the runner can do that.
-        texts: most texts at once; the runner's other slots are for branches.
+        runner: the draft model. A text may move from one of the runner's slots to another.
+        vocab_size: size of the target's vocabulary.
+        policies: returns the stop policy of a request; None if drafting stops only at the window's
+            end.
+        chains: whether a forward is launched before the one before it has ended. By default this is
+            so if the runner can do it.
+        texts: the most texts at the same time; the runner's other slots are for branches.
         datastore: a further source of guesses.
-        guides: makes the guides of texts that have a grammar.
+        guides: makes the grammar guides of texts that have a grammar.
     """
 
     def __init__(
@@ -63,16 +67,16 @@ class ModelProposer:
         self._foresight = Foresight()
 
     def measure(self, brief: bool) -> tuple[float, float]:
-        """Return (seconds of a one-token forward, seconds per token of a longer one); empties all caches.
+        """Return (seconds of a one-token forward, seconds per token of a longer forward).
 
-        `brief`: whether to measure only a few forwards.
+        Empties all KV caches. `brief`: whether to measure only a few forwards.
         """
         return calibrate_draft(self.runner, brief)
 
     # ---- texts ----
 
     def open(self, command: Open) -> None:
-        """Get ready for a request. Raises `RequestError` where it cannot be served."""
+        """Prepare the state of a request. Raises `RequestError` if the request cannot be served."""
         options = command.options
         half = make_half("draft", options)
         window = self._window(command)
@@ -82,13 +86,16 @@ class ModelProposer:
                 del self._texts[request]
         shaper = make_shaper(options, command.prompt, self._guides)
         text = DraftText(self.model, command.slot, slot, half, options, shaper, window)
-        # No guesses for shaped texts, whose rows depend on the text before them, nor for blocks.
+        # No guesses for shaped texts, whose logits depend on the text before, and none for blocks.
         if shaper is None and not text.is_block:
             self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
     def _window(self, command: Open) -> StopWindow | None:
-        """Return the request's stop window; a request that is opened again keeps its window."""
+        """Return the request's stop window; None if it has no stop policy.
+
+        A request that is opened again keeps its window.
+        """
         text = self._texts.get(command.request)
         if text is not None and text.window is not None:
             return text.window
@@ -107,16 +114,16 @@ class ModelProposer:
 
     @property
     def _slots(self) -> dict[int, int]:
-        """Map from each slot that requests name to the runner's slot that has the KV cache."""
+        """Maps each slot that requests name to the runner's slot that has the text's KV cache."""
         slots = {slot: slot for slot in range(self._max_texts)}
         for text in self._texts.values():
             slots[text.place] = text.slot
         return slots
 
     def _spare(self, slot: int) -> list[int]:
-        """Return slots for a text's branches: an equal share of those that hold no text and no branches.
+        """Return free slots for the branches of the text in `slot`.
 
-        `slot`: the text's own slot.
+        Each text gets an equal share of the slots that are not for texts.
         """
         occupied = {slot, *self._slots.values()}
         for text in self._texts.values():
@@ -141,7 +148,7 @@ class ModelProposer:
         self.runner.rollback(length, text.slot)
 
     def see(self, states: HiddenStates) -> None:
-        """Keep the target's hidden states, to be read before the next proposal.
+        """Keep the target's hidden states; the draft reads them before its next proposal.
 
         Raises `RemoteProtocolError` if this draft does not read such states.
         """
@@ -156,15 +163,15 @@ class ModelProposer:
     # ---- forwards ----
 
     def chained(self, request: int) -> bool:
-        """Return whether this request's forwards may be launched before the host knows the tokens to feed."""
+        """Return whether a forward of this request may be launched before its tokens are known."""
         text = self._texts[request]
         return self.chains and not (text.is_block or text.shaper or text.options.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
-        """Return whether to await the token that `command` requests before the next forward is launched.
+        """Return whether the next forward should wait until the token of `command` is known.
 
-        Waiting lets the next forward verify guesses too. It pays if the guesses save more than the `delay` seconds for
-        which the device idles.
+        The next forward can then verify guesses or continue branches too. Waiting pays if this
+        saves more than the `delay` seconds for which the device idles.
         """
         self.model.delay = delay
         if not self.model.times.measured:
@@ -175,18 +182,22 @@ class ModelProposer:
         return bool(choose(text, command, chances[1:], 1))
 
     def launch(self, command: Draft, after: Step | None = None) -> Step:
-        """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
+        """Launch the forward that `command` asks for; return its step, to be passed to `collect`.
 
         Args:
-            after: the step launched last, if the host does not know its token: that token, on the device, is fed in
-                place of the command's one token. Untested on a GPU.
+            after: the step launched last, if the host does not know the token that it drew. That
+                token is then fed from the device, in place of the command's one token. This was not
+                tested on a GPU.
         """
         step = self._step(command, after)
         self._launch([step])
         return step
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Step]:
-        """Launch commands of several requests in one forward. Each may use an equal share of the remaining rows."""
+        """Launch the commands of several requests in one forward; return a step for each.
+
+        Guesses and branches of each request get an equal share of the forward's remaining capacity.
+        """
         steps = []
         planned = 0
         pending = sum(len(command.tokens) for command in commands)
@@ -201,7 +212,7 @@ class ModelProposer:
     def _step(
         self, command: Draft, after: Step | None = None, other_tokens: int = 0, sharing: int = 1
     ) -> Step:
-        """Make the step of one request; `other_tokens`, `sharing`: see `plan`."""
+        """Make the step of one request. See `launch` for `after`, and `plan` for the rest."""
         text = self._texts[command.request]
         length = self.runner.length(text.slot)
         assert length == command.start, (length, command)
@@ -220,7 +231,10 @@ class ModelProposer:
         return plan(text, command, other_tokens, sharing)
 
     def _launch(self, steps: Sequence[Step]) -> None:
-        """Run a forward of the steps, and launch their draws. If a step's draw fails, `collect` raises the error."""
+        """Run one forward for all steps, and launch their draws.
+
+        If the draw of a step fails, only `collect` for that step raises the error.
+        """
         began = make_mark(self.device)
         forwarded = make_mark(self.device)
         feeds = []
@@ -247,7 +261,10 @@ class ModelProposer:
         return logits
 
     def collect(self, launched: Step) -> Drafted:
-        """Wait for one step only; return its proposal. Raises `NumericalError` if the logits were not finite."""
+        """Wait for this step, but not for later ones; return its proposal.
+
+        Raises `NumericalError` if the logits were not finite.
+        """
         if launched.failure is not None:
             raise launched.failure
         began, forwarded, done = launched.marks

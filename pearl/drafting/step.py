@@ -1,16 +1,19 @@
-"""A step is one request's share of a draft forward: the tokens that it feeds, and the draws from their logits.
+"""A step is one request's share of a draft forward: the tokens to feed, and the draws.
 
 Three objects share the work, and each fact has one owner:
 
 * `DraftModel`, one per process, owns the runner and the measured forward times.
-* `DraftText`, one per request, owns the state that outlives a forward: the text's slot, the draft's half of the rule,
-  the shaper, the stop window, the index of n-grams, the branches, the search for a block.
-* `Step`, one per request and forward, owns the feeds and the draws from their logits. `plan` makes a step;
-  `proposer.ModelProposer` runs a forward of the step's feeds (or of several steps' feeds together), calls `draw`, and
-  gets a proposal from `collect`.
+* `DraftText`, one per request, owns the state that outlives a forward: the text's slot, the draft's
+  half of the acceptance rule, the shaper of logits, the stop window, the n-gram index, the
+  branches, and the search for a block.
+* `Step`, one per request and forward, owns the feeds (what the runner is fed) and the draws from
+their
+  logits. `plan` makes a step. `proposer.ModelProposer` runs one forward with the feeds of one or
+  more steps, calls `draw`, and gets a proposal from `collect`.
 
-A step draws the next tokens of the text and of the text's branches; a `beams.LevelStep` draws one level of a search for
-a block.  Each step records its draws in the `DraftText`, and knows nothing of other requests.
+A step draws the next tokens of the text and of the text's branches; a `beams.LevelStep` draws one
+level of a beam search for a block.  Each step records its draws in the `DraftText`, and knows
+nothing of other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from pearl.protocol.window import worthwhile
 
 
 class HostMark:
-    """Stands in for `torch.cuda.Event` on a CPU, where work is done when the call returns."""
+    """Stands in for `torch.cuda.Event` on a CPU, where a forward is done when its call returns."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -57,13 +60,14 @@ def make_mark(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
-    """The draw for one position, from a forward's logits [vocab].
+    """The draw for one position, from the logits [vocab] for it.
 
     Attributes:
-        top: the shortlist of the logits; None if it was not asked for.
-        draw: the draw, on the host.
-        probs: the distribution by which the target judges the token, see `DraftHalf`.
-        shape: the result of `shape_of`; None for a text without a stop policy.
+        top: the likeliest tokens; None if neither branches nor runners-up need them.
+        draw: the draw (see `decoding.sampling`), on the host.
+        probs: the distribution that the token was drawn from; None if the rule needs none.
+        shape: what a stop policy sees of the logits (see `shape_of`); None if the text has no stop
+            policy.
     """
 
     position: int
@@ -76,7 +80,11 @@ class DrawnRow:
 def draw_rows(
     text: DraftText, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool
 ) -> list[DrawnRow]:
-    """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
+    """Draw a token for each of `positions` from its logits [vocab] in `rows`.
+
+    Waits for the device once. If `is_ranked`, waits once more, for the likeliest tokens of each
+    row.
+    """
     if not rows:
         return []
     tops = []
@@ -95,9 +103,9 @@ def draw_rows(
 
 
 def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return what stop policies see of logits [vocab]: [`TOP` largest probabilities, entropy, `token`'s probability].
+    """Return what a stop policy sees of the logits `row` [vocab], from which `token` [1] was drawn.
 
-    token: [1].
+    The result is [the `TOP` largest probabilities, the entropy in nats, the token's probability].
     """
     probs = torch.softmax(row.float(), -1)
     top = probs.topk(min(TOP, len(probs))).values
@@ -108,24 +116,26 @@ def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Step:
-    """One request's share of a forward: tokens of the text with guesses after them, and a token of each branch.
+    """One request's share of a draft forward: tokens of the text, guesses, and branches' tokens.
 
-    A step draws the text's next token.  While a draw equals the guess for its position, the step also draws for the
-    position after it.  If forwards are chained (see `DraftModel.chains`) and the step has neither guesses nor branches,
-    `draw` does not wait for the device: `collect` reads the draw.
+    A step draws the text's next token.  As long as a draw equals the guess for its position, the
+    step also draws for the position after it.  If forwards are chained (see `DraftModel.chains`)
+    and the step has neither guesses nor branches, `draw` does not wait for the device, and
+    `collect` reads the draw.
 
     Attributes:
+        text: the state of the request's text.
         command: the command that the step carries out.
-        feed: the text's feed; None if the step continues only branches.
-        guesses: the last tokens of `feed`, which the model may draw after the tokens before them.
+        feed: what the runner is fed of the text; None if the step continues only branches.
+        guesses: the guesses, which are the last tokens of `feed`.
         continued: branches to continue in the same forward.
-        feeds: all feeds of the step, for the runner.
-        marks: the times before the forward, between the forward and the draws, and after the draws. The code that runs
-            the step records them.
+        feeds: all that the runner is fed for this step.
+        marks: the times before the forward, between the forward and the draws, and after the draws.
+            The code that runs the step records them.
         fed: number of tokens that the forward was fed, including those of other requests.
-        following: the token drawn, [1] on the device, if the host does not know it yet; the next forward can be fed
-            this tensor. Otherwise None.
-        failure: the error that kept the step from drawing, to be raised when the step is collected.
+        following: the token drawn, [1] on the device, if the host does not know it yet. The next
+            forward can be fed this tensor. None if the host knows the token.
+        failure: the error that kept the step from drawing; it is raised when the step is collected.
         is_paused: whether drafting pauses after this step.
     """
 
@@ -172,7 +182,10 @@ class Step:
         return bool(self.marks[-1].query())
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
-        """Draw from the logits of each feed. Raises `NumericalError` for a draw that is read here and is not finite."""
+        """Draw from the logits [rows, vocab] of each feed.
+
+        Raises `NumericalError` if a draw is read here and its logits are not finite.
+        """
         text = self.text
         rows = list(logits)
         text_rows = [] if self.feed is None else self._text_rows(rows.pop(0))
@@ -191,7 +204,7 @@ class Step:
             self._proposals = text.branches.proposals
 
     def _text_rows(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows [vocab] of the text's feed. A shaped text has one row, because it has no guesses."""
+        """Return the rows [vocab] of the text's feed, after penalties, biases and grammar."""
         rows = self.text.model.fit_rows(logits)
         shaper = self.text.shaper
         if shaper is None:
@@ -199,7 +212,7 @@ class Step:
         return [shaper.shape(row) for row in rows]
 
     def _launch(self, row: torch.Tensor) -> None:
-        """Launch the draw from a row [vocab], and the copies of its results to the host."""
+        """Launch the draw from a row [vocab], and copies to the host of what the host will read."""
         text = self.text
         ((draw, probs),) = text.half.draft([row], [self.end])
         shape = None
@@ -210,13 +223,13 @@ class Step:
             self._top = shortlist(row).to("cpu", non_blocking=True)
         host_draw = draw.to("cpu", non_blocking=True)
         self._launched = DrawnRow(self.end, None, host_draw, probs, shape)
-        # If logits are not finite the draw may be any number, and a wrong id would abort the process.
+        # If logits are not finite, the draw may be any number; a wrong id would abort the process.
         self.following = draw[1:].long().clamp_(0, text.model.runner.vocab_size - 1)
 
     def _drawn_rows(
         self, text_rows: Sequence[torch.Tensor], branch_rows: Sequence[torch.Tensor]
     ) -> Iterator[DrawnRow]:
-        """Draw for branches and extend them, then yield the text's rows with their draws."""
+        """Draw for the branches and extend them; then yield the draws for the text."""
         at_once = len(text_rows) if self.text.model.at_once else 1
         text_positions = range(self.end, self.end + len(text_rows))
         positions = [branch.end for branch in self.continued]
@@ -229,7 +242,7 @@ class Step:
             yield from draw_rows(self.text, [row], [position], self._is_ranked)
 
     def _extend_branches(self, rows: Sequence[DrawnRow]) -> None:
-        """Append to each branch the token drawn from its row. A row that is not finite ends only its branch."""
+        """Append to each branch the token drawn for it; end a branch whose draw is not finite."""
         text = self.text
         for branch, row in zip(self.continued, rows, strict=True):
             assert text.branches is not None
@@ -245,7 +258,7 @@ class Step:
                 branch.rows.append(row.probs)
 
     def _take(self, rows: Iterable[DrawnRow]) -> None:
-        """Take in the drawn tokens, up to the first that differs from its guess or ends the window."""
+        """Record the draws, up to the first that differs from its guess or ends the window."""
         text = self.text
         for i, row in enumerate(rows):
             token = read_draw(row.draw)
@@ -262,7 +275,10 @@ class Step:
                 break
 
     def collect(self) -> Drafted:
-        """Return the step's proposal, without times; the device must be done. Raises as `draw` does."""
+        """Return the step's proposal, without times. The device must have finished the draws.
+
+        Raises `NumericalError` if a draw is not finite.
+        """
         text = self.text
         if self.following is not None:
             self._collect_launched()
@@ -291,11 +307,11 @@ class Step:
 
 
 def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 1) -> Step:
-    """Make the step that feeds the command's tokens, with the guesses and branches that give the most tokens a second.
+    """Make the step that feeds the command's tokens, with those guesses and branches that pay.
 
     Args:
         other_tokens: number of tokens that the forward is fed for other requests.
-        sharing: number of texts, including this one, that share the forward's remaining rows.
+        sharing: number of texts, this one included, that share the forward's remaining capacity.
     """
     tokens = text.unfed(command)
     text.read_states()
@@ -329,11 +345,17 @@ def choose(
     other_tokens: int = 0,
     sharing: int = 1,
 ) -> list[Outcome | None]:
-    """Choose what to feed beside `num_tokens` tokens of a text: outcomes to continue, and None for a guess, best first.
+    """Choose the branches and guesses to feed together with `num_tokens` tokens of a text.
+
+    Those are chosen with which the forward yields the most expected tokens per second.
 
     Args:
         chances: the chances of the guesses, see `DraftText.guess`.
         other_tokens, sharing: see `plan`.
+
+    Returns:
+        The outcome of each branch to continue, and None for each guess to feed, the likeliest
+        first.
     """
     model = text.model
     fed = other_tokens + num_tokens

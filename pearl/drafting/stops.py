@@ -1,9 +1,11 @@
-"""Stop policies, which end a draft's window before its bound, and the window as a request's draft sees it.
+"""Stop policies, which may end a draft's window early, and the window of tokens that a policy sees.
 
-A policy decides by the draft's rows and the text, never by time, so that one seed gives one text.  The policy may look
-at the token drawn, because that token is sent and judged like any other: the policy decides only whether the *next*
-position is drafted too, and an exact rule is exact there with or without a draft token.  Not to send a token that the
-policy has seen would bias the text, so only an inexact rule does that: see `RuleSpec.withholds`.
+A policy decides by the draft's distributions and the text, never by time, so that one seed gives
+one text.  The policy may look at the token that was drawn, because that token is sent and judged
+like any other.  The policy decides only whether the *next* position is drafted too.  An exact rule
+is exact at that position with or without a draft token.  Not sending a token that the policy has
+seen would bias the text; so this is done only under a rule that is not exact (see
+`RuleSpec.withholds`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The view that a stop policy has of a drafted token. Probabilities are at temperature 1, unfiltered.
+    """What a stop policy sees of a drafted token.
+
+    Probabilities are those of the draft model at temperature 1, before top-k, top-p and min-p.
 
     Attributes:
         top: the largest probabilities, descending; at most `TOP`.
@@ -43,9 +47,9 @@ class Features:
 
 
 class StopPolicy(Protocol):
-    """Decides where one request's draft ends a window before its bound.
+    """Decides whether one request's draft ends a window early.
 
-    A subclass that learns nothing from a window leaves `end_window` out.
+    A subclass that learns nothing from finished windows need not define `end_window`.
     """
 
     def stop(self, features: Features) -> bool:
@@ -53,7 +57,7 @@ class StopPolicy(Protocol):
         ...
 
     def end_window(self, accepted: int) -> None:
-        """Learn that a window is over, and that its first `accepted` tokens were accepted."""
+        """Learn from a finished window, whose first `accepted` tokens were accepted."""
         return
 
 
@@ -68,7 +72,11 @@ class Threshold(StopPolicy):
 
 
 class Heuristic(StopPolicy):
-    """Begins with a window of 5 tokens. As in transformers, a fully accepted window adds 2, any other removes 1."""
+    """Adapts the window's length to acceptance, as transformers does.
+
+    The first window has 5 tokens. A fully accepted window makes the next one 2 tokens longer; any
+    other window makes it 1 token shorter.
+    """
 
     def __init__(self) -> None:
         self.window = _FIRST_WINDOW
@@ -84,7 +92,10 @@ class Heuristic(StopPolicy):
 
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
-    """Return a request's policy; None if it has none. Raises `RequestError` for a policy that is not available."""
+    """Return the stop policy of a request; None if windows end only at their bound.
+
+    Raises `RequestError` if the request asks for `disco` and there is no classifier.
+    """
     options = command.options
     values = check_stop(options.draft_stop).values(options.stop_parameters)
     match options.draft_stop:
@@ -102,12 +113,13 @@ def make_policy(command: Open, classifier: Classifier | None = None) -> StopPoli
 
 
 class StopWindow:
-    """A request's current window: where it begins, what was drafted in it, and whether the policy has ended it.
+    """The current window of a request: where it begins, what was drafted, and whether it ended.
 
-    A window begins after a token that this draft did not draw (a correction, a bonus token), or where the policy
-    ended the last window.  So windows do not depend on when verdicts come.
+    A window begins after a token that this draft did not draw (a correction or a bonus token), or
+    where the policy ended the last window.  So windows do not depend on when verdicts come.
 
     Args:
+        policy: decides whether the window ends.
         begin: length of the text when the request began.
     """
 
@@ -119,9 +131,10 @@ class StopWindow:
         self._is_stopped = False
 
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
-        """Note that the text continues with `tokens` at `start`; these may differ from the tokens drafted there.
+        """Follow the text, which continues with `tokens` at position `start`.
 
-        `drafts`: whether a token is drafted after `tokens`.
+        These may differ from the tokens that were drafted there; the window then ends. `drafts`:
+        whether a token is drafted after `tokens`.
         """
         end = start + len(tokens)
         for position in range(max(start, self._start), end):
@@ -143,7 +156,10 @@ class StopWindow:
         self._is_stopped = False
 
     def stops(self, position: int, token: int, row: Sequence[float]) -> bool:
-        """Return whether the token drafted for `position` is the window's last. `row`: see `step.shape_of`."""
+        """Return whether the window ends after `token`, which was drafted for `position`.
+
+        `row`: the result of `step.shape_of`.
+        """
         index = position - self._start
         del self._drafted[index:]
         self._drafted.append(token)
