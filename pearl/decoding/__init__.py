@@ -1,1 +1,1 @@
-"""How a token is decided: keyed randomness, logits to probabilities to a token, acceptance rules. Pure functions."""
+"""How a token is decided: shaping of logits, sampling with keyed randomness, acceptance rules."""

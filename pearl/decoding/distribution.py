@@ -1,8 +1,9 @@
-"""A draft distribution in its three forms: a tensor on a device, packed bytes in a message, or announced in a message.
+"""A draft distribution: as a tensor, as bytes in a message, or announced in a message.
 
-The draft makes a tensor `[vocab]` float32 over the target's vocabulary. A message has it as a `PackedRow`; or it has an
-`AnnouncedRow`, and the tensor itself follows over the tensor channel. The target turns both into tensors again. All
-forms are immutable. The command line imports this file with the codec, so torch and NumPy are imported only on use.
+The draft makes a tensor [vocab] float32 over the target's vocabulary. A message holds either the
+distribution's bytes (`PackedRow`), or an `AnnouncedRow`; the tensor then follows over the tensor
+channel. The target turns both into tensors again. All forms are immutable. The command line imports
+this file together with the codec, so torch and NumPy are imported only on use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pearl.errors import RemoteProtocolError
 if TYPE_CHECKING:
     import torch
 
-# A distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller.
+# A distribution with fewer than vocab / 8 possible tokens is sent sparse: also exact, and smaller.
 _SPARSE_SHARE = 8
 # A sparse distribution over more than vocab / 2 tokens takes more bytes than a dense one.
 _MAX_SPARSE_SHARE = 2
@@ -35,10 +36,11 @@ class PackedRow:
     ids: bytes | None = None
 
     def unpack(self, vocab_size: int) -> torch.Tensor:
-        """Return the tensor [vocab_size] on the host.
+        """Return the distribution as a tensor [vocab_size] on the host.
 
-        Raises `RemoteProtocolError` if the bytes are no distribution over `vocab_size` tokens (a broken draft model may
-        send NaN), or if a sparse distribution takes more bytes than a dense one would.
+        Raises `RemoteProtocolError` if the bytes are no distribution over `vocab_size` tokens (a
+        broken draft model may send NaN), or if a sparse distribution takes more bytes than a dense
+        one would.
         """
         import numpy as np
         import torch
@@ -67,7 +69,7 @@ class AnnouncedRow:
 
 
 def pack(probs: torch.Tensor) -> PackedRow:
-    """Pack a tensor [vocab] that is on the host; the result is sparse if few tokens are possible."""
+    """Pack a distribution [vocab] that is on the host; make it sparse if few tokens are possible."""
     import numpy as np
 
     weights = probs.numpy()
@@ -84,9 +86,10 @@ def is_sparse(probs: torch.Tensor) -> bool:
 
 
 def are_probabilities(values: Any) -> bool:
-    """Return whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero.
+    """Return whether the values lie in [0, 1] up to rounding, and no row is 0 everywhere.
 
-    A NaN makes this False, because minimum and maximum are then NaN.
+    `values` is an array or tensor [..., vocab]. If it has a NaN, the result is False, because the
+    minimum and the maximum are then NaN.
     """
     largest = getattr(values, "amax", values.max)(-1)
     return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)

@@ -1,7 +1,8 @@
-"""Keyed randomness: every draw is a function of (seed, sample, position, purpose) alone, not of the draws before it.
+"""Keyed randomness: a draw depends on (seed, sample, position, purpose), not on earlier draws.
 
-A key is a BLAKE2b hash; a vector of draws is the SplitMix64 stream that starts at the key (Steele, Lea, Flood 2014), a
-counter-based generator in integer arithmetic, so every device computes the same bits.
+These four are hashed to a key with BLAKE2b.  A vector of draws is the SplitMix64 stream that starts
+at the key (Steele, Lea, Flood 2014).  SplitMix64 is a counter-based generator in integer
+arithmetic, so every device computes the same bits.
 """
 
 import struct
@@ -25,7 +26,11 @@ EARLY = 1e-3  # `early_ids` are those with exponentials below this: about 50 of 
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw, a part of the draw's key. New purposes are appended; the numbers never change."""
+    """What a draw is for, which is a part of its key.
+
+    New purposes are appended, and the numbers never change, so that a seed keeps giving the same
+    text.
+    """
 
     DRAFT = 1
     ACCEPT = 2
@@ -36,8 +41,8 @@ class Purpose(IntEnum):
 def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate: int = 0) -> int:
     """Return the 64-bit key of one draw for the token at `position` of the whole sequence.
 
-    key = BLAKE2b(seed, sample, position, purpose[, candidate]); `candidate` tells several draws for one position and
-    purpose apart.
+    key = BLAKE2b(seed, sample, position, purpose[, candidate]). `candidate` is not 0 only if there
+    are several draws for one position and purpose.
     """
     packed = struct.pack("<QqqB", options.seed, options.sample, position, purpose)
     if candidate:
@@ -46,20 +51,22 @@ def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate
 
 
 def uniform(key: int) -> float:
-    """Return one draw in [0, 1), a multiple of 2**-53."""
+    """Return one draw from the uniform distribution on [0, 1), a multiple of 2**-53."""
     return (key >> 11) * 2.0**-53
 
 
 def exponentials(
     key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Tensor
 ) -> torch.Tensor:
-    """Return independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
+    """Return independent draws from Exp(1), one for each token id; none is 0 or infinite.
 
-    The draw for an id does not depend on which other ids are given. Computes on the device of `ids` and does not wait
-    for it; a device's logarithm may round differently. For few ids on the host, an array is faster than a tensor.
+    The draw for an id does not depend on which other ids are passed. The device of `ids` computes
+    the     draws (float64), and this function does not wait for it. Devices may round the logarithm
+    differently.
 
     Args:
-        key: one key; or the `key_column` [n, 1] of several, for a result [n, len(ids)].
+        key: one key, or the `key_column` [n, 1] of several keys; the result is then [n, len(ids)].
+        ids: an array or a tensor. For few ids on the host, an array is faster.
     """
     if isinstance(ids, np.ndarray) and isinstance(key, int):
         x: Any = (ids.astype(np.uint64) + 1) * _GOLDEN + key  # uint64 wraps around
@@ -72,7 +79,7 @@ def exponentials(
         x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
         x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
         bits = _shifted(x ^ _shifted(x, 31), 12).double()
-    # (bits + 0.5) / 2**52 with 52 bits: the largest value does not round to 1, and the smallest is above 0
+    # (bits + 0.5) / 2**52 with 52 bits lies between 0 and 1, even after rounding.
     return bits.add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
@@ -82,11 +89,12 @@ def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
     return column.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=256)  # branches and guesses draw for the same positions, so with the same keys
+@lru_cache(maxsize=256)  # branches and guesses draw for the same positions, with the same keys
 def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the ids below `vocab_size` whose `exponentials` are below `EARLY` (or just above it), in ascending order.
+    """Return the ids whose `exponentials` for this key are below `EARLY`, in ascending order.
 
-    This takes a third of the time of computing all exponentials, because it compares bits before the logarithm.
+    A few ids just above `EARLY` may be among them. This takes a third of the time of computing all
+    exponentials, because it compares random bits instead of their logarithms.
     """
     x = _steps(vocab_size) + np.uint64(key)
     y = np.empty_like(x)
@@ -107,10 +115,10 @@ def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 that has the bits of a uint64, because torch has few operations for uint64."""
+    """Return the int64 with the same bits as a uint64; torch has few operations for uint64."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Return an int64 shifted right and filled with zeros, as if it were a uint64."""
+    """Return an int64 tensor shifted right by `by` bits and filled with zeros, like a uint64."""
     return (x >> by) & ((1 << (64 - by)) - 1)

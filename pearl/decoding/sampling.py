@@ -1,10 +1,12 @@
-"""Logits to probabilities to a token. Knows no models and no protocol state.
+"""Sampling, from logits to probabilities to a token. Knows no models and no protocol state.
 
-A *draw* is a tensor [2] on the device of the logits: [check value, token id].  The check value is finite if the logits
-are.  Functions that draw do not wait for the device; `read_draw`, `on_host` and `read_shortlist` do.
+A *draw* is a tensor [2] on the device of the logits: [check value, token id].  The check value is
+finite if the logits are finite.  Functions that draw do not wait for the device; `read_draw`,
+`on_host` and `read_shortlist` do.
 
-Three operations have faster forms for the host.  With 49,152 tokens on one core, a race takes 0.18 ms instead of 0.48,
-`pick` 0.02 ms instead of 0.07, and a nucleus 0.1 ms instead of 4.  On a GPU with Triton, races run as kernels.
+Three operations have faster forms for the host.  With 49,152 tokens on one core, a race takes 0.18
+ms instead of 0.48, `pick` 0.02 ms instead of 0.07, and top-p 0.1 ms instead of 4.  On a GPU with
+Triton, races run as kernels.
 """
 
 import logging
@@ -24,12 +26,15 @@ from pearl.errors import NumericalError
 
 _log = logging.getLogger(__name__)
 
-_LIKELY = 1e-4  # times the likeliest token's probability; a few hundred tokens of a row exceed it
+# A token is likely if its probability exceeds this times the highest. So a few hundred tokens are.
+_LIKELY = 1e-4
 _PICK_BLOCK = 256  # tokens whose probabilities are summed at once
-SHORTLIST = 64  # tokens of a row that are ranked
+SHORTLIST = 64  # number of the likeliest tokens that are ranked
 _BLOCK = 64  # tokens of a block in the two-level top-k
-_MAX_CANDIDATES = 16  # for each of the k tokens; with more the two-level top-k does not pay
-_NUCLEUS = 256  # tokens ranked at first: few nuclei are larger, and ranking the vocabulary takes 20 times as long
+_MAX_CANDIDATES = 16  # per token of the top k; with more, the two-level top-k does not pay
+# Tokens that top-p ranks at first. Few nuclei are larger, and to rank the whole vocabulary takes 20
+# times as long.
+_NUCLEUS = 256
 
 # (ids, logits) of the likeliest tokens, descending
 Shortlist = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
@@ -37,7 +42,10 @@ Shortlist = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
 @cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """Return `draw_kernels`, compiled for a GPU; None for a host, and where Triton is missing or fails."""
+    """Return the module `draw_kernels`, compiled for this GPU.
+
+    Return None for a CPU, and if Triton is missing or fails.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -51,9 +59,9 @@ def kernels_on(device: torch.device) -> ModuleType | None:
 
 
 def read_draw(draw: torch.Tensor) -> int:
-    """Return the token id of a draw; waits for the draw's device once.
+    """Return the token id of a draw; wait for the draw's device once.
 
-    Raises `NumericalError` if the check value is not finite. (To check all logits would cost more than the draw.)
+    Raises `NumericalError` if the check value is not finite, which means that the logits were not.
     """
     check, token = draw.tolist()
     if not isfinite(check):
@@ -65,18 +73,20 @@ def read_draw(draw: torch.Tensor) -> int:
 
 
 def on_host(draws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return draws, copied to the host; waits for their device once."""
+    """Return copies of draws on the host; wait for their device once."""
     if not draws[0].is_cpu:
         draws = torch.stack(list(draws)).cpu().unbind()
     return list(draws)
 
 
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:
-    """Draw a token from `probs` [vocab], which need not sum to 1: argmin(E / probs) with E = `exponentials` of `key`.
+    """Draw a token from `probs` [vocab] by an exponential race: argmin(E / probs).
 
-    Token i wins with probability probs[i] / sum(probs).  Two models that race with the same key on similar
-    distributions mostly get the same winner: the coupled rule builds on this.  If no probability is above 0, the check
-    value is not finite.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
+    E are the `exponentials` of `key`.  `probs` need not sum to 1; token i wins with probability
+    probs[i] / sum(probs).  If two models race with the same key on similar distributions, they
+    mostly get the same winner.  The coupled rule builds on this.  If no probability is above 0, the
+    check value is not finite.  Source: "Coupling without communication", Daliri, Musco, Suresh
+    2024.
     """
     if not probs.is_cpu:
         return race_rows(probs[None], [key])[0]
@@ -89,12 +99,13 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
 def race_of_logits(
     logits: torch.Tensor, temperature: float, key: int, top: Shortlist | None = None
 ) -> torch.Tensor:
-    """Run a `race` on softmax(logits / temperature) of logits [vocab]. The host computes only tokens that can win.
+    """Run a `race` on softmax(logits / temperature) of logits [vocab].
 
-    The winner is that of `race`, unless the two least times differ by less than the rounding of float32 probabilities.
+    On a CPU only tokens that can win are computed. The winner is that of `race`, unless the two
+    least times differ by less than the rounding of float32 probabilities.
 
     Args:
-        top: the shortlist of the logits, if known; saves time.
+        top: the shortlist of the logits, which saves time; None if it is not known.
     """
     if not (logits.is_cpu and logits.dtype is torch.float32):
         return race_rows_of_logits(logits[None], temperature, [key])[0]
@@ -133,8 +144,8 @@ def _winner(weights: npt.NDArray[Any], ids: npt.NDArray[np.int64], key: int) -> 
 def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
     """Run a `race` for each row of `probs` [n, vocab], on any device; return draws [n, 2].
 
-    The winner is that of the host, unless the two least times differ by less than the rounding of the device's
-    logarithm.
+    The winner is the same as on a CPU, unless the two least times differ by less than the rounding
+    of the device's logarithm.
     """
     kernels = kernels_on(probs.device)
     if kernels is not None:
@@ -156,19 +167,20 @@ def race_rows_of_logits(
 
 
 def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw a token from `probs` [vocab], which need not sum to 1: the cumulative sum, inverted at one uniform number.
+    """Draw a token from `probs` [vocab]: invert the cumulative sum at one uniform random number.
 
-    Ten times cheaper than a race, for draws that the other model need not repeat.  The check value is not finite if the
-    sum is 0 or not finite.
+    `probs` need not sum to 1.  This is ten times cheaper than a race, and is for draws that the
+    other model need not repeat.  The check value is not finite if the sum is 0 or not finite.
 
     Args:
-        otherwise: probabilities [vocab] to draw from if `probs` is all zero.
+        otherwise: probabilities [vocab] to draw from if `probs` is 0 everywhere.
     """
     if not probs.is_cpu:
         return pick_on_device(probs, key, otherwise)
     weights = probs.numpy()
-    # First find the block, then the token within it: accumulating the whole row takes ten times as long. Summing blocks
-    # in float32 takes a fifth of the time, and rounds no more than the probabilities themselves are rounded.
+    # First find the block, then the token within it, because accumulating the whole row takes ten
+    # times as long. Summing blocks in float32 takes a fifth of the time, and rounds no more than the
+    # probabilities themselves are rounded.
     in_blocks = len(weights) - len(weights) % _PICK_BLOCK
     block_sums = probs[:in_blocks].view(-1, _PICK_BLOCK).sum(-1).numpy()
     if in_blocks < len(weights):
@@ -201,7 +213,7 @@ def _draw(check: float, token: int) -> torch.Tensor:
 def pick_on_device(
     probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Draw as `pick` on any device. Sums and probabilities may be rounded differently than on the host."""
+    """Draw like `pick`, on any device. Sums may be rounded differently than on a CPU."""
     if otherwise is not None:
         probs = torch.where(probs.any(), probs, otherwise)
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
@@ -215,7 +227,8 @@ def pick_on_device(
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Draw the likeliest token of logits [..., vocab]; return draws [..., 2].
 
-    Of equally likely tokens, draw the first, as transformers does. NaN counts as the largest number.
+    If several tokens are equally likely, draw the one with the lowest id, as transformers does. A
+    NaN counts as the largest number, so that the check value is not finite.
     """
     if logits.dim() == 1 and logits.is_cpu and logits.dtype is torch.float32:
         row = logits.numpy()  # takes a fifth of torch's time
@@ -236,7 +249,8 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
         options: temperature > 0 (for temperature 0 use `greedy`).
 
     Returns:
-        [..., vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
+        Probabilities [..., vocab], float32, that sum to 1 up to rounding; exactly 0 for tokens that
+        are filtered out.
     """
     scores = logits if logits.dtype is torch.float32 else logits.float()
     if options.temperature != 1:
@@ -256,9 +270,11 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
 
 
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the fewest likeliest tokens of scores [..., vocab] that hold `top_p`; set the others to minus infinity.
+    """Apply top-p: set scores [..., vocab] to minus infinity, except those of the nucleus.
 
-    Equally likely tokens rank by descending id, as in transformers if its sort were stable.
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least `top_p`.
+    Equally likely tokens rank by descending id, as they would in transformers if its sort were
+    stable.
     """
     top, places = scores.flip(-1).sort(descending=True, stable=True)
     probs = torch.softmax(top, -1)
@@ -269,7 +285,10 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.Tensor:
-    """Return the probabilities of scores [..., vocab] after top-p and min-p; sorts only each row's nucleus."""
+    """Return the probabilities of scores [..., vocab] after top-p and min-p.
+
+    Sorts only the nucleus of each row, not the whole vocabulary.
+    """
     vocab_size = scores.shape[-1]
     probs = torch.zeros_like(scores)
     prob_rows = probs.view(-1, vocab_size).numpy()
@@ -284,7 +303,7 @@ def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.
 
 
 def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
-    """Return the ids of the fewest likeliest tokens of scores [vocab] that hold `top_p`, the likeliest first."""
+    """Return the ids of the `nucleus` of scores [vocab], the likeliest first."""
     vocab_size = len(row)
     probs = torch.softmax(row, -1).numpy()
     for size in (min(_NUCLEUS, vocab_size), vocab_size):
@@ -298,7 +317,7 @@ def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
 def _ends_highest(
     ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """Replace the least likely tokens of a nucleus by the highest ids of all tokens that have the same score.
+    """Return the ids of a nucleus in which ties with its least likely token go to the highest ids.
 
     Args:
         ids: the nucleus, the likeliest first; empty for a row that is not finite.
@@ -320,11 +339,14 @@ def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
 
 
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
-    """Return the ids of somewhat more than `count` logits, among them the largest; None if that does not pay.
+    """Return the ids of somewhat more than `count` logits, which include the `count` largest.
 
-    This is a two-level top-k.  Let `least` be the `count`-th largest of the maxima of all blocks: then `count` blocks
-    have a logit of at least `least`, so the `count` largest logits are at least `least`.  It takes a third of the time
-    of `topk`.  Where many logits equal `least`, any of them will do.
+    Return None if this does not pay.
+
+    This is a two-level top-k, which takes a third of the time of `topk`.  Let `least` be the
+    `count`-th largest of the maxima of all blocks.  Then `count` blocks have a logit of at least
+    `least`, so the `count` largest logits are at least `least`.  If many logits equal `least`, it
+    does not matter which of them are returned.
     """
     if (
         not logits.is_cpu
@@ -348,7 +370,10 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
 
 
 def shortlist(logits: torch.Tensor) -> torch.Tensor:
-    """Return the `SHORTLIST` likeliest tokens of logits [vocab] for `read_shortlist`: [ids, logits], [2, n] float64."""
+    """Return the `SHORTLIST` likeliest tokens of logits [vocab], to be read by `read_shortlist`.
+
+    The result is [ids, logits], a tensor [2, n] float64, the likeliest token first.
+    """
     count = min(SHORTLIST, len(logits))
     if logits.is_cpu and logits.dtype is torch.float32:
         top_ids = _top_ids(logits, count)
@@ -358,7 +383,7 @@ def shortlist(logits: torch.Tensor) -> torch.Tensor:
 
 
 def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
-    """Return shortlists, copied to the host; waits for their device once."""
+    """Return (ids, logits) of each shortlist, on the host; wait for their device once."""
     rows = []
     for shortlist_row in on_host(shortlists):
         ids, logits = shortlist_row.numpy()
@@ -367,7 +392,10 @@ def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
 
 
 def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    """Return softmax(logits / temperature) of descending logits [n]; temperature 0 counts as 1."""
+    """Return softmax(logits / temperature) of logits [n], the largest first.
+
+    Temperature 0 counts as 1.
+    """
     with np.errstate(invalid="ignore"):  # if a row is not finite, its draw says so
         weights = np.exp((logits - logits[0]) / (temperature or 1.0))
     return weights / weights.sum()

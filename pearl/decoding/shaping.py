@@ -1,7 +1,8 @@
 """Shaping of logits: penalties for repeated tokens, biases of single tokens, and grammars.
 
-Both models shape their logits alike, before temperature and filters.  Shaped logits are a function of the prefix alone,
-as unshaped ones are.  So exact rules stay exact, and one seed gives one text whatever was proposed.
+Target and draft shape their logits in the same way, before temperature and filters.  Shaped logits
+depend on the text before them alone, like the model's own logits.  So exact rules stay exact, and
+one seed gives one text whatever was proposed.
 """
 
 from collections import Counter
@@ -14,21 +15,22 @@ import torch
 from pearl.config.options import RequestOptions
 from pearl.errors import GrammarError
 
-# (grammar, tokens that end the text) -> a `pearl.text.grammar.Guide`; raises `GrammarError`.
+# Function (grammar, tokens that end the text) -> `pearl.text.grammar.Guide`, which knows the tokens
+# that the grammar allows next; raises `GrammarError`.
 MakeGuide = Callable[[str, Sequence[int]], Any]
 
 
 class Shaper:
-    """Shapes the logits of one text; holds the tokens that the model has been fed.
+    """Shapes the logits of one text, whose tokens it keeps as the model is fed them.
 
     Args:
         prompt: the tokens with which the text begins.
         guides: makes the guide of a text that has a grammar.
 
     Attributes:
-        stuck: the grammar error of a row of the last `chain` or `tree`; None if there was none. Such a row is minus
-            infinity throughout. The error is raised only if the row is sampled, because a rejected guess may have led
-            to the row.
+        stuck: the grammar error of a row in the last `chain` or `tree`; None if there was no error.
+            The row with the error is minus infinity throughout. The caller raises the error only if
+            it samples that row, because the row may follow a guess that is rejected.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Shaper:
         self._options = options
         self._prompt = prompt
         self._guide: Any = None  # of the text's grammar, if there is one
-        #: Why the grammar has no guide; kept for `shape`, so that only this request fails.
+        #: Why the grammar has no guide. `shape` raises this error, so that only this request fails.
         self._broken: GrammarError | None = None
         if options.grammar:
             try:
@@ -47,9 +49,10 @@ class Shaper:
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
-        #: The length at which the grammar begins; None while the text is in the reasoning that its prompt has opened.
+        #: Length of the text at which the grammar begins. None while the text is still in the
+        #: reasoning (thinking) part that its prompt has opened.
         self._grammar_from: int | None = options.prompt_length
-        #: Any of these tokens ends the reasoning that the prompt has opened; empty if it has opened none.
+        #: The tokens any of which ends that reasoning part; empty if the prompt has opened none.
         self._reasoning_ends: tuple[int, ...] = ()
         if options.reasoning is not None and options.reasoning.is_open:
             self._reasoning_ends = options.reasoning.end_tokens
@@ -60,9 +63,11 @@ class Shaper:
         self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
-        """Set the text's length: remove the tokens after it, or append the prompt's tokens up to it.
+        """Cut or extend the text to the first `length` tokens, which the model's KV cache holds.
 
-        Tokens are appended if the model need not be fed them, because its cache holds them already.
+        If the text is longer, its last tokens are removed. If it is shorter, tokens of the prompt
+        are
+        appended: the KV cache holds them already, so the model was not fed them for this request.
         """
         for token in reversed(self._text[length:]):
             self._text.pop()
@@ -98,7 +103,7 @@ class Shaper:
             self._grammar_from = len(self._text) + 1
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Append `tokens` to the text; return the shaped rows [n, vocab] that follow the last n of these tokens."""
+        """Append `tokens` to the text, and shape the logits [n, vocab] after the last n of them."""
         self.stuck = None
         if not len(logits):
             self.extend(tokens)
@@ -114,11 +119,13 @@ class Shaper:
     def tree(
         self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Return the shaped rows [n, vocab] that follow the last n nodes of a tree. The tree follows the text.
+        """Shape the logits [n, vocab] after the last n nodes of a token tree that follows the text.
+
+        The text itself does not change.
 
         Args:
             tokens: the token of each node.
-            paths: for each node, the nodes from the root to it, itself included.
+            paths: for each node, the nodes on the way from the root to the node, which comes last.
         """
         self.stuck = None
         length = len(self._text)
@@ -132,7 +139,7 @@ class Shaper:
         return torch.stack(shaped)
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a shaped row; an error is kept in `stuck`."""
+        """Return a shaped row. A grammar error is not raised but kept in `stuck`."""
         try:
             return self.shape(logits)
         except GrammarError as error:
@@ -142,13 +149,22 @@ class Shaper:
     def shape(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a shaped copy of logits [vocab], float32, for the token after the text.
 
-        In the order of vLLM: add biases; penalise tokens of the text by `repetition_penalty` (as in transformers:
-        divide a positive logit by it, multiply a negative one); subtract from generated tokens `frequency_penalty`
-        times their count and `presence_penalty` once; set tokens that the grammar does not allow to minus infinity.
-        If the model gives no allowed token a probability, all allowed tokens are equally likely.  A text that has left
-        the grammar is not constrained.
+        The steps are those of vLLM, in its order:
 
-        Raises `GrammarError` if the allowed tokens cannot be computed, or if the model has none of them.
+        * add biases;
+        * penalise the text's tokens by `repetition_penalty`, as transformers does: divide a
+        positive
+          logit by it, and multiply a negative one;
+        * from the logits of generated tokens, subtract `frequency_penalty` times the token's count,
+        and
+          `presence_penalty` once;
+        * set the logits of tokens that the grammar does not allow to minus infinity.
+
+        If the model gives every allowed token probability 0, all allowed tokens become equally
+        likely. If the text does not follow the grammar any more, no token is excluded.
+
+        Raises `GrammarError` if the allowed tokens cannot be computed, or if this model's
+        vocabulary has none of them.
         """
         if self._broken is not None:
             raise self._broken
@@ -176,7 +192,10 @@ class Shaper:
             row[_ids(self._written, row)] -= penalties
 
     def _constrained(self, row: torch.Tensor) -> torch.Tensor:
-        """Set tokens that the grammar does not allow to minus infinity. Raises as `shape`."""
+        """Set tokens that the grammar does not allow to minus infinity.
+
+        Raises `GrammarError` as `shape` does.
+        """
         if self._guide is not None and self._grammar_from is None:
             return self._unended(row)
         allowed = None if self._guide is None else self._guide.allowed()
@@ -192,7 +211,7 @@ class Shaper:
         return torch.where(row.max() == -torch.inf, equal, row)
 
     def _unended(self, row: torch.Tensor) -> torch.Tensor:
-        """Set the tokens that end a text to minus infinity: its answer is still to come."""
+        """Set the tokens that end a text to minus infinity, because its answer is still to come."""
         ends = [token for token in self._options.grammar_ends if token < len(row)]
         row[_ids(ends, row).long()] = -torch.inf
         return row

@@ -1,9 +1,10 @@
-"""The two halves of an acceptance rule, one for each process, and how they are made from the registry's entry.
+"""Acceptance rules. One half of a rule draws tokens in the draft, the other judges in the target.
 
-A half sees logits, tokens and draft distributions; nothing of windows, epochs or processes.  The target's own draw
-(`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under every rule.
+A half sees logits, tokens and draft distributions, but nothing of windows, epochs or processes.
+Rules are declared in `pearl.spec.rules`; `make_half` makes a half from such a declaration.
 
-If a rule's draft is to read the target's hidden states, `ModelProposer` can pass them on: no half needs to change.
+Some tokens are drawn from the target alone: with method `ar`, bonus tokens, and while there is no
+draft. These draws belong to no rule: they are `direct.DirectDraw` under every rule.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,17 @@ from pearl.decoding.sampling import Shortlist
 from pearl.protocol.events import Judged
 from pearl.spec.rules import find
 
-Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
+Drafted = tuple[Tensor, Tensor | None]  # (draw, distribution that the target needs to judge it)
 Tops = Sequence[Shortlist]
 
 
 class Proposed(NamedTuple):
-    """Draft tokens to judge.
+    """Draft tokens to judge, with what a target half needs to judge them.
 
     Attributes:
         logits: the target's logits [len(tokens), vocab] for the positions of the tokens.
-        rows: the distribution [vocab] that the draft half returned with each token, on the host or on the device of the
-            logits; empty for a rule that needs none.
+        rows: the distribution [vocab] that the draft half returned with each token, on the host or
+            on the device of the logits; empty for a rule that needs none.
         start: the position of the first token.
         launched: the result of `TargetHalf.launch` for these logits; None if it was not called.
     """
@@ -41,57 +42,68 @@ class Proposed(NamedTuple):
 
 
 class DraftHalf(Protocol):
-    """How the draft draws, for rules that judge token by token. Positions are absolute."""
+    """The draft's half of a rule that judges token by token.
+
+    Positions count from the start of the prompt.
+    """
 
     def draft(
         self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
     ) -> list[Drafted]:
-        """Draw a token for each of `positions` from its logits [vocab]; waits for no device.
+        """Draw a token for each of `positions` from its logits [vocab]; do not wait for the device.
 
         Args:
-            tops: the shortlist of each row of logits; empty if they are not known.
+            tops: the shortlist (the likeliest tokens) for each position; empty if not known.
 
         Returns:
-            (draw, distribution) for each position, both on the device of the logits. `sampling.read_draw` reads the
-            draw. The distribution [vocab] float32 is the one that the token was drawn from; None if the rule needs
-            none.
+            (draw, distribution) for each position, both on the device of the logits.
+            `sampling.read_draw` reads the token of a draw. The distribution [vocab] float32 is the
+            one that the token was drawn from; None if the rule needs none.
         """
         ...
 
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank the tokens that the target will most likely commit at `position`, by this model's logits.
+        """Rank the tokens that the target will most likely commit at `position`.
+
+        The ranking uses the draft's own logits, because those of the target are not known here.
 
         Args:
-            top: the shortlist of the logits.
-            is_root: whether the token before `position` is not this draft's; the target may then judge several tokens
-                for `position`.
+            top: the shortlist (the likeliest tokens) of the draft's logits.
+            count: how many tokens to return.
+            is_root: whether the token before `position` was not drafted, so that drafting starts
+                there. Some rules judge several candidates at such a position.
 
         Returns:
-            (tokens, shares): the `count` likeliest tokens, the likeliest first, and the share of each among `top`.
+            (tokens, shares): the likeliest tokens, the likeliest first, and the share of each in
+            the probability of the tokens compared.
         """
         ...
 
 
 class TargetHalf(Protocol):
-    """How the target judges. Positions are absolute."""
+    """The target's half of a rule. Positions count from the start of the prompt."""
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """Launch the computation that `judge` needs of logits [n, vocab] for `positions` [n]; waits for no device.
+        """Launch what `judge` needs to compute from logits [n, vocab] for `positions` [n].
 
-        Returns a tensor [n, ...].  A rule whose text does not depend on proposals returns the direct draws, which are
-        then being copied to the host.
+        Does not wait for the device.  Returns a tensor [n, ...], to be passed as
+        `Proposed.launched`.  A rule with `RuleSpec.is_proposal_invariant` returns the target's own
+        draws, in a copy to the host that may still be running.
         """
         ...
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge the draft tokens. Raises `NumericalError` if logits that this reads are not finite."""
+        """Judge the draft tokens. Raises `NumericalError` if logits read here are not finite."""
         ...
 
 
 def make_half(side: Literal["target", "draft"], options: RequestOptions) -> Any:
-    """Make the `TargetHalf`, `DraftHalf` or `joint.JointDraft` of a request's rule, with the parameters it takes."""
+    """Make one half of a request's rule: a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`.
+
+    Those of the rule's parameters are passed that the half's constructor takes.
+    """
     module, _, factory = getattr(options.rule_in_force, side).partition(":")
     half = getattr(import_module(module), factory)
     accepted_names = signature(half).parameters

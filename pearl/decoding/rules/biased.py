@@ -1,18 +1,22 @@
-"""Three rules that accept more than exactness allows, and report the bias: opt, uno and bild.
+"""Three rules that are not exact, opt, uno and bild: they accept more, and report the bias.
 
-Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft).  They never accept a token whose
-target probability is 0, so a token that a grammar or top-p rules out never becomes text.  The two differ in how they
-replace a rejected token.  Opt draws from max(target - draft, 0), as the ratio rule does.  Of all replacements, this has
-the least bias.  (The bias is the total variation distance between the tokens' distribution and the target's.  Under
-opt, bias and rejection probability add up to the distance between draft and target.)  Uno draws from the target itself,
-and is biased even with epsilon 0.
+The bias is the total variation distance between the distribution of committed tokens and the
+target's.
 
-Source: Yin et al. 2024, section 4.2.  For uno, the paper's text draws the replacement from the target's distribution,
-but the paper's printed code draws it from the draft's.  We follow the text.
+Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft).  They never
+accept a token whose target probability is 0, so a token that a grammar or top-p rules out is never
+committed. The two differ in how they replace a rejected token.  Opt draws from max(target - draft,
+0), as the ratio rule does; of all replacements, this one has the least bias.  Under opt, bias and
+rejection probability add up to the total variation distance between draft and target.  Uno draws
+from the target's distribution, and is biased even if epsilon is 0.
 
-Bild accepts a token whose target probability is high enough, whatever its draft probability.  Source: Kim et al. 2023
-(BiLD), rollback policy; the paper's fallback policy is `--draft-stop threshold` here.  The paper decodes greedily, as
-bild does at temperature 0: it commits either the draft's likeliest token or the target's.
+Source: Yin et al. 2024, section 4.2.  For uno, the paper's text draws the replacement from the
+target's distribution, but the paper's printed code draws it from the draft's.  We follow the text.
+
+Bild accepts a token if its target probability is high enough, whatever its draft probability.
+Source: Kim et al. 2023 (BiLD), rollback policy.  The paper's fallback policy is `--draft-stop
+threshold` here. The paper decodes greedily.  So does bild at temperature 0, where it commits either
+the draft's likeliest token or the target's.
 """
 
 from collections.abc import Sequence
@@ -32,7 +36,7 @@ class UnoTarget(RatioTarget):
     """Rule uno: draws corrections from the target's distribution.
 
     Args:
-        epsilon: is added to the target's probability of a token, if that is not 0.
+        epsilon: is added to each target probability that is not 0.
     """
 
     def __init__(self, options: RequestOptions, epsilon: float) -> None:
@@ -79,7 +83,7 @@ class BildTarget(UnoTarget):
 
 
 class GreedyBildTarget:
-    """Rule bild at temperature 0: replaces a rejected token by the target's likeliest."""
+    """Rule bild at temperature 0: replaces a rejected token by the target's likeliest token."""
 
     def __init__(self, options: RequestOptions, rollback: float) -> None:
         self._rollback = rollback
@@ -88,7 +92,10 @@ class GreedyBildTarget:
         return torch.log_softmax(logits.float(), -1)
 
     def judge(self, proposed: Proposed) -> Judged:
-        """See `TargetHalf.judge`. The bias is the number of accepted tokens that are not the target's likeliest."""
+        """Judge the draft tokens.
+
+        The bias is the number of accepted tokens that are not the target's likeliest token.
+        """
         logits = proposed.logits
         scores = proposed.launched
         if scores is None:

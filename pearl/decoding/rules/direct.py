@@ -1,8 +1,11 @@
-"""The direct rules: every committed token is the target's own draw. The draft guesses it by making the same draw.
+"""The direct rules: every committed token is the target's own draw, which the draft tries to guess.
 
-Above temperature 0 this is `coupled`, drafter-invariant decoding: both models race with the same exponentials (purpose
-DIRECT), and acceptance is at least (1-TV)/(1+TV).  At temperature 0 it is greedy decoding.  Nothing but tokens crosses
-the wire.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
+The draft draws from its own distribution with the same random numbers as the target.  Above
+temperature 0 this is rule `coupled`, drafter-invariant decoding.  Both models run an exponential
+race (see `sampling.race`) with the same exponentials, of purpose DIRECT.  With TV, the total
+variation distance of the two distributions, the acceptance rate is at least (1-TV)/(1+TV).  At
+temperature 0 this is greedy decoding.  The draft sends only tokens, no distributions.  Source:
+"Coupling without communication", Daliri, Musco, Suresh 2024.
 """
 
 from collections.abc import Sequence
@@ -29,14 +32,17 @@ from pearl.protocol.events import Judged
 
 
 class DirectDraw:
-    """The keyed draw from one model's own distribution; greedy at temperature 0."""
+    """Draws from one model's distribution with keyed random numbers; greedy at temperature 0."""
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
         self.is_filtered = options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
-        """Return the draw for `position` from logits [vocab]. `top`: the shortlist of the logits, if known."""
+        """Return the draw for `position` from logits [vocab].
+
+        `top`: the shortlist of the logits; None if it is not known.
+        """
         if self.options.temperature == 0:
             return greedy(logits)
         if not self.is_filtered:
@@ -57,7 +63,7 @@ class DirectDraw:
 
 
 class DirectDraft:
-    """Drafts the draft model's own direct draws."""
+    """Drafts the draft model's own draws, made with the target's random numbers."""
 
     def __init__(self, options: RequestOptions) -> None:
         self._draw = DirectDraw(options)
@@ -77,7 +83,7 @@ class DirectDraft:
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank tokens by their times in the race, which the target runs with the same exponentials."""
+        """Rank tokens by their times in the race, which the target runs with the same numbers."""
         ids, logits = top
         temperature = self._draw.options.temperature
         weights = shares(logits, temperature)
@@ -88,7 +94,7 @@ class DirectDraft:
 
 
 class DirectTarget:
-    """Accepts a token that equals the target's direct draw, and corrects any other to it."""
+    """Accepts a draft token if it equals the target's own draw, and otherwise commits that draw."""
 
     def __init__(self, options: RequestOptions) -> None:
         self._draw = DirectDraw(options)

@@ -1,13 +1,14 @@
-"""The joint rule: accepts tokens by their joint likelihood, not one by one.
+"""The joint rule, which accepts tokens by their joint likelihood and not one by one.
 
-The draft searches for the likeliest block of `depth` tokens.  The target scores the block as a whole and accepts its
-longest part whose joint ratio, the product of target / draft over its tokens, exceeds tau, even where a shorter part
-does not pass; then it draws one token.  So an unlikely token is accepted if the tokens after it make up for it.
+The draft searches for the likeliest block of `depth` tokens.  The joint ratio of the block's first
+n tokens is the product of target / draft over their probabilities.  The target accepts the largest
+n whose joint ratio exceeds tau, even if a smaller n does not pass.  So an unlikely token is
+accepted if the tokens after it make up for it.  If the block is not accepted whole, the target then
+draws one token.  At temperature 0 this is its likeliest token, so that the text is a function of
+the two models.
 
-At temperature 0 the token drawn is the target's likeliest, so that the text is a function of the two models.
-
-Not exact, on purpose: the rule prefers texts that are likely as a whole.  Source: Qin et al. 2024, multi-token joint
-speculative decoding, algorithm 2.
+The rule is not exact, on purpose: it prefers texts that are likely as a whole.  Source: Qin et al.
+2024, multi-token joint speculative decoding, algorithm 2.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ from pearl.protocol.events import Judged, Odds
 
 
 class JointDraft:
-    """Scores sequences in `drafting.beams`, a search for a block of `depth` tokens that keeps `width` sequences."""
+    """The draft's half of the joint rule: it scores tokens for the search in `drafting.beams`.
+
+    The search is for a block of `depth` tokens, and keeps the `width` likeliest sequences.
+    """
 
     def __init__(self, options: RequestOptions, depth: int, width: int) -> None:
         self.options = unwarped(options)
@@ -36,10 +40,12 @@ class JointDraft:
 
 
 class JointTarget:
-    """Accepts the longest part of a block that is likely enough as a whole.
+    """Accepts as many of a block's first tokens as are likely enough together.
 
     Args:
-        tau: a part is likely enough if min(1, joint ratio) > tau. So 0 accepts all that the target allows, 1 nothing.
+        tau: the first tokens are accepted if min(1, their joint ratio) > tau. So 0 accepts
+            everything that the target gives a probability above 0, and 1 accepts nothing.
+        depth: number of tokens in a block.
     """
 
     def __init__(self, options: RequestOptions, tau: float, depth: int) -> None:
@@ -52,11 +58,13 @@ class JointTarget:
         return probabilities(logits, self.options)
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge a block. Each token's row is 0 except at the token, where it is the draft's probability.
+        """Judge a block. A token's row is 0 except at the token, where it is its draft probability.
 
-        The text before a block determines the block, without a draw.  So an accepted position is certain to get the
-        block's token.  The bias there is the total variation distance between this certainty and the target's
-        distribution: 1 - target probability; at temperature 0 it is either 0 or 1.
+        The text before a block determines the block, because the beam search makes no random draw.
+        So at an accepted position the block's token is certain.  The bias is the total variation
+        distance of this certainty from the target's distribution: 1 - the token's target
+        probability.  At temperature 0 the bias is 0 for the target's likeliest token, and 1 for any
+        other.
         """
         tokens = proposed.tokens
         target = proposed.launched
@@ -77,7 +85,7 @@ class JointTarget:
         return Judged(accepted, read_draw(pick(target[accepted], key)), odds=odds)
 
     def _accepted(self, target_probs: Sequence[float], draft_probs: Sequence[float]) -> int:
-        """Return the length of the longest part whose joint ratio exceeds tau."""
+        """Return the largest number of first tokens whose joint ratio exceeds tau."""
         accepted = 0
         ratio = 1.0
         pairs = zip(target_probs, draft_probs, strict=True)
@@ -94,7 +102,11 @@ class JointTarget:
         return accepted
 
     def _bias(self, target: Tensor, target_probs: Sequence[float]) -> float:
-        """Return the sum of the biases of the accepted tokens, see `judge`. `target`: its rows [accepted, vocab]."""
+        """Return the sum of the accepted tokens' biases, see `judge`.
+
+        `target`: the target's distributions [accepted, vocab]. `target_probs`: the tokens'
+        probabilities.
+        """
         if not self._is_greedy:
             return sum(max(0.0, 1 - prob) for prob in target_probs)
         best = target.amax(-1).tolist()
@@ -102,7 +114,11 @@ class JointTarget:
 
 
 def unwarped(options: RequestOptions) -> RequestOptions:
-    """Return the options; for temperature 0, which has no distribution, those of temperature 1 without filters."""
+    """Return options by which sequences can be scored.
+
+    At temperature 0 there is no distribution to score by. The result then has temperature 1 and no
+    filters. Any other options are returned unchanged.
+    """
     if options.temperature:
         return options
     return options.changed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0)

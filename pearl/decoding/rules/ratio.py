@@ -1,10 +1,14 @@
-"""The ratio rule: accept with probability min(1, target/draft), else correct from the residual.
+"""The ratio rule: accept a draft token with probability min(1, target / draft).
 
-Exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance rate is 1 - TV,
-where TV is the total variation distance of the two distributions.  Source: Leviathan et al. 2023, algorithm 1.
+`target` and `draft` are the token's probabilities under the two models.  If the token is rejected, a correction is drawn from the residual max(target - draft, 0).  The rule
+is
+exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance
+rate is 1 - TV, where TV is the total variation distance of the two distributions.  Source:
+Leviathan et al. 2023, algorithm 1.
 
-Other rules that judge each draft token against the distribution that it was drawn from are subclasses of `RatioTarget`
-with another `accepts`, `accepted` and `replacement`; their draft half is `SampledDraft`.
+Other rules too judge each draft token against the distribution that it was drawn from.  They are
+subclasses of `RatioTarget` with their own `accepts`, `accepted` and `replacement`, and share the
+draft half `SampledDraft`.
 """
 
 from collections.abc import Sequence
@@ -21,15 +25,19 @@ from pearl.protocol.events import Judged, Odds
 
 
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
-    """Return whether u < target_prob / draft_prob, for u in [0, 1): the test of acceptance, without the division.
+    """Return whether a token is accepted: u < target_prob / draft_prob, for u in [0, 1).
 
-    The comparison is strict, so that a token of target probability 0 never passes, not even with u = 0.
+    The comparison is strict, so that a token of target probability 0 is never accepted, not even if
+    u = 0. The test multiplies instead of dividing.
     """
     return u * draft_prob < target_prob
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return max(target - draft, 0) [vocab], not normalised. Rounding may make it all zero."""
+    """Return max(target - draft, 0) [vocab], not normalised.
+
+    If the two distributions are equal up to rounding, the result may be 0 everywhere.
+    """
     return (target_probs - draft_probs).relu_()
 
 
@@ -37,8 +45,8 @@ class Facts(NamedTuple):
     """The figures by which a draft token is judged, read from the distributions of target and draft.
 
     Attributes:
-        target, draft: the token's probability in each.
-        mass: probability that a token drawn from the draft's distribution is accepted.
+        target, draft: the token's probability in the target's and in the draft's distribution.
+        mass: probability that any token drawn from the draft's distribution here is accepted.
         bias: see `RatioTarget.bias`; 0 if the rule is exact.
     """
 
@@ -67,13 +75,16 @@ class SampledDraft:
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank by the draft's own probabilities, because the target's are not known here."""
+        """Rank the tokens by the draft's own probabilities."""
         ids, logits = top
         return ids[:count].tolist(), shares(logits[:count], self.options.temperature).tolist()
 
 
 class RatioTarget:
-    """Judges draft tokens one by one, up to a rejected token, for which it draws a correction from `replacement`."""
+    """Judges draft tokens one by one, up to the first that is rejected.
+
+    In place of the rejected token it draws a correction from the distribution `replacement`.
+    """
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
@@ -87,13 +98,16 @@ class RatioTarget:
         return torch.minimum(draft, target)
 
     def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
-        """Return the correction's distribution [vocab], not normalised. If it is all zero, `target` takes its place."""
+        """Return the distribution [vocab] of the correction, not normalised.
+
+        If it is 0 everywhere, the correction is drawn from `target` instead.
+        """
         return residual(target, draft)
 
     def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor | None:
-        """Return the total variation distance [..., 1] of the committed distribution from `target`.
+        """Return how far the distribution of committed tokens is from `target`.
 
-        None if the rule is exact.
+        This is the total variation distance, [..., 1]; None if the rule is exact.
 
         Args:
             accepted: the result of `accepted`, [..., vocab].
@@ -129,7 +143,7 @@ class RatioTarget:
         return Judged(len(tokens), None, odds=odds_of(masses, biases))
 
     def _target(self, proposed: Proposed, part: int | slice) -> Tensor:
-        """Return the target's distribution for some of the tokens."""
+        """Return the target's distributions for the tokens at the index or slice `part`."""
         if proposed.launched is None:
             return probabilities(proposed.logits[part], self.options)
         return proposed.launched[part]
@@ -140,7 +154,10 @@ class RatioTarget:
         return read_draw(pick(self.replacement(target, draft), key, otherwise=target))
 
     def facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[Facts]:
-        """Return the facts of each token, read from both models' rows [n, vocab]; waits for a device once."""
+        """Return the `Facts` of each token, from both distributions [n, vocab].
+
+        Waits for the device once.
+        """
         accepted = self.accepted(target, draft)
         mass = accepted.sum(-1, keepdim=True)
         bias = self.bias(target, accepted, mass)
@@ -159,9 +176,10 @@ class RatioTarget:
 
 
 def odds_of(masses: Sequence[float], biases: Sequence[float] = ()) -> Odds:
-    """Return the expected number of rejections and its variance, and the sum of biases, over positions.
+    """Return the expected rejections, their variance and the sum of biases over judged positions.
 
-    With p = 1 - mass, the probability of a rejection: rejections = sum(p), variance = sum(p * (1 - p)).
+    A rejection has probability p = 1 - mass at each position. So rejections = sum(p), and variance
+    = sum(p * (1 - p)).
     """
     rejection_probs = [min(1.0, max(0.0, 1 - mass)) for mass in masses]
     variance = sum(prob * (1 - prob) for prob in rejection_probs)

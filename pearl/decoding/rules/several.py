@@ -1,14 +1,17 @@
-"""Exact rules that judge several candidates for the first token of what is drafted: batch and spectr.
+"""Exact rules that judge several candidates for the first token of a draft: batch and spectr.
 
-A root is a position where drafting starts again: after a prompt or a correction.  There the draft's distribution gives
-any number of candidates, drawn with replacement.  The draft goes on from the first candidate.  The other candidates
-cost the draft nothing: the target has the distribution, and draws them itself, with keys that both sides know.  If the
-target accepts another candidate than the first, it commits that token like a correction; the draft may have a branch
-ready that continues it.
+A root is a position where drafting starts: after the prompt, or after a correction.  At a root
+several candidates are drawn from the draft's distribution, with replacement.  The draft continues
+the first candidate.  The other candidates cost the draft nothing: the target has the distribution,
+and draws them itself with keys that both sides know.  If the target accepts another candidate than
+the first, it commits that token as it would commit a correction.  The draft may have a branch ready
+that continues it.
 
-Batch judges the candidates in turn, each against the part of the target's distribution that the earlier candidates have
-left.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr judges the candidates by K-SEQ; if several of them
-equal the accepted token, the next position has as many candidates again.  Source: Sun et al. 2023, algorithm 2.
+Batch judges the candidates in turn, each against the part of the target's distribution that the
+earlier candidates have left.  Source: Yin et al. 2024, algorithm of section 3.3.
+
+Spectr judges the candidates by the K-SEQ algorithm.  If several of them equal the accepted token,
+the next position has that many candidates.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from collections.abc import Sequence
@@ -24,11 +27,11 @@ from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_
 from pearl.decoding.sampling import Shortlist, pick, read_draw, shares
 from pearl.protocol.events import Judged
 
-_HALVINGS = 40  # of the interval that contains K-SEQ's divisor: float32 resolves no finer
+_HALVINGS = 40  # how often the interval of K-SEQ's divisor is halved; float32 resolves no finer
 
 
 class SeveralDraft(SampledDraft):
-    """Drafts as under the ratio rule; at a root, ranks the other candidates as the likeliest alternatives."""
+    """Drafts as under the ratio rule; at a root, ranks the other candidates before runners-up."""
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:
         super().__init__(options)
@@ -48,7 +51,10 @@ class SeveralDraft(SampledDraft):
     def likeliest(
         self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Rank tokens; at a root, the other candidates come first, in the order in which the target judges them."""
+        """Rank tokens by the draft's probabilities.
+
+        At a root the other candidates come first, in the order in which the target judges them.
+        """
         probs = self._rows.get(position)
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
@@ -67,9 +73,9 @@ class Choice(NamedTuple):
     """The verdict on the candidates of one position.
 
     Attributes:
-        number: the number of the accepted candidate; None if none is accepted.
-        residual: the distribution of the correction, [vocab], not normalised.
-        rejected: probability that none is accepted.
+        number: index of the accepted candidate; None if none is accepted.
+        residual: the distribution [vocab] of a correction, not normalised.
+        rejected: probability that no candidate is accepted.
     """
 
     number: int | None
@@ -80,7 +86,8 @@ class Choice(NamedTuple):
 class BatchTarget(RatioTarget):
     """Rule batch: judges the candidates of a root in turn. With one candidate it is the ratio rule.
 
-    A root is a position after a token that was not drafted, so that the text alone says which positions are roots.
+    A root is any position after a token that was not drafted. So a root is recognised from the text
+    alone.
 
     Args:
         candidates: number of candidates at a root, including the token that the draft went on from.
@@ -114,7 +121,7 @@ class BatchTarget(RatioTarget):
         return Judged(len(proposed.tokens), None, odds=odds_of(masses))
 
     def _candidates_at(self, position: int, token: int, draft: Tensor) -> list[int]:
-        """Return the draft's own token, and the candidates that are judged after it."""
+        """Return the candidates for a position: the draft's own token first, then any others."""
         count = self._sequences if position == self._next else self._candidates
         tokens = [token]
         for number in range(1, count):
@@ -124,7 +131,7 @@ class BatchTarget(RatioTarget):
     def _choose(
         self, position: int, candidates: Sequence[int], target: Tensor, draft: Tensor
     ) -> Choice:
-        """Judge candidates that were drawn from `draft` [vocab]."""
+        """Judge candidates that were drawn from the distribution `draft` [vocab]."""
         chosen = None
         remaining = target
         rejected = 1.0
@@ -142,7 +149,7 @@ class BatchTarget(RatioTarget):
         return Choice(chosen, remaining, rejected)
 
     def _going_on(self, accepted: int, candidates: Sequence[int]) -> int:
-        """Return the number of candidates for the next position."""
+        """Return the number of candidates for the position after the token `accepted`."""
         return 1
 
     def _uniform(self, position: int, number: int) -> float:
@@ -150,9 +157,9 @@ class BatchTarget(RatioTarget):
 
 
 class SpectrTarget(BatchTarget):
-    """Rule spectr (K-SEQ): accepts each candidate with probability min(1, target / (divisor * draft)).
+    """Rule spectr (K-SEQ): accepts a candidate with probability min(1, target / (divisor * draft)).
 
-    See `k_seq_divisor`.
+    For the divisor see `k_seq_divisor`.
     """
 
     def _choose(
@@ -176,12 +183,16 @@ class SpectrTarget(BatchTarget):
 
 
 def candidate(draft: Tensor, options: RequestOptions, position: int, number: int) -> int:
-    """Draw candidate `number` for a position from `draft` [vocab]. Candidate 0 is the draft's own draw."""
+    """Draw candidate `number` for `position` from `draft` [vocab]. Candidate 0 is the draft's."""
     return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 
 def k_seq_divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
-    """Return the least divisor in [1, candidates] with which K-SEQ commits no token more often than the target does."""
+    """Return K-SEQ's divisor for a number of candidates, in [1, candidates].
+
+    It is the least divisor with which no token is committed more often than the target would draw
+    it.
+    """
     low = 1.0
     high = float(candidates)
     if candidates == 1 or _excess(target, draft, low, candidates) <= 0:
