@@ -1,7 +1,8 @@
-"""Every setting: how an engine is built (validated by pydantic), and the options of a request (by msgspec).
+"""All settings: those of an engine (checked by pydantic) and of a request (checked by msgspec).
 
-A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line. Unknown
-keys and bad values are refused by name. Must not know models, sockets or processes.
+A configuration file is one flat YAML mapping of these fields. Every field is also a flag of the
+command line. An unknown key or a bad value is refused with a message that names it. This package
+must not know models, sockets or processes.
 """
 
 from collections.abc import Mapping
@@ -38,22 +39,24 @@ SETTING_NAMES = (*EngineConfig.model_fields, *OPTION_NAMES)
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole run: the engine, and the options of its requests."""
+    """The settings of a whole run: those of the engine, and the options of its requests."""
 
     engine: EngineConfig
     options: RequestOptions
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Return the settings of a configuration file, if any, with `overrides` (the user's flags) on top.
+    """Return the settings of a configuration file, if any, replaced by `overrides` (user's flags).
 
-    Raises `ConfigError`, which names the file if the file alone is wrong.
+    Raises `ConfigError`. If the file's settings are wrong even without flags, the message names the
+    file.
     """
     values = read_file(path) if path else {}
     merged = {**values, **overrides}
     try:
         settings = _settings(merged)
-        # If a flag chooses the method, the file's settings may be meant for another method: check only the flags.
+        # If a flag chooses the method, the file's settings may be meant for another method. So only
+        # the flags are checked.
         _refuse_unread(overrides if "method" in overrides else merged)
     except ConfigError as error:
         if path is None or _is_valid(values):
@@ -63,7 +66,10 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
 
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the method has no draft and a setting is about drafts: the setting would be ignored."""
+    """Raise `ConfigError` if the method has no draft, but a setting is about drafts.
+
+    Such a setting would have no effect.
+    """
     method = values.get("method")
     if method not in DRAFTLESS:
         return
@@ -100,9 +106,10 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or in the package's configuration of this name, such as "toy".
+    """Return the mapping in a YAML file.
 
-    Raises `ConfigError`.
+    If there is no such file, `path` may be the name of one of the package's configurations, such as
+    "toy". Raises `ConfigError` if the file cannot be read or is no mapping.
     """
     try:
         file = path if path.exists() else _NAMED_FILES.get(str(path), path)

@@ -19,11 +19,11 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 
 _EMBEDDED_DRAFT = "embedded-draft"
-MAX_SLOTS = 64  # requests decoded at once: half of `MAX_REQUESTS` in `pearl.worker.fronts`
+MAX_SLOTS = 64  # most requests decoded at once; half of `MAX_REQUESTS` in `pearl.worker.fronts`
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
-# Names of data types as other tools write them.
+# Other names of data types, as other tools write them -> our names.
 SHORT_DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -54,7 +54,7 @@ def is_toy(spec: str) -> bool:
 class EngineConfig(Section):
     """The settings of an engine: the pair of models, their devices, and how the processes communicate."""
 
-    # `default` is passed by name: type checkers without pydantic's plugin see no default otherwise.
+    # `default` is passed by name, for type checkers without pydantic's plugin.
     target: str = Field(
         default="embedded",
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
@@ -181,7 +181,10 @@ class EngineConfig(Section):
     @field_validator("draft")
     @classmethod
     def _of_a_toy(cls, value: str, info: ValidationInfo) -> str:
-        """Replace the default draft by the target itself if that is a toy: the embedded draft has other tokens."""
+        """If the target is a toy and no draft was chosen, make the target its own draft.
+
+        The default draft, which is embedded in the package, has another vocabulary than a toy.
+        """
         target = info.data.get("target", "")
         if value == _EMBEDDED_DRAFT and is_toy(target):
             return target
@@ -224,7 +227,7 @@ class EngineConfig(Section):
     @field_validator("datastore", "disco")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        """Return the path made absolute, because a worker may run in another directory."""
+        """Make a path absolute, because a worker may run in another directory."""
         return value and os.path.abspath(os.path.expanduser(value))
 
     @field_validator("trace")
@@ -243,17 +246,20 @@ class EngineConfig(Section):
 
     @property
     def roles(self) -> tuple[ModelRole, ...]:
-        """The roles that have a model."""
+        """The roles for which the engine has a model."""
         return ("target", "draft") if self.has_draft else ("target",)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Raise `ConfigError` if options do not fit each other, or need something that this engine lacks."""
+        """Raise `ConfigError` if options contradict each other, or need what this engine lacks."""
         problem = options.guess_problem() or self._lack(options)
         if problem:
             raise ConfigError(problem)
 
     def _lack(self, options: RequestOptions) -> str | None:
-        """Return why this engine lacks something that the options need; None if it lacks nothing."""
+        """Return a message about something that `options` need and this engine lacks.
+
+        Return None if it lacks nothing.
+        """
         method = options.method
         if method not in DRAFTLESS and method != "auto" and not self.has_draft:
             return f"method {method} needs a draft model and this engine has none; use method ar or ngram"
@@ -288,13 +294,15 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model of the pair.
+    """The settings of one model of the pair.
 
-    Except for `role` and `spec`, each field is a field of `EngineConfig`, of the same name or of "{role}_{name}".
+    Except for `role` and `spec`, each field has the value of a field of `EngineConfig`: the one
+    with the same name or, for settings of one model only, "{role}_{name}", such as "draft_dtype".
 
     Attributes:
-        spec: names the model, as `EngineConfig.target` does.
-        device: the device as users write it; `place` is the same, parsed.
+        spec: the model as users name it: a directory, a hub id, and so on (see
+            `EngineConfig.target`).
+        device: the device as users write it; `place` is the parsed device.
     """
 
     spec: str
@@ -325,10 +333,13 @@ class ModelConfig:
 
     @property
     def weights(self) -> str:
-        """The dtype in which weights are read."""
+        """The dtype in which weights are read, before any rounding."""
         return "bfloat16" if self.rounding else self.dtype
 
 
 def _on_one_host(info: ValidationInfo) -> bool:
-    """Return whether `control` is for one host. True also for a bad `control`, which has an error of its own."""
+    """Return whether `control` is for one host.
+
+    If `control` itself was refused, return True, so that there is only the one error message.
+    """
     return info.data.get("control", ON_ONE_HOST) == ON_ONE_HOST

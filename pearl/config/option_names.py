@@ -1,4 +1,4 @@
-"""Options by the names of flags, files and HTTP fields, and what help and the HTTP schema say of each."""
+"""Request options by the names that flags, files and HTTP requests use, and their help texts."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -29,14 +29,15 @@ OPTION_NAMES = tuple(
     name for name in chain(OPTIONS, OF_RULES, OF_STOPS) if name not in _WITHOUT_FLAG
 )
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-# The options of drafting and judging; all other options say how tokens are drawn.
+# The options of drafting and judging. All other options say how tokens are drawn and a text ends.
 DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)
 
 
 def by_flag(options: RequestOptions, is_given: bool = False) -> dict[str, Any]:
     """Return the options as a flat mapping, by the names that flags and files use.
 
-    If `is_given`, return only those that differ from their defaults.
+    Parameters of rules and stop policies have keys of their own. If `is_given`, options that equal
+    their defaults are left out.
     """
     values = options.given() if is_given else structs.asdict(options)
     for name in _WITHOUT_FLAG:
@@ -47,13 +48,14 @@ def by_flag(options: RequestOptions, is_given: bool = False) -> dict[str, Any]:
 
 
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
-    """Return the options in a flat mapping, as flags and files have them: each parameter of a rule has its own key.
+    """Return the options in a flat mapping, as flags and files have them.
 
-    A number may be text, because YAML reads 1e-3 as text.
+    Each parameter of a rule or stop policy has a key of its own. A number may be text, because YAML
+    reads 1e-3 as text.
 
         options_of({"method": "sd", "rule": "opt", "epsilon": 0.1, "look_ahead": "off"})
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for an unknown key or a bad value.
     """
     fields = {}
     of_rule = {}
@@ -72,7 +74,10 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Return the value that `text` stands for in an option; `text` itself if it stands for none."""
+    """Return the number or bool that `text` stands for in option `name`.
+
+    Return `text` itself in all other cases; the option's own checks come later.
+    """
     if name in AS_PUBLISHED or name not in OPTION_NAMES:
         return text
     kind = type_of(OPTIONS[name].type) if name in OPTIONS else kind_of_parameter(name)
@@ -96,7 +101,10 @@ def kind_of_parameter(name: str) -> type[int] | type[float]:
 
 
 def type_of(kind: Any) -> Any:
-    """Return a field's type without None and `Annotated`: `float` of `Annotated[float, Meta(...)] | None`."""
+    """Return a field's type without None and `Annotated`.
+
+    For example, that of `Annotated[float, Meta(...)] | None` is `float`.
+    """
     while True:
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
@@ -107,7 +115,7 @@ def type_of(kind: Any) -> Any:
 
 
 def bounds_of(kind: Any) -> list[Meta]:
-    """Return every `Meta` in a field's type, including those of nested types; the outermost last."""
+    """Return every `Meta` in a field's type, those of nested types first."""
     bounds = []
     for part in get_args(kind):
         if isinstance(part, Meta):

@@ -1,4 +1,4 @@
-"""The values of options: their bounds, the forms in which callers may give them, and why a value is refused."""
+"""The values of request options: bounds, conversion of what callers pass, and error messages."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ MOST_STOPS = 64  # strings: each token is compared with all of them
 LONGEST_STOP = 1000  # characters
 MOST_EOS = 2048  # token ids that end a text: each token is compared with all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8 in a grammar, which contains a JSON schema or an expression
-MOST_REASONING_ENDS = 8  # marks
+MOST_REASONING_ENDS = 8  # marks that end a reasoning part
 MAX_PREDICTION = 1 << 21  # characters
 MOST_PREDICTED = 1 << 17  # tokens
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
@@ -39,7 +39,7 @@ NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
 Ends = Annotated[tuple[Position, ...], Meta(max_length=MOST_EOS)]
 
-if TYPE_CHECKING:  # what a caller may pass; `__post_init__` converts it
+if TYPE_CHECKING:  # what a caller may pass; `RequestOptions.__post_init__` converts it
     _Kind = TypeVar("_Kind")
     Default = Annotated[_Kind, "None until `resolved` fills it in"]
     Stops = Sequence[str]
@@ -67,7 +67,10 @@ UNSET: Any = None
 
 
 def _number_or_word(value: Any) -> Any:
-    """Return a number of guesses, given as a number or as a word. YAML reads `off` as False, and flags are text."""
+    """Return a number of guesses, which may be passed as a number, as text or as a word.
+
+    Flags are text, and YAML reads `off` as False.
+    """
     if value is False:
         return 0
     if not isinstance(value, str):
@@ -96,7 +99,10 @@ def _pairs(value: Any) -> Any:
 
 
 def _schema_text(value: Any) -> Any:
-    """Return a JSON schema as text. Raises `ConfigError`."""
+    """Return a JSON schema, passed as a mapping or as text, as text.
+
+    Raises `ConfigError` if it is not JSON, not an object or too long.
+    """
     if value is None:
         return None
     schema = value
@@ -130,7 +136,7 @@ CONVERTERS = {
 
 # ---- refusal ----
 
-# Bounds beyond which nothing can be sampled: (field, least value other than 0, greatest value, message).
+# Bounds beyond which float32 cannot sample: (field, least value except 0, greatest value, message).
 UNSAMPLED = (
     (
         "temperature",
@@ -161,7 +167,10 @@ def wide_window(gamma: int | None) -> str:
 
 
 def in_words(message: str) -> str:
-    """Return msgspec's message in plain words: "Expected `float` >= 0.0" is "takes a number >= 0.0"."""
+    """Return msgspec's message in plain words.
+
+    For example, "Expected `float` >= 0.0" becomes "takes a number >= 0.0".
+    """
     words, _, place = message.partition(" - at ")
     for kind, noun in _NOUNS.items():
         words = words.replace(f"`{kind}`", noun).replace(f"`{kind} | null`", noun)

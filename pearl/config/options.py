@@ -1,7 +1,7 @@
-"""The options of a request: one type for the Python API, the command line's flags, the wire and the HTTP schema.
+"""The options of a request: one type for Python, the command line, messages and the HTTP schema.
 
-A new option is a field of `RequestOptions` and the place that reads it.  Options are checked here wherever they come
-from: a call, a flag, a file, an HTTP body or another process.
+To add an option, add a field to `RequestOptions` and the code that reads the field.  Options are
+checked here wherever they come from: a call, a flag, a file, an HTTP body or another process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PEARL = METHODS["pearl"]
 
 
 def described(registry: Mapping[str, Any]) -> str:
-    """Return the names and descriptions of a registry's entries, for help."""
+    """Return the names and descriptions of a registry's entries, for a help text."""
     return "; ".join(f"{entry.name}: {entry.description}" for entry in registry.values())
 
 
@@ -82,11 +82,13 @@ class Reasoning(Record, frozen=True):
     """The marks around the reasoning before an answer, such as <think> and </think>.
 
     Attributes:
-        start_token: the id of the token whose text is `start`; None if there is none, and the text is searched for
-            `start`.
-        ends: marks each of which ends the reasoning.
-        end_tokens: the ids of the tokens whose texts are `ends`; empty if there are none, and the text is searched.
-        is_open: whether the prompt has opened the reasoning.
+        start: the mark that begins the reasoning.
+        start_token: the id of the token whose text is `start`. None if there is no such token; the
+            text is then searched for `start`.
+        ends: the marks any of which ends the reasoning.
+        end_tokens: the ids of the tokens whose texts are `ends`. Empty if there are no such tokens;
+            the text is then searched for `ends`.
+        is_open: whether the reasoning begins in the prompt, which then has the mark `start`.
     """
 
     start: Text = ""
@@ -99,13 +101,15 @@ class Reasoning(Record, frozen=True):
 class RequestOptions(Record, frozen=True):
     """How one text is decoded, how its tokens are drawn, and where it ends.
 
-    A field that is None has a default that depends on the method or the checkpoint; `resolved` fills it in before
-    the options reach a worker.  The engine fills the last fields, from `prompt_length` on.
+    A field that is None has a default that depends on the method or on the checkpoint.  `resolved`
+    fills in these defaults before the options reach a worker.  Users leave the last fields, from
+    `prompt_length` on, to the engine.
 
         SamplingParams(temperature=0.7, seed=1, max_tokens=200)
         SamplingParams(method="sd", gamma=4, rule="opt", parameters={"epsilon": 0.1})
 
-    However the options are made, a bad field raises `ConfigError`, which says what the field may be.
+    However the options are made, a bad field raises `ConfigError`, whose message says what is
+    allowed.
     """
 
     method: Annotated[Name, Meta(description=described(METHODS))] = "auto"
@@ -247,15 +251,16 @@ class RequestOptions(Record, frozen=True):
         Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR // 16)] | None,
         Meta(description="Write text that this regular expression matches, and end."),
     ] = None
-    #: Number of the prompt's tokens. Penalties for generated tokens, and the grammar, apply only after the prompt.
+    #: Length of the prompt, after which grammars and penalties for generated tokens apply.
     prompt_length: Position = 0
     #: The grammar that `pearl.text.grammar` makes of `json_schema` or `regex`; empty if there is neither.
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
-    #: Any of these token ids ends a text that has a grammar.
+    #: Ids of the tokens any of which ends a text that has a grammar.
     grammar_ends: Ends = ()
-    #: The tokens of `prediction`, as many as the text may have.
+    #: The tokens of `prediction`, at most as many as the text may have.
     predicted: Annotated[tuple[Position, ...], Meta(max_length=MOST_PREDICTED)] = ()
-    #: The marks of the reasoning; None: there is none. Stop strings and grammars apply only to the answer after it.
+    #: The marks around the reasoning; None if the text has no reasoning. Stop strings and grammars
+    #: apply only to the answer after the reasoning.
     reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
@@ -276,8 +281,11 @@ class RequestOptions(Record, frozen=True):
             raise ConfigError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of fields that are in their ranges, such as two fields that contradict each other."""
-        # These values are in their ranges, but would make every probability NaN.
+        """Yield problems that the ranges of single fields do not exclude.
+
+        For example, two fields may contradict each other.
+        """
+        # Some values are in their ranges, but would make every probability NaN.
         for name, low, high, problem in UNSAMPLED:
             value = getattr(self, name)
             if value and not low <= value <= high:
@@ -308,9 +316,10 @@ class RequestOptions(Record, frozen=True):
             yield misfit
 
     def guess_problem(self) -> str | None:
-        """Return why a number of guesses does not fit the method; None if all fit.
+        """Return why a number of guesses does not fit the method; None if all numbers fit.
 
-        Only for options as a user gives them: a method that auto chooses ignores the numbers that it cannot use.
+        This is only for options as a user passes them. A method that auto has chosen ignores the
+        numbers that it cannot use.
         """
         method = METHODS[self.method]
         for name in ("look_ahead", "branches", "siblings"):
@@ -340,11 +349,14 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
-        """Return a copy with the fields that `options` sets."""
+        """Return a copy that takes over those fields of `options` that differ from defaults."""
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:
-        """Return a copy for another method, without branches and stop policy where that method takes none."""
+        """Return a copy with another method.
+
+        Branches are set to 0, and the stop policy to `fixed`, if that method takes none.
+        """
         method = METHODS[name]
         branches = self.branches if method.branches else 0
         if method.takes_stops:
@@ -352,9 +364,10 @@ class RequestOptions(Record, frozen=True):
         return self.changed(method=name, branches=branches, draft_stop=FIXED, stop_parameters=())
 
     def switched(self, name: str) -> Self:
-        """Return a copy with another method, for one text. Settings that belong to the old method return to defaults.
+        """Return a copy with another method, for one text.
 
-        The rule stays the same. If it is `coupled`, the default of method auto, a seed gives the same text as before.
+        Settings that belong to the old method get their defaults again. The rule stays the same. If
+        the rule is `coupled`, the default of method auto, a seed gives the same text as before.
         """
         if name == self.method:
             return self
@@ -368,16 +381,23 @@ class RequestOptions(Record, frozen=True):
         )
 
     def with_seed(self) -> Self:
-        """Return a copy that has a seed: a random one, which a JavaScript number can hold, if none is set yet."""
+        """Return a copy that has a seed.
+
+        If no seed is set, it is a random one of 53 bits, which a JavaScript number can hold.
+        """
         if self.seed is not None:
             return self
         return self.changed(seed=secrets.randbits(53))
 
     def in_use(self, window: int = 0) -> Self:
-        """Return a copy with the method's defaults filled in. The copy with the same seed gives the same text again.
+        """Return a copy with the method's defaults filled in.
+
+        If a text was decoded with these options, the copy with the same seed gives the same text
+        again.
 
         Args:
-            window: the window c, in tokens, with which the text was decoded; 0 if none was measured.
+            window: the window c, in tokens, with which the text was decoded; 0 if none was
+            measured.
         """
         gamma = self.gamma_in_use
         method = METHODS[self.method]
@@ -393,10 +413,11 @@ class RequestOptions(Record, frozen=True):
         )
 
     def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:
-        """Return a copy that has the default value in each field that is None because its default was to be used.
+        """Return a copy in which fields that are None have their default values.
 
         Args:
-            defaults: the checkpoint's defaults, by field; a sampling option that they do not name is off.
+            defaults: the checkpoint's defaults, by field. A sampling option that has no default
+                there gets the value that switches it off.
         """
         values = {**NEUTRAL, **defaults}
         unset = {name: value for name, value in values.items() if getattr(self, name) is None}
@@ -404,7 +425,11 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def rule_in_use(self) -> str:
-        """`rule`, or its default. Method auto has the default `coupled`, so that auto's choices never change a text."""
+        """Name of the rule: `rule` or, if that is None, the method's default.
+
+        The default of method auto is `coupled`, so that the methods that auto chooses never change
+        a text.
+        """
         if self.rule is not None:
             return self.rule
         if self.method == "auto":
@@ -413,7 +438,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def guesses(self) -> dict[str, int]:
-        """The settings named in `AS_PUBLISHED`; where a setting is None, the method's default."""
+        """The settings that `AS_PUBLISHED` names; one that is None gets the method's default."""
         bounds = {}
         for name in AS_PUBLISHED:
             bounds[name] = getattr(self, name)
@@ -423,7 +448,10 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def gamma_in_use(self) -> int | None:
-        """`gamma`; its default for sd with a stop policy is `CAP`, a bound that seldom ends a window."""
+        """`gamma` or, if that is None under method sd with a stop policy, `CAP`.
+
+        `CAP` is a bound that windows seldom reach under a stop policy.
+        """
         if self.gamma is None and self.method == "sd" and self.draft_stop != FIXED:
             return CAP
         return self.gamma
@@ -437,7 +465,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def rule_in_force(self) -> RuleSpec:
-        """The rule that decides at this temperature."""
+        """The rule that judges draft tokens at this temperature."""
         return find(self.rule).at(self.temperature)
 
     @property
@@ -452,12 +480,12 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def prepares_bonus(self) -> bool:
-        """Whether the target draws a bonus token after a window, and the draft prepares for that draw too."""
+        """Whether the draft prepares branches for the bonus token, which follows a full window."""
         return self.branches > 0 and self.method_spec.bonus
 
     @property
     def withholds(self) -> bool:
-        """Whether the draft does not send the token that ends its window, so that the target's own takes its place."""
+        """Whether the draft does not send a token that ends a window; see `RuleSpec.withholds`."""
         return self.draft_stop == THRESHOLD and self.rule_in_force.withholds
 
     @property
@@ -469,7 +497,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a user asks for text that keeps to a grammar."""
+        """Whether the user asks for text that follows a JSON schema or a regular expression."""
         return self.json_schema is not None or self.regex is not None
 
 

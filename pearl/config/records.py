@@ -1,6 +1,7 @@
-"""Types of values that travel between processes: bounded numbers, names and texts, and the class that holds them.
+"""Types of values that are sent between processes, and the base class of what is sent.
 
-The bounds are those of the wire: what a peer sends is decoded into these types.
+A message from a peer is decoded into these types, which so check the bounds of its numbers and
+texts.
 """
 
 import sys
@@ -13,15 +14,18 @@ LARGEST = sys.float_info.max
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]  # an index in a text, a token id, a length
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Word = Annotated[int, Meta(ge=0)]  # 64 bits: msgpack has no larger integer
+Word = Annotated[int, Meta(ge=0)]  # has at most 64 bits, because msgpack has no larger integers
 Name = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT // 4)]
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The base of classes that travel: on the wire, an instance is the array of its fields, in their order."""
+    """Base class of what is sent between processes.
+
+    On the wire, an instance is an array of its fields in the order of their declaration.
+    """
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy with other values for these fields."""
+        """Return a copy in which these fields have the values passed."""
         return structs.replace(self, **fields)

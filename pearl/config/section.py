@@ -1,4 +1,4 @@
-"""The base of all sections of settings: it refuses bad values and unknown names, by name."""
+"""The base class of settings, which refuses bad values and unknown names."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -19,7 +19,11 @@ _SHOWN = 200  # characters of a refused value in a message
 
 
 class Section(BaseModel):
-    """A section of settings. However it is made, a bad field raises `ConfigError`, which says what the field may be."""
+    """Base class of a group of settings.
+
+    However an instance is made, a bad field raises `ConfigError`, whose message says what is
+    allowed.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -35,14 +39,20 @@ class Section(BaseModel):
 
 
 def check_utf8(value: str, setting: str) -> str:
-    """Return `value`. Raise `ConfigError` if it is not UTF-8, which a path need not be: many libraries fail on it."""
+    """Return `value`; raise `ConfigError` if it cannot be encoded as UTF-8.
+
+    The name of a file need not be UTF-8, but many libraries fail on such a name.
+    """
     if not is_unicode(value):
         raise ConfigError(f"{setting}: {value!r} is not UTF-8; name another, or a link to it")
     return value
 
 
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a setting that is not allowed. It names the most similar one that is, or else all."""
+    """Raise `ConfigError` if `values` has a setting that is not in `allowed`.
+
+    The message names the most similar setting that is allowed, or all if none is similar.
+    """
     for key in values:
         if key not in allowed:
             nearest = get_close_matches(key, allowed, n=1)
@@ -53,12 +63,15 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
 
 
 def shown(value: Any) -> str:
-    """Return a refused value as text for a message; of a long text, only the beginning."""
+    """Return a refused value as text for a message; a long text is shortened."""
     return shortened(repr(value), _SHOWN)
 
 
 def _explained(error: Any) -> str:
-    """Return one of pydantic's errors, such as "slots: Input should be greater than or equal to 1 (got 0)"."""
+    """Return the text of one of pydantic's errors.
+
+    For example, "slots: Input should be greater than or equal to 1 (got 0)".
+    """
     place = ".".join(map(str, error["loc"]))
     problem = error["msg"].removeprefix("Value error, ")
     return f"{place}: {problem} (got {shown(error['input'])})"

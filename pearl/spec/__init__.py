@@ -1,1 +1,4 @@
-"""What exists, declared once: methods, acceptance rules, stop policies. No torch; all other packages may read it."""
+"""Declarations of all methods, acceptance rules and stop policies, each declared in one place.
+
+All other packages may read this package, so it must not import torch.
+"""

@@ -1,9 +1,12 @@
-"""Settings of the control channel: `ipc` for the workers of one host, or an address that another host can reach."""
+"""Settings of the control channel, over which the processes of an engine exchange messages.
+
+A setting is `ipc` if all workers are on one host, or else an address that another host can reach.
+"""
 
 import re
 
 ON_ONE_HOST = "ipc"
-#: scheme of an address -> the module whose `listen` and `connect` open an end of the channel there
+#: scheme of an address -> the module whose `listen` and `connect` open an end of the channel
 TRANSPORTS = {
     "ipc": "pearl.transport.zeromq",
     "tcp": "pearl.transport.zeromq",
@@ -15,12 +18,18 @@ _HOST = re.compile(r"(?!0\.0\.0\.0$|\[[0:]*\]$)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\
 
 
 def is_remote(address: str) -> bool:
-    """Return whether this is the address of a channel between hosts, which needs keys."""
+    """Return whether `address` is that of a channel between hosts, such as tcp://host:5555.
+
+    Such a channel needs keys.
+    """
     return _REMOTE.fullmatch(address) is not None
 
 
 def names_host(address: str) -> bool:
-    """Return whether a channel between hosts may be bound to this address: it must name a host, not a wildcard."""
+    """Return whether `address` is that of a channel between hosts and names its host.
+
+    A wildcard such as 0.0.0.0 names no host.
+    """
     match = _REMOTE.fullmatch(address)
     return match is not None and _HOST.fullmatch(match["host"]) is not None
 

@@ -1,6 +1,7 @@
-"""Every decoding method, declared once, in methods.toml.
+"""All decoding methods, declared in methods.toml.
 
-Configuration, protocol, wire, help and the README's table read from here.
+Configuration, protocol, message checks, help and the README's table read the declarations from
+here.
 """
 
 from collections.abc import Mapping
@@ -10,40 +11,49 @@ from typing import Any, TypeVar
 
 from msgspec import toml
 
-MAX_WINDOW = 64  # tokens of a measured window, and of any window where requests share forwards and wait for each other
-MAX_GAMMA = 1024  # tokens of a fixed window
-MAX_LOOK_AHEAD = 256  # guesses in one forward
-MAX_BRANCHES = 64  # branches of one request that the target keeps until their outcome is decided
-BRANCHES = 8  # most outcomes that a draft prepares for, each in a slot of its cache
+# Most tokens of a measured window, and of any window if several requests share forwards: they wait
+# for each other.
+MAX_WINDOW = 64
+MAX_GAMMA = 1024  # most tokens of a fixed window
+MAX_LOOK_AHEAD = 256  # most guesses in one forward
+MAX_BRANCHES = 64  # most branches of one request that the target keeps
+BRANCHES = 8  # most outcomes that a draft prepares for, each in a slot of its own
 WINDOWS = ("stream", "fixed")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: which of PEARL's two overlaps it has, and which guesses it takes beside the draft's.
+    """A decoding method: which of PEARL's overlaps it has, and what it verifies besides drafts.
+
+    A guess is a token that comes from n-grams, a datastore or a head instead of the draft model. A
+    runner-up is a token that the draft model found likely but did not draw. A branch is what the
+    draft prepares for another outcome than the one that it expects.
 
     Attributes:
         description: one line for help.
         drafts: whether a draft takes part.
-        pre_verify: whether the target judges a window's first token while the window is being drafted.
+        pre_verify: whether the target judges a window's first token while the window is being
+            drafted.
         post_verify: whether the draft drafts on while the target verifies.
-        look_ahead: default number of guesses, made without a model, that the target verifies in a forward; 0 if the
+        look_ahead: default for the most guesses that the target verifies in a forward; 0 if the
             method takes none.
-        draft_lookup: default number of such guesses that the draft verifies in a forward. A request may set it for
-            every method with a draft.
-        branches: default number of outcomes other than the expected one that the draft prepares for; 0 if the method
-            takes none.
-        siblings: default number of the draft's runners-up that the target verifies in a forward; 0 if the method takes
+        draft_lookup: default for the most guesses that the draft verifies in a forward. A request
+            may set this for every method with a draft.
+        branches: default for the most branches that the draft prepares; 0 if the method takes none.
+        siblings: default for the most runners-up that the target verifies in a forward; 0 if the
+            method takes none.
+        takes_stops: whether a stop policy may end the draft's windows early. Method ssd takes none,
+            because a policy does not see branches. Method pearl-no-post-verify takes none, because
+            its windows, and so its texts under rule ratio, would depend on timing.
+        takes_head: whether the target's drafting head (such as EAGLE-3), if there is one, guesses
+            too.
+        guesses: `module:name` of the factory of the index of guesses. It is called with (tokens of
+            the text, datastore, habits, head, prediction). Empty for the default,
+            `fused_guesses.text_index`.
+        needs: name of the engine setting without which the method is refused; empty if it needs
             none.
-        takes_stops: whether a stop policy may end the draft's windows. Method ssd takes none, because a policy does not
-            see branches. Method pearl-no-post-verify takes none, because its windows, and so its texts under rule
-            ratio, would depend on timing.
-        takes_head: whether the target's head guesses too, if there is one.
-        guesses: the `module:name` of the factory that makes the index of guesses; the factory is called with (tokens of
-            the text, datastore, habits, head, prediction). Empty for this project's own, `fused_guesses.text_index`.
-        needs: the setting of the engine without which the method is refused; empty if there is none.
-        adapts: whether measured speed chooses the way of decoding (`pearl.protocol.method_choice`).
+        adapts: whether another method is chosen by measured speed (`pearl.protocol.method_choice`).
     """
 
     name: str
@@ -68,14 +78,17 @@ class Method:
 
     @property
     def bonus(self) -> bool:
-        """Whether the target draws a bonus token after a fully accepted window: only if no draft token will come."""
+        """Whether the target draws a bonus token after a fully accepted window.
+
+        With post-verify it does not, because the draft sends a token for that position too.
+        """
         return not self.post_verify
 
 
 _TABLES = toml.decode(Path(__file__).with_name("methods.toml").read_bytes())
 METHODS = {name: Method(name, **table) for name, table in _TABLES.items()}
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
-# The settings of the paper's PEARL.
+# The settings with which method pearl is PEARL as the paper publishes it.
 AS_PUBLISHED: dict[str, Any] = {
     "look_ahead": 0,
     "draft_lookup": 0,
@@ -85,15 +98,20 @@ AS_PUBLISHED: dict[str, Any] = {
 
 
 def methods_that(attribute: str) -> str:
-    """Name the methods that have an attribute of `Method`: `methods_that("branches")` is "auto, ssd, pearl"."""
+    """Return the names of the methods for which an attribute of `Method` is true.
+
+    For example, `methods_that("branches")` is "auto, ssd, pearl".
+    """
     return ", ".join(name for name, method in METHODS.items() if getattr(method, attribute))
 
 
 def chosen(kind: str, name: str, registry: Mapping[str, _T]) -> _T:
-    """Return the entry of this name. Raises ValueError if there is none; the message names all entries.
+    """Return the entry of `registry` with this name.
+
+    Raises ValueError if there is none; the message lists all names.
 
     Args:
-        kind: the noun for an entry in the message, such as "stop policy".
+        kind: what the message calls an entry, such as "stop policy".
     """
     if name not in registry:
         raise ValueError(f"unknown {kind} {name!r}; choose one of {', '.join(registry)}")

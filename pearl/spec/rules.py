@@ -1,8 +1,9 @@
-"""Every acceptance rule, declared once, in rules.toml.
+"""All acceptance rules, declared in rules.toml.
 
-Configuration, flags, codec, workers and the README's table read it from here. To add a rule, write a file in
-`pearl/decoding/rules/` with its target half and draft half, and a table in rules.toml.  The command line reads the
-table, and starts without torch: so halves are only named there, and imported when they are used.
+Configuration, flags, codec, workers and the README's table read the declarations from here.  To add
+a rule, write a file in `pearl/decoding/rules/` with the rule's target half and draft half, and add
+a table to rules.toml.  The table only names the halves, and they are imported when they are used,
+because the command line reads the table and must start without torch.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from pearl.spec.methods import chosen
 
 MAX_PARAMETERS = 8  # of one rule
 BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
-GREEDY = "coupled"  # the rule that replaces most rules at temperature 0: accept only the target's likeliest token
+# This rule replaces most rules at temperature 0. It then accepts only the target's likeliest token.
+GREEDY = "coupled"
 Parameters = tuple[tuple[str, float], ...]  # (name, value); omitted parameters take their defaults
 
 
 class Needs(Enum):
-    """What the draft must send with each token, so that the target can judge it."""
+    """What the draft must send with each token, so that the target can judge the token."""
 
     NOTHING = "nothing"
-    SCALARS = "a number"  # one a token, sent as a distribution that is 0 except at the token
+    SCALARS = "a number"  # sent as a distribution that is 0 except at the token
     DISTRIBUTIONS = "its distribution"  # sent sparse or dense, whichever is smaller
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a rule or stop policy takes: low <= value <= high, and whole if `default` is an int."""
+    """A parameter of a rule or stop policy, which is a number from `low` to `high`.
+
+    It is a whole number if `default` is an int.
+    """
 
     name: str
     low: float
@@ -57,7 +62,10 @@ class Parameter:
         return f"{self.name} ({self.kind.__name__} in {interval}, default {self.default:g})"
 
     def check(self, value: float) -> float:
-        """Return the value as `kind`. Raises ValueError if it is not finite, out of range, or not whole for an int."""
+        """Return `value` as an int or a float, as `kind` says.
+
+        Raises ValueError if it is not finite, out of range, or not whole although `kind` is int.
+        """
         if not isfinite(value) or not self.low <= value <= self.high or value != self.kind(value):
             raise ValueError(f"{self.name} {value:g} is not allowed; it takes {self}")
         return self.kind(value)
@@ -66,14 +74,16 @@ class Parameter:
 def checked_values(
     owner: str, declared: Sequence[Parameter], pairs: Parameters, registry: Iterable[Any]
 ) -> dict[str, float]:
-    """Return the value of each declared parameter by name: the value in `pairs`, or else the default.
+    """Return the value of each declared parameter by name: that in `pairs`, or else the default.
 
     Args:
-        owner: the rule or policy that has the parameters, for messages, such as "rule opt".
-        registry: all rules or all policies. For a parameter that `owner` lacks, the message names those that have it.
+        owner: the rule or policy that has the parameters, as messages name it, such as "rule opt".
+        declared: the parameters of `owner`.
+        registry: all rules or all policies. If `owner` lacks a parameter that others have, the
+            message names these others.
 
-    Raises ValueError for a parameter that is unknown, repeated or out of range. The message is one line, and says what
-    is allowed.
+    Raises ValueError for a parameter that is unknown, repeated or out of range. The message is one
+    line, and says what is allowed.
     """
     by_name = {parameter.name: parameter for parameter in declared}
     kind, _, owner_name = owner.rpartition(" ")
@@ -100,15 +110,19 @@ class RuleSpec:
 
     Attributes:
         description: what the rule does under sampling, in one line.
-        target, draft: the two halves, each as the `module:name` of a factory. A factory is called with the request's
-            options, and with those parameters of the rule that the factory's signature names. See `TargetHalf` and
-            `DraftHalf` in `pearl.decoding.rules`, and `JointDraft`.
+        target, draft: the two halves, each as the `module:name` of a factory. A factory is called
+            with the request's options, and with those parameters of the rule that the factory's
+            signature names. See `TargetHalf` and `DraftHalf` in `pearl.decoding.rules`, and
+            `JointDraft`.
+        needs: what the draft must send with each token.
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
-        parameters: a rule that has the parameter `BLOCK_LENGTH` judges blocks; any other judges single tokens.
-        greedy: the rule that replaces this one at temperature 0; None for `GREEDY`, which is exact.
-        withholds: whether the draft, under stop policy threshold, does not send the token that ends its window, so that
-            the target's own token takes its place.
+        parameters: the rule's parameters. A rule that has the parameter `BLOCK_LENGTH` judges
+            blocks of tokens; any other rule judges single tokens.
+        greedy: the rule that replaces this one at temperature 0; None for the rule `GREEDY`, which
+            is exact.
+        withholds: what happens to a window's last token under stop policy threshold. If true, the
+            draft does not send that token, and the target's own token takes its place.
     """
 
     name: str
@@ -129,7 +143,10 @@ class RuleSpec:
         return self.greedy or RULES[GREEDY]
 
     def label(self, temperature: float = 1.0) -> str:
-        """Return the name for display, with "(not exact)" after it if the rule is not exact at this temperature."""
+        """Return the name for display.
+
+        "(not exact)" is appended if the rule is not exact at this temperature.
+        """
         if self.at(temperature).is_exact:
             return self.name
         return f"{self.name} (not exact)"
@@ -143,7 +160,7 @@ class RuleSpec:
         return BLOCK_LENGTH in [parameter.name for parameter in self.parameters]
 
     def block(self, parameters: Parameters) -> int:
-        """Return how many tokens are judged at once: the block length, or 1 for a rule that judges single tokens."""
+        """Return how many tokens are judged as a whole: the block length, or 1 without blocks."""
         return int(self.values(parameters)[BLOCK_LENGTH]) if self.judges_blocks else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
@@ -160,14 +177,15 @@ class RuleSpec:
 
 
 def find(name: str) -> RuleSpec:
-    """Return the rule of this name. Raises ValueError if there is none; the message lists all."""
+    """Return the rule with this name. Raises ValueError, which lists all names, if none has it."""
     return chosen("acceptance rule", name, RULES)
 
 
 def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
-    """Return the declarations by parameter, then by rule or policy: {"epsilon": {"opt": Parameter(...), "uno": ...}}.
+    """Return all parameters of rules or policies, by name and then by owner.
 
-    Rules that have a parameter of the same name must declare it with the same `kind`.
+    Example: {"epsilon": {"opt": Parameter(...), "uno": Parameter(...)}}. Owners that have a
+    parameter of the same name must declare it with the same `kind`.
     """
     owners: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
@@ -180,7 +198,10 @@ _TABLES = toml.decode(Path(__file__).with_name("rules.toml").read_bytes())
 
 
 def _completed(rule: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rule's table with its name, and with the tables of its parameters in place of their names."""
+    """Return a rule's table, completed by its name and by the tables of its parameters.
+
+    In rules.toml a rule only names its parameters; here their tables replace the names.
+    """
     parameters = []
     for name in table.get("parameters", ()):
         parameters.append({"name": name, **_TABLES["parameters"][name]})

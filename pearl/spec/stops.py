@@ -1,8 +1,8 @@
-"""Every stop policy, declared once, in stops.toml.
+"""All stop policies, declared in stops.toml. A stop policy may end a draft's window early.
 
-Configuration, flags, codec, draft worker and the README's table read it from here. To add a policy, write a class in
-`pearl/drafting/stops.py` and a table in stops.toml.  The command line reads this file, and starts without torch: so
-nothing here may import torch.
+Configuration, flags, codec, draft worker and the README's table read the declarations from here.
+To add a policy, write a class in `pearl/drafting/stops.py`, and add a table to stops.toml.  The
+command line reads this file and must start without torch, so nothing here may import torch.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from msgspec import toml
 from pearl.spec.methods import METHODS, chosen, methods_that
 from pearl.spec.rules import Parameter, Parameters, checked_values, find
 
-FIXED = "fixed"  # no policy: a window ends at its bound
+FIXED = "fixed"  # no policy: a window ends only at its bound
 THRESHOLD = "threshold"
-CAP = 16  # tokens: default bound of a window of sd that a policy may end earlier
+CAP = 16  # tokens: default bound of a window of method sd that a policy may end early
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StopSpec:
 
     Attributes:
         description: when the policy ends drafting, in one line.
-        looks_at: the values by which the policy decides.
+        looks_at: what the policy decides by, in one line.
         is_trained: whether the policy needs a file made by `pearl disco train`.
     """
 
@@ -48,16 +48,16 @@ for _name, _table in _TABLES.items():
 
 
 def check_stop(name: str) -> StopSpec:
-    """Return the policy of this name. Raises ValueError if there is none; the message lists all."""
+    """Return the policy with this name. Raises ValueError, which lists all, if there is none."""
     return chosen("stop policy", name, STOPS)
 
 
 def decoding_problem(
     method: str, rule: str, parameters: Parameters, draft_stop: str, stop_parameters: Parameters
 ) -> str | None:
-    """Return why a method, an acceptance rule and a stop policy do not fit together; None if they do.
+    """Return why a method, an acceptance rule and a stop policy do not fit; None if they fit.
 
-    Configuration, wire and engine all use this check.
+    This checks options wherever they are made: by a user, by the engine, or from another process.
     """
     try:
         method_spec = chosen("method", method, METHODS)
