@@ -1,4 +1,4 @@
-"""The library's interface: launch an engine's workers and generate text with them."""
+"""The library's interface: launches an engine's worker processes, and generates text with them."""
 
 from pearl.cache import Progress
 from pearl.engine.engine import Engine

@@ -23,12 +23,14 @@ _CLOSED = "this engine has been closed; make another"
 
 
 class AsyncStream:
-    """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
+    """The pieces of one text, to be iterated over once.
 
-    Pieces are queued here until they are read, at most one context of tokens, so a slow reader delays nobody.
+    Leaving the iteration early, or cancelling its task, cancels the text. Pieces are queued here
+    until they are read, at most one context of tokens, so a slow reader delays nobody.
 
     Attributes:
-        watch: when the iteration began (`submitted`), when the request was sent (`begun`), and when tokens arrived.
+        watch: when the iteration began (`submitted`), when the request was sent (`begun`), and when
+            tokens arrived.
         on_piece: called with each piece as it arrives, before the piece is read.
     """
 
@@ -41,7 +43,8 @@ class AsyncStream:
         self._params = params
         self._options = options
         self._is_read = False
-        #: Pieces; an error ends the iteration by being raised, None ends it normally.
+        #: Pieces that were not read yet. After the last piece comes an error, which the iteration
+        #: raises, or None, which ends the iteration.
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._stream: Stream | None = None
         self._is_closed = False
@@ -50,13 +53,16 @@ class AsyncStream:
 
     @property
     def result(self) -> Result:
-        """The text so far; complete after the last piece. Raises `RequestError` before the first."""
+        """The text so far, which is complete after the last piece.
+
+        Raises `RequestError` if the iteration has not begun.
+        """
         if self._stream is None:
             raise RequestError("this text has not begun: read its pieces with `async for` first")
         return self._stream.result
 
     def close(self) -> None:
-        """Cancel the rest of the text; the iteration then ends."""
+        """Cancel the rest of the text, so that the iteration ends."""
         self._is_closed = True
         if self._stream is not None:
             self._stream.close()
@@ -85,7 +91,10 @@ class AsyncStream:
             self.close()
 
     def _write(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Submit the request and pass its pieces to the event loop as they arrive. Runs in a thread."""
+        """Submit the request, and pass its pieces to the event loop as they arrive.
+
+        Runs in a thread of its own.
+        """
         end = None
         try:
             engine = self._engine.engine
@@ -113,14 +122,14 @@ class AsyncStream:
 
 
 class AsyncEngine:
-    """`Engine` for asyncio, with the same arguments; an async context manager.
+    """An `Engine` for asyncio. It takes the same arguments, and is an async context manager.
 
         async with AsyncEngine() as engine:
             async for piece in engine.stream("Hello", RequestOptions(max_tokens=64)):
                 print(piece.text, end="", flush=True)
 
-    Starting and closing do not block the event loop. The engine generates up to `slots` texts at a time; further texts
-    wait in the order in which their iterations begin.
+    Starting and closing do not block the event loop. The engine generates as many texts at a time
+    as its setting `slots` says. Further texts wait in the order in which their iterations begin.
 
     Attributes:
         slots: a semaphore with one permit for each text that may be in progress.
@@ -134,14 +143,14 @@ class AsyncEngine:
     ) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
-        self._started: Engine | None = None  # an engine of our own, which ends with `async with`
+        self._started: Engine | None = None  # the engine that this object has to close
         self.streams: set[AsyncStream] = set()
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
         self.readers = ThreadPoolExecutor(MAX_SLOTS, "pearl-piece")
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """Wrap a running engine. Closing the wrapper leaves that engine open."""
+        """Return an `AsyncEngine` for a running engine, which stays open when this is closed."""
         wrapper = cls()
         wrapper._open(engine)
         return wrapper
@@ -178,7 +187,7 @@ class AsyncEngine:
             threads.shutdown(wait=False)
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt. Raises `RequestError`."""
+        """Return the tokens of a prompt. Raises `RequestError` as `Engine.encode` does."""
         return await asyncio.get_running_loop().run_in_executor(
             self.encoder, self.engine.encode, prompt
         )
@@ -186,9 +195,9 @@ class AsyncEngine:
     def stream(
         self, prompt: Prompt, params: RequestOptions | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Generate one text, piece by piece; arguments as for `Engine.stream`.
+        """Generate one text, piece by piece. The arguments are those of `Engine.stream`.
 
-        Errors of `Engine.stream` are raised when the first piece is read.
+        The errors that `Engine.stream` raises are raised here when the first piece is read.
         """
         return AsyncStream(self, prompt, params, options)
 
@@ -198,7 +207,7 @@ class AsyncEngine:
         params: RequestOptions | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
-        """Generate a text for each prompt; arguments as for `Engine.generate`."""
+        """Generate a text for each prompt. The arguments are those of `Engine.generate`."""
         tasks = []
         for prompt in as_prompts(prompts):
             stream = self.stream(prompt, params, **options)

@@ -1,4 +1,4 @@
-"""The connection to a running target, shared by all streams of an engine. Launches nothing.
+"""The connection from the user's process to a running target, shared by all streams of an engine.
 
 A thread reads the socket, passes messages to the streams, and notices when the target is lost.
 """
@@ -53,15 +53,20 @@ _READ_SECONDS = 0.1  # longest wait for a message before checking that the targe
 
 
 class Client:
-    """Sends requests, and passes the target's messages to their streams. Usable only in the process that made it.
+    """Sends requests to the target, and passes the target's messages to the requests' streams.
+
+    A client can be used only in the process that made it, not in a fork of that process.
 
     Args:
         address: where the target listens.
-        launcher: launched the target. `close` closes the launcher; so does dropping the client and its streams.
+        launcher: what launched the target. The client closes the launcher when it is closed itself,
+            or when neither the client nor one of its streams is referenced any more.
 
     Attributes:
         numbers: yields the numbers of new requests.
-        lost: why the target can no longer be used; empty while it can be.
+        streams: the streams of running requests, by number.
+        lost: why the target can no longer be used; empty while it can be used.
+        welcome: the target's answer to the greeting; None before it has come.
     """
 
     def __init__(self, address: str, launcher: LocalLauncher | Attached) -> None:
@@ -71,11 +76,12 @@ class Client:
         self._owner = os.getpid()
         # Notified when a message has arrived, and when a stream or the client has ended.
         self._changed = threading.Condition(threading.RLock())
-        # An error of the target about no particular request; one of the waiting threads raises it.
+        # An error of the target that concerns no particular request; one waiting thread raises it.
         self._fault: PearlError | None = None
         self.is_closed = False
         self.numbers = count(1)
-        # Weak: a stream that its user drops is garbage-collected, which cancels its request.
+        # Weak references, so that a stream that its user drops is garbage-collected, which cancels
+        # its request.
         self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
@@ -90,7 +96,8 @@ class Client:
     def meet(self, deadline: float) -> Client:
         """Greet the target, wait for its answer, and return this client.
 
-        Raises `StartError` and closes the client if no answer has come when time.monotonic() reaches `deadline`.
+        If no answer comes before `deadline`, a time of time.monotonic(), close the client and raise
+        `StartError`.
         """
         try:
             self.endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
@@ -108,10 +115,10 @@ class Client:
         return self
 
     def __del__(self) -> None:
-        """Close a client that was dropped.
+        """Close a client that is not referenced any more.
 
-        At interpreter shutdown this does nothing: threads are frozen then and may hold locks. The workers end by
-        themselves, because their stdin closes.
+        At interpreter shutdown this does nothing, because the other threads are then frozen and may
+        hold locks. The workers still end, because their stdin closes.
         """
         if not sys.is_finalizing():
             with suppress(Exception):
@@ -120,8 +127,8 @@ class Client:
     def close(self) -> None:
         """End the connection and close the launcher. A second call does nothing.
 
-        In a forked process this only marks the client as closed: the engine belongs to the parent, and locks may be
-        held by threads that do not exist in the fork.
+        In a forked process this only marks the client as closed. The engine belongs to the parent
+        process, and threads that do not exist in the fork may hold locks.
         """
         if self.is_closed:
             return
@@ -150,7 +157,7 @@ class Client:
             )
 
     def check_open(self) -> None:
-        """Raise `EngineClosed` if this engine is closed, or if this process is a fork of the one that made it."""
+        """Raise `EngineClosed` if this engine is closed, or if this process did not make it."""
         self._check_ours()
         if self.is_closed:
             raise EngineClosed("this engine has been closed; make another")
@@ -173,14 +180,17 @@ class Client:
                 self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
-        """Cancel a request whose result is no longer wanted. May be called from any thread."""
+        """Cancel a request whose result is no longer wanted. Any thread may call this."""
         self.forget(request)
         if not self.lost:
             with suppress(TargetLost):
                 self.post(Cancel(request))
 
     def post(self, message: Message) -> None:
-        """Send a message, from any thread. Does nothing if the client is closed. Raises `TargetLost`."""
+        """Send a message. Any thread may call this; it does nothing if the client is closed.
+
+        Raises `TargetLost` if the message cannot be sent.
+        """
         if self.is_closed or not self._is_ours:
             return
         try:
@@ -190,9 +200,10 @@ class Client:
             raise TargetLost(self.lost) from None
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done()`, which is checked after each message and ten times a second.
+        """Wait until `is_done()` is true; check this after each message and ten times a second.
 
-        Raises `TargetLost` or `EngineClosed`. Also raises an error that the target sent about no particular request.
+        Raises `TargetLost` if the target is lost, and `EngineClosed` if the client is closed. Also
+        raises an error that the target has sent and that concerns no particular request.
         """
         self._check_ours()
         with self._changed:
@@ -209,9 +220,10 @@ class Client:
     # ---- the reading thread ----
 
     def receive(self, received: Sequence[Received]) -> None:
-        """Pass messages to their streams.
+        """Pass messages to their streams. `received` is empty if no message has come in time.
 
-        The target counts as lost if its process is dead, or if it is silent for too long during a text.
+        The target counts as lost if its process is dead, or if it is silent for too long while a
+        request is running.
         """
         if received or not self.streams:
             allowance = 0.0
@@ -234,9 +246,10 @@ class Client:
         self._tell()
 
     def _lose(self, why: str) -> None:
-        """Give up the target and end the launched workers, even if nobody closes the engine.
+        """Give up the target, and end the workers without waiting for the user to close the engine.
 
-        Later calls keep the first cause: from then on the target is dead because this method ended it.
+        If this is called again, the first cause is kept, because from then on the target is dead
+        only because this method has ended it.
         """
         cause = self._launcher.exit_cause(why)
         self._launcher.lose()
@@ -244,7 +257,7 @@ class Client:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake the threads in `wait_until`."""
+        """Wake the threads that wait in `wait_until`."""
         with self._changed:
             self._changed.notify_all()
 
@@ -268,7 +281,7 @@ class Client:
                 if stream is not None and not stream.take(message):
                     self._lose("the target's messages have a gap, or come twice")
             case Error(_, "TraceError", text):
-                # for the thread that waits in `Recording`, not for a thread that reads a stream
+                # This is for the thread that waits in `Recording`, not for one that reads a stream.
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
                 raise error_named(kind)(text)
@@ -279,7 +292,7 @@ class Client:
 
 
 def _read(client: ref[Client], endpoint: Connection) -> None:
-    """Read messages until the client is closed or lost, or only this thread still refers to it."""
+    """Read messages until the client is closed, lost, or referenced by nobody but this thread."""
     while True:
         try:
             received = endpoint.receive(_READ_SECONDS)

@@ -1,6 +1,7 @@
-"""Decoding for `model.generate(custom_generate=...)` of transformers, with models that the caller has loaded.
+"""Decoding for `model.generate(custom_generate=...)` of transformers, with models of the caller.
 
-`launch/hub` is the content of a hub repository for custom_generate; its code calls `generate`.
+`launch/hub` is the content of a hub repository for custom_generate. The code there calls
+`generate`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ _REFUSED = (
     "renormalize_logits",
     "remove_invalid_values",
 )
-_tried: WeakSet[PreTrainedModel] = WeakSet()  # models that are not tried again
+_tried: WeakSet[PreTrainedModel] = WeakSet()  # models whose runners need not try them again
 
 
 def generate(
@@ -55,12 +56,16 @@ def generate(
     """Decode for `model.generate`, which passes its own `arguments`; return what `model.generate` would return.
 
     Args:
-        method: ar, ngram or sd; the default is sd with an assistant, otherwise ngram.
-        gamma: draft tokens per step; chosen by the measured speeds by default.
-        seed: a seed gives the same sampled text with every method; drawn from torch's generator by default. Rows of a
-            batch are different samples of the seed.
+        model: the target.
+        assistant_model: the draft; None for methods ar and ngram.
+        streamer: a streamer of transformers; None if there is none.
+        method: ar, ngram or sd. The default is sd with an assistant model, and ngram without one.
+        gamma: draft tokens per step; by default chosen by measured speeds.
+        seed: the seed of random draws, by default drawn from torch's generator. A seed gives the
+            same text with every method. Rows of a batch are different samples of the seed.
 
-    Raises `ConfigError` for an argument that is not supported, `ModelError` for a model or a length.
+    Raises `ConfigError` for an argument that is not supported, and `ModelError` for a model or a
+    length that is not supported.
     """
     arguments = {name: value for name, value in arguments.items() if value is not None}
     _refuse(sorted(arguments.keys() - _TAKEN) + list(unsupported_options(arguments, True)))
@@ -126,7 +131,10 @@ class _Call:
         generation_config: GenerationConfig,
         **prepared: Any,
     ) -> Any:
-        """Decode the rows of input_ids [batch, n] one after the other; transformers calls this as its decoding loop."""
+        """Decode the rows of input_ids [batch, n] one after the other.
+
+        transformers calls this instead of its own decoding loop.
+        """
         if self.streamer is not None and len(input_ids) > 1:
             raise ConfigError("a streamer takes one text, not a batch")
         params = _params(generation_config, self.seed)
@@ -155,7 +163,10 @@ class _Call:
         return texts
 
     def _runners(self, target: PreTrainedModel, limit: int) -> list[HFRunner]:
-        """Return a runner for each model. Raises `ModelError` if the target's context has fewer than `limit` tokens."""
+        """Return a runner for each model.
+
+        Raises `ModelError` if the target's context is shorter than `limit` tokens.
+        """
         runners = []
         for model in self.models:
             if model is self.models[0]:
@@ -173,7 +184,7 @@ class _Call:
         runners: Sequence[HFRunner],
         criteria: generation.StoppingCriteriaList,
     ) -> torch.Tensor:
-        """Generate one text. Return `ids` [n], followed by the generated tokens."""
+        """Generate one text; return `ids` [n] with the generated tokens appended."""
         for runner in runners:
             runner.rollback(0)
         tokens = chain.from_iterable(committed.tokens for committed in decode(submit, *runners))

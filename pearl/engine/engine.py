@@ -1,6 +1,6 @@
-"""`Engine`, the user's handle on a pair of models that other processes hold.
+"""`Engine`, with which a user generates text with a pair of models that run in other processes.
 
-The background threads of this process only watch the workers and read the target's messages.
+This process has background threads, which only watch the workers and read the target's messages.
 """
 
 from __future__ import annotations
@@ -30,19 +30,24 @@ _AHEAD = 2  # `generate` submits up to _AHEAD * slots requests before the oldest
 
 
 class Engine:
-    """A pair of models in two processes, ready to generate. Usable only in the process that made it, not in its forks.
+    """A pair of models in two processes, ready to generate text.
+
+    An engine can be used only in the process that made it, not in a fork of that process.
 
         with Engine() as engine:                         # the embedded pair
             print(engine.generate(["Hello!"])[0].text)
 
     Args:
-        target, draft: models as in `EngineConfig`; draft "none" suffices for the methods ar and ngram.
+        target, draft: models, as in `EngineConfig`; draft "none" is enough for methods ar and
+            ngram.
         config: all settings at once; the other arguments override them.
         progress: called with a line of text while models load.
-        settings: any field of `EngineConfig`.
+        settings: any fields of `EngineConfig`.
 
     Attributes:
-        directory: holds the sockets, and the card by which the user's other processes find the engine.
+        directory: the engine's directory, which has the sockets, and a file by which the user's
+            other processes find the engine (see `registry`).
+        tokenizer: the target's tokenizer.
         defaults: the checkpoint's own sampling settings.
         client: the connection to the target, shared by all streams.
 
@@ -73,9 +78,10 @@ class Engine:
 
     @classmethod
     def attach(cls, directory: Path, progress: Progress = silent) -> Engine:
-        """Connect to the running engine in `directory`, which another process of the same user has launched.
+        """Connect to a running engine, which another process of the same user has launched.
 
-        Closing the returned engine does not end the running one. Raises `ConfigError`, `StartError`.
+        Closing the returned engine does not end the running one. Raises `ConfigError` if
+        `directory` has no running engine, and `StartError` if that engine does not answer.
         """
         return cls.launched_by(Attached(directory), progress)
 
@@ -99,15 +105,16 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """End the workers and remove their files. Does nothing in a second call or in a forked process.
+        """End the workers and remove their files.
 
-        An engine closes itself once it and its streams are no longer referenced.
+        A second call does nothing, and neither does a call in a forked process. An engine closes
+        itself once neither the engine nor one of its streams is referenced any more.
         """
         self.client.close()
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about these models on these devices: the draft has another vocabulary, for example."""
+        """Notes for the user about these models on these devices, each of one or two sentences."""
         return self._launcher.notes
 
     def __repr__(self) -> str:
@@ -125,12 +132,12 @@ class Engine:
 
     @property
     def context(self) -> int:
-        """The most tokens that a prompt and its text may have together."""
+        """The most tokens that a prompt and the text generated for it may have together."""
         return self.welcome.context
 
     @property
     def welcome(self) -> Welcome:
-        """The target's report of itself, with the speeds measured at start."""
+        """What the target has reported about itself, with the speeds measured at start."""
         assert self.client.welcome is not None
         return self.client.welcome
 
@@ -141,7 +148,7 @@ class Engine:
 
     @property
     def draft(self) -> DraftKeeper | None:
-        """The keeper of the draft worker; None if another process launched it."""
+        """The object that watches and restarts the draft worker; None if another process does."""
         return self._launcher.draft
 
     def stream(
@@ -160,13 +167,15 @@ class Engine:
 
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
-            params: how to decode and sample; unset fields take the checkpoint's defaults.
+            params: how to decode and sample; unset fields get the checkpoint's defaults.
             method, rule, prefix, preview, raw, show: see `Options`.
 
         Raises:
-            ConfigError: an unknown option, or one that this engine cannot serve.
-            RequestError: the request cannot be served: the prompt is too long, for example. Nothing was computed.
-            TargetLost: the target is gone, and the engine can no longer be used. Also raised while iterating.
+            ConfigError: an option is unknown, or this engine cannot serve it.
+            RequestError: the request cannot be served, for example because the prompt is too long.
+                Nothing was computed.
+            TargetLost: the target is gone, and the engine can no longer be used. This may also be
+                raised while iterating.
         """
         self.client.check_open()
         if isinstance(prompt, Chat):
@@ -189,7 +198,10 @@ class Engine:
         params: RequestOptions | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
-        """Generate a text for each prompt, up to `slots` texts at a time; arguments as for `stream`."""
+        """Generate a text for each prompt. Further arguments are those of `stream`.
+
+        The engine generates as many texts at a time as its setting `slots` says.
+        """
         streams: deque[Stream] = deque()
         results = []
         slots = self.config.slots
@@ -207,7 +219,10 @@ class Engine:
         return results
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
-        """Return the tokens of a prompt; see `stream`. Raises `RequestError`."""
+        """Return the tokens of a prompt; for the arguments see `stream`.
+
+        Raises `RequestError` if the prompt is invalid, or much longer than the context.
+        """
         return encode(self.tokenizer, prompt, raw, self.context)
 
 

@@ -1,4 +1,7 @@
-"""Launches an engine's workers as children of this process, and ends them. For torchrun see `torchrun`."""
+"""Launches an engine's workers as children of this process, and ends them.
+
+`torchrun` has the launcher for engines under torchrun.
+"""
 
 import logging
 import os
@@ -21,21 +24,21 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-# after the target is lost, the draft gets this long to end by itself; callers wait meanwhile
+# After the target is lost, the draft may take this long to end by itself, while callers wait.
 _DRAFT_END_SECONDS = 1.0
-_PART_SECONDS = 5.0  # for a draft that another process launched to write its part of the trace
+_PART_SECONDS = 5.0  # longest wait for the trace of a draft that another process launched
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
 class Attached:
-    """Stands in for a launcher when another process has launched the engine. The engine outlives this front.
+    """Stands in for a launcher if another process has launched the engine.
 
-    Raises `ConfigError` if `directory` holds no running engine.
+    Closing it does not end the engine. Raises `ConfigError` if `directory` has no running engine.
     """
 
     target = None
     draft = None
-    alive = True  # this process cannot see whether the target runs
+    alive = True  # assumed, because this process cannot see whether the target runs
     remedy = "Start an engine again, with `pearl serve` for example"
 
     def __init__(self, directory: Path) -> None:
@@ -75,8 +78,9 @@ class LocalLauncher:
         draft_elsewhere: whether another process launches the draft.
 
     Attributes:
-        directory: holds the engine's sockets and keys; accessible to this user only.
-        draft: the draft worker's keeper; None if this process does not launch a draft.
+        directory: the engine's directory, which has its sockets and keys. Only this user can access
+            it.
+        draft: watches and restarts the draft worker; None if this process does not launch a draft.
     """
 
     remedy = "Make a new engine"
@@ -93,7 +97,10 @@ class LocalLauncher:
         self._has_ended = False
 
     def launch(self, progress: Progress) -> str:
-        """Start the workers, and return the address where the target listens. The models may still be loading then."""
+        """Start the workers; return the address where the target listens.
+
+        The models may still be loading when this returns.
+        """
         check(self.config, self._roles, progress)
         self._deadline = time.monotonic() + self.config.startup_timeout
         address = bind_address(self.config.control, self.directory)
@@ -103,7 +110,7 @@ class LocalLauncher:
         if address.endswith("*"):  # the target chooses a free port
             self.target.wait_for("bound", self._deadline)
             address = self.target.address
-        if "draft" in self._roles:  # start it now: both workers import torch meanwhile
+        if "draft" in self._roles:  # start it now, so that both workers import torch meanwhile
             self.draft = DraftKeeper(self._settings("draft", address), progress)
             self._launched.append(self.draft)
         self.target.wait_for("bound", self._deadline)
@@ -115,15 +122,19 @@ class LocalLauncher:
         )
 
     def wait_until_ready(self) -> float:
-        """Wait until the models are loaded. Return the time.monotonic() by which the target must have answered.
+        """Wait until the models are loaded; return the deadline for the target's answer.
 
-        Raises a worker's own error if it fails, `StartError` if it is late.
+        The deadline is a time of time.monotonic(). If a worker fails, its own error is raised; if
+        it takes too long, `StartError` is raised.
         """
         self.target.wait_for("ready", self._deadline, self._check_draft)
         return self._deadline
 
     def _check_draft(self) -> None:
-        """Raise the draft's error if the draft has ended; the target's, if the draft ended because the target did."""
+        """Raise an error if the draft has ended.
+
+        This is the draft's error or, if the draft has ended because the target has, the target's.
+        """
         if self.draft is not None and not self.draft.worker.alive:
             error = self.draft.worker.exit_error()
             if isinstance(error, TransportError) and self.target.is_gone():
@@ -131,7 +142,10 @@ class LocalLauncher:
             raise error
 
     def keep(self) -> None:
-        """Begin to restart a failed draft, and let other fronts find the engine. Called once the engine is ready."""
+        """From now on restart a failed draft, and let the user's other processes find the engine.
+
+        To be called once the engine is ready.
+        """
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
@@ -155,23 +169,26 @@ class LocalLauncher:
 
     @property
     def alive(self) -> bool:
-        """Whether the target runs."""
+        """Whether the target's process is running."""
         return self.target.alive
 
     def exit_cause(self, otherwise: str) -> str:
-        """Return the target's own last error if its process has ended, otherwise `otherwise`."""
+        """Return the target's last error if its process has ended; otherwise return `otherwise`."""
         if self.target.is_gone():
             return str(self.target.exit_error())
         return otherwise
 
     def lose(self) -> None:
-        """End the workers at once, as the target can no longer be used. May be called repeatedly, by any thread."""
+        """End the workers at once, because the target can no longer be used.
+
+        Any thread may call this, also repeatedly.
+        """
         with self._ending:
             self.target.kill()
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
-        """End the workers and remove their files, unless that is done; then write the trace of the whole run."""
+        """End the workers and remove their files. Then write the trace, if one was requested."""
         self._end(END_SECONDS)
         if self.config.trace:
             path = Path(self.config.trace)
@@ -185,7 +202,10 @@ class LocalLauncher:
                 log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
-        """Merge the trace's parts into `path`. If that fails, remove the parts and any earlier trace at `path`."""
+        """Merge the trace files that the workers have written into `path`.
+
+        If this fails, remove these files and any earlier trace at `path`, and raise `TraceError`.
+        """
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
             if not all(part.stat().st_size for part in parts):
@@ -200,7 +220,9 @@ class LocalLauncher:
             raise
 
     def _end(self, seconds: float) -> None:
-        """End the workers; only the first call does so. A second thread waits until they have ended.
+        """End the workers and remove the engine's directory, unless an earlier call has done so.
+
+        If another thread is doing so, wait until it is done.
 
         Args:
             seconds: how long each worker may take to end by itself.

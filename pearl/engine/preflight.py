@@ -1,6 +1,6 @@
-"""Checks before any process starts, so that mistakes are reported before both workers have imported torch.
+"""Checks before any worker starts, so that mistakes are reported without the time to import torch.
 
-Only checks that need no torch; the workers do the rest.
+These are the checks that need no torch; the workers do all others.
 """
 
 import json
@@ -18,10 +18,11 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Check models, devices and other files of `roles` on this machine.
+    """Check the models, devices and other files of those roles that run on this machine.
 
-    This also reads the headers of .gguf files, which would exceed the time that workers have to start. Raises
-    `ModelError` for a model, a head or a device, `ConfigError` for another file.
+    This also reads the headers of .gguf files, because that may take longer than workers may take
+    to start. Raises `ModelError` for a model, a head or a device, and `ConfigError` for any other
+    file.
     """
     classifier_of(config)
     for role in roles:
@@ -45,7 +46,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
         from pearl.drafting.datastore import check_tokenizer, read_header
 
         directory = Path(config.datastore)
-        header = read_header(directory)  # before the tokenizer, which may take long to load
+        header = read_header(directory)  # first, because the tokenizer may take long to load
         check_tokenizer(header, _tokenizer(config.target, config, progress), directory)
 
 
@@ -69,9 +70,10 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
 
 
 def _check_dtype(model: ModelConfig) -> None:
-    """Raise `ModelError` if transformers runs a model with a rounded dtype, rounded rows or `exact`.
+    """Raise `ModelError` for settings that a model cannot have if transformers runs it.
 
-    Only our own forward has rounded matrices and rows, and logits that do not depend on the window.
+    Only our own forward can round weights (int8, int4) and their inputs (setting `rows`), and only
+    its logits do not depend on how many tokens are fed together (setting `exact`).
     """
     if model.rounding and model.forwards == "transformers":
         raise ModelError(

@@ -1,6 +1,7 @@
-"""Launches worker processes and watches them. Knows a worker's status lines, but nothing of decoding.
+"""Launches worker processes and watches them.
 
-An engine launches both workers with this module. Under torchrun each rank launches its own worker with it.
+An engine launches both workers with this module. Under torchrun each rank launches its own worker
+with it. The module knows the status lines that a worker prints, but nothing of decoding.
 """
 
 import contextlib
@@ -29,13 +30,20 @@ COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # a worker that has not ended by itself after this time is killed
 _EXIT_SECONDS = 5.0  # longest wait for the last status line of a worker that exits
 _LOOK_SECONDS = 0.2  # between two checks of a worker
-# longest wait before a restart; restarting a draft that dies at once must not become a busy loop
+# Longest wait before a restart. Without a wait, a draft that dies at once would make a busy loop.
 _MOST_BACK_OFF_SECONDS = 30.0
 _SOUND_SECONDS = 600.0  # after a draft has run this long, earlier restarts no longer count
 
 
 class Worker:
-    """One worker process. A thread reads its status lines; `wait_for` waits for them."""
+    """One worker process. A thread reads the status lines that the worker prints.
+
+    Attributes:
+        notes: sentences for the user; complete once the worker is ready.
+        silence: how long the worker has printed no status line.
+        began: when the process was started, a time of time.monotonic().
+        ready_since: when the worker was ready, a time of time.monotonic(); 0 before.
+    """
 
     def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
         self.role = settings.role
@@ -44,7 +52,7 @@ class Worker:
         self.began = time.monotonic()
         self.ready_since = 0.0
         self._progress = progress
-        self._statuses: dict[str, dict[str, Any]] = {}  # state -> the last status with it
+        self._statuses: dict[str, dict[str, Any]] = {}  # state -> its last status line
         self._changed = threading.Condition()
         self._process = Popen(
             COMMAND,
@@ -69,7 +77,7 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """The address where the target listens, once it is bound."""
+        """The address where the target listens. The worker must have reached the state "bound"."""
         return str(self._statuses["bound"]["address"])
 
     @property
@@ -98,7 +106,10 @@ class Worker:
             self._changed.notify_all()
 
     def _reaches(self, state: str, seconds: float) -> bool:
-        """Wait at most `seconds` until the worker reaches `state` or is gone. Return whether it has reached `state`."""
+        """Wait until the worker has reached `state` or is gone, at most `seconds`.
+
+        Return whether it has reached `state`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._statuses.keys() & {state, "gone"}, seconds)
             return state in self._statuses
@@ -106,13 +117,14 @@ class Worker:
     def wait_for(
         self, state: str, deadline: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until the worker has reached `state`: bound or ready.
+        """Wait until the worker has reached `state`, which is "bound" or "ready".
 
-        Raises the worker's own error if it failed. Raises `StartError` if it died without an error, or is too late.
+        If the worker fails, its own error is raised. If it dies without an error, or has not
+        reached the state at the deadline, `StartError` is raised.
 
         Args:
-            deadline: a time.monotonic().
-            check: called now and then; an error that it raises ends the wait.
+            deadline: a time of time.monotonic().
+            check: called a few times per second; an error that it raises ends the wait.
         """
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -128,7 +140,7 @@ class Worker:
                 )
 
     def is_gone(self) -> bool:
-        """Return whether the worker has ended. Waits a moment for its last status line."""
+        """Return whether the worker has ended. Waits up to 5 s for it to end."""
         return self._reaches("gone", _EXIT_SECONDS)
 
     def exit_error(self) -> errors.PearlError:
@@ -149,27 +161,28 @@ class Worker:
         return errors.StartError(f"{self.role} worker was killed by signal {-code}{hint}")
 
     def kill(self) -> None:
-        """Kill the worker and its own children, which are in its process group."""
+        """Kill the worker's process group: the worker and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Tell the worker to end: send a byte, and close its stdin.
+        """Tell the worker to end, by sending it a byte and closing its stdin.
 
-        The byte is for the case that a fork of this process also holds stdin open.
+        The byte is needed if a fork of this process still holds stdin open.
         """
         self._write(b"\n")
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def _write(self, line: bytes) -> None:
-        # Ignored: the worker may have ended, and its status lines say why; or its stdin is closed.
+        # An error is ignored, because the worker has ended (its status lines say why), or its stdin
+        # was closed.
         with contextlib.suppress(OSError, ValueError):
             self._stdin.write(line)
             self._stdin.flush()
 
     def end(self, seconds: float = END_SECONDS) -> None:
-        """Tell the worker to end, and wait; kill it if it has not ended after `seconds`."""
+        """Tell the worker to end, and wait until it has; kill it after `seconds`."""
         self.close()
         try:
             self._process.wait(seconds)
@@ -182,9 +195,14 @@ class Worker:
 
 
 class DraftKeeper:
-    """Restarts a draft worker that dies or falls silent, with back-off, at most `draft_restarts` times in a row.
+    """Restarts a draft worker that dies or hangs, at most `draft_restarts` times in a row.
 
-    The target notices a silent draft only during requests. The keeper watches always, and kills a draft that hangs.
+    Before each restart it waits, longer each time. The target notices a silent draft only during
+    requests, but this object watches all the time, and kills a draft that hangs.
+
+    Attributes:
+        restarts: number of restarts so far.
+        worker: the current draft worker.
     """
 
     def __init__(self, settings: WorkerSettings, progress: Progress = silent) -> None:
@@ -192,13 +210,17 @@ class DraftKeeper:
         # A restarted draft cannot join torch's process group again.
         self._settings = settings.model_copy(update={"tensors": "frames"})
         self._closing = threading.Event()
-        self._in_a_row = 0  # restarts since a sound run
+        self._in_a_row = 0  # restarts since the draft has last run for `_SOUND_SECONDS`
         self.restarts = 0
         self.worker = Worker(settings, progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
     def keep(self) -> None:
-        """Start watching. Before this call a failed draft is not restarted, so that its error can be reported."""
+        """Start watching.
+
+        Before this call a failed draft is not restarted, so that its error can be reported to the
+        user.
+        """
         self._thread.start()
 
     def _watch(self) -> None:
@@ -221,7 +243,11 @@ class DraftKeeper:
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Try to start a worker until it succeeds. Failures for lack of files, threads or memory are no restarts."""
+        """Try to start a worker until one starts.
+
+        A start may fail for lack of files, threads or memory. Such a failure does not count as a
+        restart.
+        """
         for tries in count(1):
             try:
                 self.worker = Worker(self._settings)
@@ -232,7 +258,7 @@ class DraftKeeper:
                 return
 
     def _trouble(self) -> str | None:
-        """Return what is wrong with the draft; None if nothing is."""
+        """Return what is wrong with the draft; None if nothing is wrong."""
         worker = self.worker
         if not worker.alive:
             return str(worker.exit_error())
@@ -260,10 +286,11 @@ def _back_off(times: int) -> float:
 
 
 def environment_for(place: Device) -> dict[str, str]:
-    """Return the worker's environment variables, which libraries read before they start threads.
+    """Return the environment variables of a worker whose model runs on `place`.
 
-    A pinned worker gets as many threads as cores. A worker with several GPUs sees only those, so that a model that is
-    spread over them does not use the other worker's.
+    Libraries read some of them before they start threads. A worker that is pinned to cores gets as
+    many threads as cores. A worker with several GPUs sees only these GPUs, so that a model that is
+    spread over them does not use the other worker's GPU.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:

@@ -1,4 +1,4 @@
-"""Recordings of the workers' trace that a front requests, and reads while the workers write them."""
+"""Recordings of traces that the user's process requests, and reads while the workers write them."""
 
 import secrets
 import time
@@ -9,16 +9,19 @@ from pearl.errors import TraceError
 from pearl.protocol.messages import Message, Trace
 from pearl.trace.recorder import asked_for, part_paths
 
-_RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
+_RECORD_SECONDS = 10.0  # longest wait for both workers to begin or end a recording
 
 
 class Recording:
     """Starts and stops recordings, one at a time. Raises `TraceError` if a recording cannot begin or end.
 
     Args:
-        post, wait_until: the client's methods. The client puts the target's answers into `answer`.
-        directory: the engine's directory, where the workers write their parts.
-        is_taken: whether the workers already write a trace of the whole run; then no recording is possible.
+        post, wait_until: these methods of the `Client`. The client puts the target's answers into
+            `answer`.
+        directory: the engine's directory, in which each worker writes a file, its part of the
+            recording.
+        is_taken: whether the workers already write a trace of the whole run. If so, `start` raises
+            `TraceError`.
     """
 
     def __init__(
@@ -36,16 +39,17 @@ class Recording:
         self.answer: Trace | TraceError | None = None
 
     def stop(self) -> None:
-        """End the recording, if one runs, and remove its parts."""
+        """End the recording, if there is one, and remove the workers' files."""
         if self._number:
             number = self._number
             self._number = 0
             self._abandon(number)
 
     def start(self) -> Path:
-        """Begin a recording, which is read while the workers write it (`pearl.trace.recorder.records_since`).
+        """Begin a recording; return the path from which `part_paths` derives the workers' files.
 
-        Return the path from which the names of the workers' parts are derived (`part_paths`); `stop` removes the parts.
+        `pearl.trace.recorder.records_since` reads these files while the workers write them. `stop`
+        removes the files.
         """
         if self._is_taken or self._number:
             raise TraceError("this engine is recording a trace already")
@@ -64,7 +68,10 @@ class Recording:
             part.unlink(missing_ok=True)
 
     def _request(self, trace: Trace) -> None:
-        """Send `trace` and wait until both workers have obeyed. Raises `TraceError` if they do not."""
+        """Send `trace`, and wait until both workers have begun or ended the recording.
+
+        Raises `TraceError` if they do not.
+        """
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
         self._post(trace)

@@ -1,6 +1,6 @@
-"""The card in an engine's private directory, by which the user's other processes find, list and stop the engine.
+"""The card: a file in an engine's directory, by which the user's other processes find the engine.
 
-A user who can read that directory may use the engine; others cannot reach it.
+They can then list, use and stop it. Only the user who launched the engine can read that directory.
 """
 
 import os
@@ -27,16 +27,19 @@ class ModelPlace(NamedTuple):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """An engine's description of itself. Raises `ValueError` if `config` lacks a model, its device or its dtype.
+    """The contents of a card, in which an engine describes itself.
+
+    Raises `ValueError` if `config` lacks a model, its device or its dtype.
 
     Attributes:
-        pid, started: id and start time of the process that holds the engine. A later process with the same id has
-            another start time.
+        pid, started: id and start time of the process that launched the engine. A later process
+            with the same id has another start time.
         program: the command of that process, such as "pearl serve".
-        address: where the engine listens.
+        address: where the target listens.
         config: the engine's settings, as JSON.
-        places: role -> the device and dtype that the role's worker reported; dtype "" for a model without weights.
-        directory: where the card was read; empty for a new card.
+        places: role -> the device and dtype that the role's worker reported. The dtype is "" for a
+            model without weights.
+        directory: the directory from which the card was read; empty for a new card.
         age: seconds since the card was written; 0 for a new card.
     """
 
@@ -60,7 +63,7 @@ class Card(msgspec.Struct, frozen=True):
         return _started(self.pid) == self.started
 
     def place(self, role: str) -> ModelPlace:
-        """Return the device and dtype that the worker reported; where it reported none, those of the settings."""
+        """Return the device and dtype that the worker reported, or else those of the settings."""
         reported = self.places.get(role, {})
         return ModelPlace(
             reported.get("device", self.config[f"{role}_device"]),
@@ -69,7 +72,7 @@ class Card(msgspec.Struct, frozen=True):
 
     @property
     def roles(self) -> list[str]:
-        """The roles that have a model."""
+        """The roles for which the engine has a model."""
         return [role for role in ROLES if self.config[role] != "none"]
 
     def to_json(self) -> dict[str, Any]:
@@ -86,17 +89,17 @@ class Card(msgspec.Struct, frozen=True):
 def write_card(
     directory: Path, address: str, config: dict[str, Any], places: dict[str, dict[str, str]]
 ) -> None:
-    """Write the card of an engine that this process holds."""
+    """Write the card of an engine that this process has launched."""
     pid = os.getpid()
     card = Card(pid, _started(pid) or 0, _program(sys.argv), address, config, places)
     (directory / _FILE).write_bytes(msgspec.json.encode(card))
 
 
 def read_card(directory: Path) -> Card | None:
-    """Return the card in `directory`.
+    """Return the card in `directory`, or None.
 
-    Returns None if the card is missing or damaged, if another user could have written it, or if its address is on
-    another machine but its configuration names no keys.
+    None is returned if the card is missing or damaged, or if another user could have written it. It
+    is also returned if the address is on another machine, but the configuration names no keys.
     """
     path = directory / _FILE
     try:
@@ -112,7 +115,7 @@ def read_card(directory: Path) -> Card | None:
 
 
 def running_engines() -> list[Card]:
-    """Return this user's engines on this host, newest first."""
+    """Return the cards of this user's running engines on this host, the newest first."""
     running = []
     for directory in private_directories():
         card = read_card(directory)
@@ -122,7 +125,11 @@ def running_engines() -> list[Card]:
 
 
 def engines_named(name: str) -> list[Card]:
-    """Return the running engines of the process with id `name`; if there are none, the one in the directory `name`."""
+    """Return the cards of running engines that `name` names.
+
+    `name` is the id of the process that launched them or, if there is no such process, the
+    directory of one engine.
+    """
     engines = [card for card in running_engines() if str(card.pid) == name]
     if not engines:
         card = read_card(Path(name))
@@ -132,13 +139,17 @@ def engines_named(name: str) -> list[Card]:
 
 
 def stop(card: Card, seconds: float) -> bool:
-    """Ask the process that holds the engine to end (SIGTERM). Return whether it has ended within `seconds`."""
+    """Ask the process that launched the engine to end, by SIGTERM.
+
+    Return whether it has ended within `seconds`.
+    """
     try:
         process = os.pidfd_open(card.pid)
     except ProcessLookupError:
         return True
     try:
-        if not card.alive:  # checked after pidfd_open: a pidfd never refers to a later process
+        # Checked after pidfd_open, because a pidfd never refers to a later process with this id.
+        if not card.alive:
             return True
         signal.pidfd_send_signal(process, signal.SIGTERM)
         return bool(select.select([process], [], [], seconds)[0])
@@ -147,7 +158,7 @@ def stop(card: Card, seconds: float) -> bool:
 
 
 def _program(arguments: list[str]) -> str:
-    """Return the program's name; for PEARL's own program with its command, such as "pearl serve"."""
+    """Return the program's name. For PEARL's own program, append its command: "pearl serve"."""
     path = Path(arguments[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     if name == "pearl":
@@ -156,7 +167,7 @@ def _program(arguments: list[str]) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when the process started, in clock ticks since boot; None if it has ended."""
+    """Return when a process was started, in clock ticks since boot; None if it has ended."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
     except OSError:

@@ -1,4 +1,7 @@
-"""Turns a user's prompt and options into a `Submit` for the target, or raises `RequestError`. Pure."""
+"""Turns a user's prompt and options into a `Submit` message for the target, without any I/O.
+
+Raises `RequestError` for what cannot be served.
+"""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,14 +25,17 @@ from pearl.text.tools import in_words, knows_tools
 
 @dataclass(frozen=True)
 class Chat:
-    """Chat messages, with other inputs of the chat template. Messages and tools have OpenAI's format.
+    """Chat messages, with other inputs of the chat template.
 
-    The generated text contains tool calls as the model writes them; `pearl.text.tools` parses them.
+    Messages and tools have OpenAI's format. The generated text contains tool calls as the model
+    writes them; `pearl.text.tools` parses them.
 
     Attributes:
+        messages: the messages of the conversation, the oldest first.
         tools: tools that the model may call.
         prefix: the beginning of the reply. It belongs to the prompt, not to the generated text.
-        call: the beginning of a call that must be made. It follows `prefix`, unless this ends within reasoning.
+        call: the beginning of a tool call that must be made. It is appended to `prefix`, unless
+            `prefix` ends within reasoning.
         variables: variables of the template, such as enable_thinking.
     """
 
@@ -42,7 +48,7 @@ class Chat:
 
 log = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 32  # of a prompt, per token of the context; usual texts have 2 to 5
+_MOST_CHARACTERS = 32  # in a prompt per token of the context; usual texts have 2 to 5 per token
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
@@ -50,11 +56,15 @@ _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 class Options(TypedDict, total=False):
     """How one text is generated.
 
-    method, rule: override the method and rule of the `RequestOptions`.
-    prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a field for it.
-    preview: also yield the draft's pending tokens.
-    raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
-    show: special tokens whose names appear in the text.
+    method, rule: replace the method and rule of the `RequestOptions`.
+    prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a
+    field
+        for it instead.
+    preview: whether to yield draft tokens too that are not judged yet.
+    raw: whether to take a text prompt as it is, which is the default. If False, the chat template
+    is
+        applied, if there is one.
+    show: special tokens that are to appear in the text by name.
     """
 
     method: str | None
@@ -66,7 +76,7 @@ class Options(TypedDict, total=False):
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts from one or several. A list of ints or of messages is one prompt."""
+    """Return a list of prompts, from one or several. A list of ints or messages is one prompt."""
     if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
@@ -81,8 +91,11 @@ def encode(
     """Return the tokens of a prompt, which is text, token ids, or chat messages.
 
     Args:
-        raw: take text as it is; False applies the chat template, if there is one.
-        context: the model's context, in tokens; a much longer text is refused before it is encoded.
+        raw: whether to take text as it is. If False, the chat template is applied, if there is one.
+        context: the model's context, in tokens. A text that is much longer is refused before it is
+            encoded.
+
+    Raises `RequestError` if the prompt is invalid, or text that is much longer than the context.
     """
     if isinstance(prompt, str):
         chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
@@ -141,7 +154,11 @@ def _say_in_words() -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) -> list[int]:
-    """Return the tokens of a text. Refuse a text that cannot fit: encoding it would delay other requests by seconds."""
+    """Return the tokens of a text.
+
+    A text that cannot fit into the context is refused before it is encoded, because encoding it
+    would delay other requests by seconds.
+    """
     if len(text) > _MOST_CHARACTERS * context:
         raise RequestError(
             f"the context holds {context} tokens; the prompt has {len(text)} characters"
@@ -163,13 +180,20 @@ def submission(
     tokenizer: Tokenizer | None = None,
     prefix: str = "",
 ) -> Submit:
-    """Return request `number` for a target with a context of `context` tokens. The seed of `options` must be set.
+    """Return the message that submits a request to the target.
 
-    Raises `RequestError` if the prompt is empty, or does not fit into the context with `max_tokens`.
+    Raises `RequestError` if the prompt is empty, or does not fit into the context with
+    `max_tokens`.
 
     Args:
-        tokenizer: the target's tokenizer. Without it a prediction is ignored, and reasoning is not recognised: stop
-            strings and grammars apply to the whole text.
+        number: the number of the request.
+        tokens: the prompt.
+        context: the target's context, in tokens.
+        options: the user's options; their seed must be set.
+        defaults: the checkpoint's defaults.
+        preview: whether to send pending tokens too.
+        tokenizer: the target's tokenizer. If it is None, a prediction is ignored, and reasoning is
+            not recognised, so that stop strings and grammars apply to the whole text.
         prefix: the beginning of the reply, if it is part of the prompt.
     """
     if tokenizer is not None:
@@ -205,11 +229,12 @@ def submission(
 def prompt_for(
     tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str = ""
 ) -> list[int]:
-    """Return the prompt. If the options have a grammar, the prompt is extended so that the answer can begin after it.
+    """Return the prompt. If the options have a grammar, extend it so that the answer can begin.
 
-    Some chat formats have a text that begins an answer; it is appended if the prompt ends where a reply begins. If the
-    prompt has opened reasoning, the grammar begins after the token that ends it. If the vocabulary has no such token,
-    the text that ends reasoning is appended here.
+    Some chat formats have a text that begins an answer. It is appended if the prompt ends where a
+    reply begins. If the prompt has opened reasoning, the grammar begins after the token that ends
+    the reasoning. If the vocabulary has no such token, the reasoning is ended here: the text that
+    ends it is appended.
 
     Args:
         prefix: the beginning of the reply, if it is part of the prompt.
@@ -230,14 +255,17 @@ def prompt_for(
 def _reasoning(
     tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str
 ) -> Reasoning | None:
-    """Return the marks of the reasoning before the answer; None if no option is about the answer alone."""
+    """Return the marks around the reasoning before the answer.
+
+    Return None if the options need no marks, because neither stop strings nor a grammar are set.
+    """
     if options.stop or options.has_grammar:
         return reasoning_of(tokenizer, tokens, prefix)
     return None
 
 
 def _predicted(tokenizer: Tokenizer, prediction: str, most: int) -> tuple[int, ...]:
-    """Return the tokens of a prediction, at most `most`, because the text has no more."""
+    """Return the tokens of a prediction, at most `most`, because the text cannot have more."""
     if not prediction:
         return ()
     most = min(most, MOST_PREDICTED)
@@ -248,7 +276,10 @@ def _predicted(tokenizer: Tokenizer, prediction: str, most: int) -> tuple[int, .
 def resolved(
     options: RequestOptions, defaults: GenerationDefaults, prompt_length: int
 ) -> RequestOptions:
-    """Return the user's options, completed by the checkpoint's defaults, in the form that a worker reads."""
+    """Return the user's options with the checkpoint's defaults, in the form that a worker reads.
+
+    Raises `RequestError` if there is a grammar, but the model has no token that ends a text.
+    """
     assert options.seed is not None
     grammar = grammar_of(options.json_schema, options.regex)
     if grammar and not defaults.eos:

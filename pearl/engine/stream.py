@@ -1,4 +1,7 @@
-"""One text as its user sees it: pieces while it is generated, a result at the end. Knows no socket and no process."""
+"""One text as its user sees it: pieces while it is generated, and a result at the end.
+
+This file knows no sockets and no processes.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,14 @@ class Piece:
     """The tokens and text that one step of the target added.
 
     Attributes:
-        text: final text. It may be empty, since text that later tokens could change is held back.
+        text: text that will not change any more. It may be empty, because text is held back as long
+            as later tokens could change it.
         tokens: the committed tokens.
-        provenance: the origin of each token.
-        texts: for each token, the text that became final with it; together they are `text`.
-        preview: the draft's pending tokens, a guess at the following ones; only if requested.
-        details: the log probabilities of each token, and what else the options ask for; empty if they ask for nothing.
+        provenance: where each token came from.
+        texts: for each token, the text that became final with it; joined they are `text`.
+        preview: draft tokens that are not judged yet and may follow; empty unless requested.
+        details: log probabilities and other details of each token; empty unless the options ask for
+            them.
     """
 
     text: str
@@ -54,10 +59,11 @@ class Result:
     """A text and its statistics.
 
     Attributes:
-        finish_reason: eos, stop, length or cancelled; empty while the text is generated.
-        details: see `Piece`.
-        accepted_prediction_tokens: number of tokens of the request's prediction that the text has.
-        rejected_prediction_tokens: number of the prediction's other tokens.
+        finish_reason: "eos", "stop", "length" or "cancelled"; empty while the text is generated.
+        provenance, details: see `Piece`.
+        seed: the seed of the random draws.
+        accepted_prediction_tokens: how many tokens of the request's prediction the text has.
+        rejected_prediction_tokens: how many tokens of the prediction the text does not have.
     """
 
     text: str = ""
@@ -73,7 +79,7 @@ class Result:
 
     @property
     def logprobs(self) -> list[TokenDetails]:
-        """The same as `details`, under the name of the option that requests log probabilities."""
+        """The same as `details`, under the name of the option that asks for log probabilities."""
         return self.details
 
     def __repr__(self) -> str:
@@ -85,22 +91,26 @@ class Result:
 
 
 class StreamClient(Protocol):
-    """The connection to a target, as a stream uses it."""
+    """The methods of `Client` that a stream uses."""
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done()`, which is checked after each message that arrives."""
+        """Wait until `is_done()` is true, which is checked after each message that arrives."""
 
     def forget(self, request: int) -> None:
         """Drop the stream of a request that has ended."""
 
     def cancel(self, request: int) -> None:
-        """End a request whose result is no longer wanted."""
+        """Cancel a request whose result is no longer wanted."""
 
 
 class Stream:
-    """The pieces of one text as they arrive: iterate over them, or `close()` to cancel the rest.
+    """The pieces of one text, to be iterated over as they arrive. `close()` cancels the rest.
 
-    `result` grows with each piece that is read.
+    Attributes:
+        request: the number of the request.
+        inbox: messages about this request that were not read yet.
+        is_open: whether more pieces may come.
+        result: the text so far; it grows with each piece that is read.
     """
 
     def __init__(
@@ -124,7 +134,10 @@ class Stream:
         self._text = TextStream(tokenizer, submit.prompt, options.stop, show, options.reasoning)
 
     def take(self, message: object) -> bool:
-        """Put a message into the inbox. Return False, and ignore it, if its tokens do not follow the earlier ones."""
+        """Put a message into the inbox.
+
+        If its tokens do not follow those of earlier messages, ignore the message and return False.
+        """
         if isinstance(message, Committed):
             if message.start != self._end:
                 return False
@@ -194,7 +207,10 @@ class Stream:
         return Piece(text)
 
     def close(self) -> None:
-        """Cancel the rest of the text. May be called from any thread; a thread that waits for a piece stops waiting."""
+        """Cancel the rest of the text.
+
+        Any thread may call this. A thread that waits for a piece then stops waiting.
+        """
         if self.is_open:
             self.is_open = False
             self.result.finish_reason = self.result.finish_reason or "cancelled"

@@ -1,8 +1,9 @@
-"""An engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
+"""An engine under torchrun: rank 0 is the user's process and launches the target; rank 1 the draft.
 
-The ranks find each other through torchrun's store. Each rank only launches its worker, so that a dead draft can be
-restarted: if the rank itself failed, torchrun would end the whole job. With a TCP address as control channel the ranks
-may run on two hosts, which share only the address and the keys.
+The ranks find each other through torchrun's store. A rank does not hold its model itself, but
+launches a worker process. So a dead draft can be restarted, whereas torchrun would end the whole
+job if a rank failed. If the control channel is a TCP address, the ranks may run on two hosts, which
+share only the address and the keys.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Keys in the store
+# Keys in torchrun's store.
 _ADDRESS = "address"
 _DIRECTORY = "directory"
 _CLOSED = "closed"
@@ -64,7 +65,10 @@ def check_world(config: EngineConfig) -> None:
 
 
 def die_with_torchrun() -> None:
-    """End this process when torchrun is gone, even by SIGKILL. The worker then ends too, because its stdin closes."""
+    """From now on, end this process once torchrun is gone, even if torchrun was killed by SIGKILL.
+
+    The worker then ends too, because its stdin closes.
+    """
     parent = os.getppid()
 
     def watch() -> None:
@@ -82,7 +86,7 @@ def _store() -> TorchrunStore:
 
 
 class TorchrunLauncher(LocalLauncher):
-    """Launches the target on rank 0; the other rank launches the draft."""
+    """Launches the target on rank 0, while rank 1 launches the draft (see `serve`)."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._store = _store()
@@ -117,9 +121,10 @@ class TorchrunLauncher(LocalLauncher):
 
 
 def serve(config: EngineConfig, progress: Progress) -> None:
-    """Keep the draft running on rank 1 until rank 0 closes the engine. Raises the worker's start error.
+    """Run the draft on rank 1 until rank 0 closes the engine.
 
-    torchrun does not authenticate peers, so values from its store are checked before they are used.
+    Raises the worker's error if it does not start. torchrun does not authenticate peers, so values
+    from its store are checked before they are used.
     """
     store = _store()
     with _reported_to_rank_0(store, config):
@@ -148,10 +153,11 @@ def serve(config: EngineConfig, progress: Progress) -> None:
 
 @contextmanager
 def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
-    """Report an error of this rank to rank 0: torchrun does not always end rank 0, which would then wait in vain.
+    """Report an error of this rank to rank 0, which would otherwise wait for the draft in vain.
 
-    On one host rank 0 prints the error, and this rank exits with status 0: after another status torchrun might end
-    rank 0 before it prints.
+    torchrun does not always end rank 0 when this rank fails. On one host, rank 0 prints the error,
+    and this rank exits with status 0. With any other status, torchrun might end rank 0 before it
+    prints.
     """
     try:
         yield
@@ -167,9 +173,10 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
 
 @contextmanager
 def draft_directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
-    """Yield the directory for the draft's files: rank 0's on the same host, otherwise a new one, removed at the end.
+    """Yield the directory for the draft's files.
 
-    Raises `StartError` if rank 0 is not where the configuration says.
+    If rank 0 is on the same host, this is the directory of rank 0. Otherwise it is a new directory,
+    which is removed at the end. Raises `StartError` if rank 0 is not where the configuration says.
     """
     if config.one_host:
         directory = Path(store.get(_DIRECTORY, config.startup_timeout))
@@ -191,7 +198,7 @@ def draft_directory(config: EngineConfig, store: TorchrunStore, address: str) ->
 
 
 def _wait_until_ready(worker: Worker, store: TorchrunStore, config: EngineConfig) -> None:
-    """Wait until the draft is ready, or rank 0 has closed the engine."""
+    """Wait until the draft is ready, or until rank 0 has closed the engine."""
 
     def check() -> None:
         if _is_closed(store):
@@ -206,7 +213,10 @@ def _wait_until_ready(worker: Worker, store: TorchrunStore, config: EngineConfig
 
 
 def _is_closed(store: TorchrunStore) -> bool:
-    """Return whether rank 0 has closed the engine or torchrun's store is gone. Waits up to `_POLL_SECONDS`."""
+    """Return whether rank 0 has closed the engine, or torchrun's store is gone.
+
+    Waits up to `_POLL_SECONDS` for this to happen.
+    """
     try:
         store.get(_CLOSED, _POLL_SECONDS)
     except TransportError:
