@@ -1,1 +1,4 @@
-"""Carries out the commands of the state machines; workers and the simulator share this code."""
+"""Executors, which carry out the commands of the protocol's state machines.
+
+The workers and the simulator share this code.
+"""

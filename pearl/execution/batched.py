@@ -17,9 +17,10 @@ def compute_together(
     compute: Callable[[Sequence[_Command]], Sequence[_Event]],
     failed: Callable[[_Command, ForwardError], _Event],
 ) -> Sequence[_Event]:
-    """Return the event that answers each command.
+    """Compute commands together in one forward; return the event that answers each.
 
-    If the common forward fails, each command is computed alone, so that only those fail that cannot be computed.
+    If that forward fails, each command is computed alone. So only those commands fail that cannot
+    be computed at all; `failed` makes their events.
     """
     if len(commands) > 1:
         try:

@@ -1,4 +1,4 @@
-"""Carries out the draft's commands that compute, with a proposer."""
+"""Carries out those commands of the draft's state machine that compute something."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from pearl.protocol.messages import HiddenStates
 
 
 class DraftExecutor:
-    """Computes for the drafter."""
+    """Carries out the commands of a `Drafter` with a `ModelProposer`."""
 
     def __init__(self, proposer: ModelProposer) -> None:
         self.proposer = proposer
 
     def execute(self, command: object) -> Event | None:
-        """Carry out `command`; return the event that answers it, None if it needs no answer."""
+        """Carry out `command`; return the event that answers it, or None if it needs no answer."""
         match command:
             case Open():
                 self.proposer.open(command)
@@ -31,7 +31,7 @@ class DraftExecutor:
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """Compute one forward of the model for several requests; return the event that answers each command."""
+        """Compute one forward for several requests; return the event that answers each command."""
         events = []
         for launched in self.proposer.launch_together(commands):
             try:

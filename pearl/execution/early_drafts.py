@@ -1,13 +1,16 @@
-"""The thread that a draft computes on. Once a token is drawn, the thread starts the next forward without being asked.
+"""The thread that a draft computes on, which starts forwards before they are requested.
 
-While that forward runs, the loop sends the token and gets the next command of its state machine. Nearly always this
-command asks for the forward that is running; otherwise the running forward is discarded. No forward is started early
-while a message waits to be read, or past the position up to which the draft may draft.
+Once a token is drawn, the thread starts the next forward. While that forward runs, the worker's
+loop sends the token, and gets the next command from its state machine. Nearly always this command
+asks for the forward that is running; otherwise that forward is discarded. No forward is started
+early if a message waits to be read, or if the draft has reached the position up to which it may
+draft.
 
-On a GPU recorded forwards are chained: the next forward is launched while the one before still runs, and is fed a token
-that the host does not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back.
-Where guesses or branches are expected to gain more than waiting costs, the host waits for the token and feeds guesses
-or branches with it.
+On a GPU, forwards that are recorded as CUDA graphs are chained. The next forward is launched while
+the one before still runs, and is fed a token that the host does not have yet. So the GPU does not
+idle between them. The launch happens as late as possible, because it cannot be taken back. If
+guesses or branches are expected to gain more than the waiting costs, the host waits for the token
+instead, and feeds guesses or branches together with it.
 """
 
 import threading
@@ -24,10 +27,10 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
 
-PATIENCE = 3.0  # seconds
+PATIENCE = 3.0  # seconds that `close` waits for the thread
 LEAST_LEAD = 1e-4  # seconds by which a sleeping thread may wake too late
 _LONGEST_NAP = 5e-4  # seconds
-_UNKNOWN = Drafted((-1,))  # stands for a token that is not known yet; no command has this id
+_UNKNOWN = Drafted((-1,))  # stands for a token that is not known yet; no token has the id -1
 
 Outcome = Event | list[Drafted] | Step | BaseException | None
 
@@ -38,7 +41,8 @@ class EarlyDraft:
 
     Attributes:
         command: the command that the forward is expected to answer.
-        outcome: the event; or the `Step`, if still to be collected; or the exception that the forward raised.
+        outcome: the event that answers the command, or the exception that the forward raised. If
+            the forward is still running, its `Step`.
     """
 
     command: Draft
@@ -46,9 +50,10 @@ class EarlyDraft:
 
 
 class Ahead:
-    """Carries out commands in its thread, with an executor that nobody else uses, until `close`.
+    """Carries out a draft's commands in a thread, and starts forwards early.
 
     Args:
+        executor: what carries out the commands; nobody else may use it.
         may_start: whether a forward may start before it is requested; called in the thread.
         prepare: called in the thread before anything else.
     """
@@ -63,7 +68,7 @@ class Ahead:
         self._may_start = may_start
         self._prepare = prepare
         self._proposer = executor.proposer
-        self._due = 0.0  # when the last launched forward should be done
+        self._due = 0.0  # when the last launched forward is expected to be done
         self._took = 0.0  # seconds of the last forward of one token, its draw included
         self._lead = 0.0  # seconds before the end of one forward at which the next is launched
         self._commands: SimpleQueue[object] = SimpleQueue()
@@ -72,9 +77,10 @@ class Ahead:
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:
-        """Carry out `command` and return the event that answers it; return None at once if it needs no answer.
+        """Carry out `command` and return the event that answers it.
 
-        Raises what this command has raised, or an earlier command that needed no answer.
+        If the command needs no answer, return None without waiting for it. Raises the error of this
+        command, or that of an earlier command that needed no answer.
         """
         self._commands.put(command)
         if isinstance(command, Draft):
@@ -82,7 +88,10 @@ class Ahead:
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """Carry out several commands at once; return the event that answers each. Raises as `execute`."""
+        """Carry out several commands in one forward; return the event that answers each.
+
+        Raises the errors of `execute`.
+        """
         if len(commands) == 1:
             self._commands.put(commands[0])
             return [self._answer()]
@@ -96,7 +105,11 @@ class Ahead:
         return outcome
 
     def close(self) -> None:
-        """End the thread after its current forward; a thread that hangs is abandoned after 3 s (it is a daemon)."""
+        """End the thread after its current forward.
+
+        A thread that has not ended after 3 s is abandoned; it is a daemon, so it does not keep the
+        process from ending.
+        """
         self._commands.put(None)
         self._thread.join(PATIENCE)
 
@@ -118,9 +131,9 @@ class Ahead:
             self._outcomes.put(error)
 
     def _serve(self) -> None:
-        """Carry out commands; a forward may be started early between two of them."""
+        """Carry out commands until `close`; between two commands a forward may be started early."""
         early = None
-        failure = None  # of an unanswered command; the next one raises it
+        failure = None  # the error of a command without an answer; the next command raises it
         while (command := self._commands.get()) is not None:
             if failure is not None:
                 outcome: Outcome = failure
@@ -139,7 +152,7 @@ class Ahead:
                 failure = outcome
 
     def _answer_draft(self, command: Draft, outcome: Outcome) -> EarlyDraft | None:
-        """Hand out the answer to `command`; return the forward that was started early, if any."""
+        """Pass on the answer to `command`; return the forward that was started early, if any."""
         early = None
         if isinstance(outcome, Step):
             outcome, early = self._collect(command, outcome)
@@ -153,7 +166,7 @@ class Ahead:
         return early
 
     def _attempt(self, command: object, discarded: EarlyDraft | None = None) -> Outcome:
-        """Return the outcome of `command`; first undo the forward that was started early, `discarded`."""
+        """Return the outcome of `command`. First undo `discarded`, which was started early."""
         try:
             if discarded is not None and not _undoes(command, discarded.command):
                 start = discarded.command.start
@@ -175,7 +188,7 @@ class Ahead:
         began = time.monotonic()
         launched = self._proposer.launch(command, previous)
         now = time.monotonic()
-        if launched.following is not None:  # else the launch has waited for the device
+        if launched.following is not None:  # otherwise the launch has waited for the device
             self._lead = LEAST_LEAD + 2 * (now - began)
         self._due = max(self._due, now) + self._took
         return launched
@@ -183,7 +196,7 @@ class Ahead:
     def _collect(
         self, command: Draft, launched: Step
     ) -> tuple[Drafted | BaseException, EarlyDraft | None]:
-        """Return the event of `command`, and the forward that was launched before this event was known, if any."""
+        """Return the event that answers `command`, and the next forward if it was launched."""
         early = self._launch_next(command, launched)
         try:
             drafted = self._proposer.collect(launched)
@@ -200,7 +213,10 @@ class Ahead:
         return drafted, early
 
     def _launch_next(self, command: Draft, launched: Step) -> EarlyDraft | None:
-        """Launch the forward after `launched`, shortly before `launched` ends, if that is worth it."""
+        """Launch the forward after `launched` shortly before `launched` ends.
+
+        Return None if no forward may follow or waiting for the token of `launched` pays.
+        """
         if command.budget <= 1 or launched.following is None:
             return None
         if self._proposer.awaits(command, self._lead):
@@ -216,14 +232,20 @@ class Ahead:
             return EarlyDraft(following, error)
 
     def _wait_until_late(self, launched: Step) -> None:
-        """Sleep until `_lead` seconds before the forward should end; in short naps, as it may end earlier."""
+        """Sleep until `_lead` seconds before the expected end of the forward.
+
+        Sleep in short naps, because the forward may end earlier than expected.
+        """
         latest = self._due - self._lead
         while not launched.done and time.monotonic() < latest:
             time.sleep(min(max(0.0, latest - time.monotonic()), _LONGEST_NAP))
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:
-    """Return the command that follows unless a message changes that; None if drafting pauses."""
+    """Return the command that the state machine will issue next, unless a message comes.
+
+    Return None if drafting pauses or the budget is used up.
+    """
     budget = command.budget - len(drafted.tokens)
     if not drafted.tokens or budget <= 0 or drafted.paused:
         return None
@@ -233,13 +255,17 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _undoes(command: object, discarded: Draft) -> bool:
-    """Return whether `command` itself removes the early forward: it is a rollback of the same request."""
+    """Return whether `command` removes the early forward by itself.
+
+    This is so if it is a rollback of the same request.
+    """
     return isinstance(command, Rollback) and command.request == discarded.request
 
 
 def _same(command: object, early: Draft) -> bool:
-    """Return whether one forward answers both commands. Their budgets may differ,
-    as the draft's limit may have grown.
+    """Return whether the same forward answers both commands.
+
+    Their budgets may differ, because the draft's limit may have grown.
     """
     # Field by field, because comparing whole commands costs time between two forwards.
     return (

@@ -1,4 +1,8 @@
-"""Target and draft in one process, in turn: the workers' state machines and executors, without processes or clocks."""
+"""Target and draft in one process, which take turns.
+
+They use the state machines and executors of the workers, without other processes and without a
+clock.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -17,9 +21,11 @@ from pearl.protocol.messages import Committed, Submit
 def decode(
     submit: Submit, target: ModelRunner, draft: ModelRunner | None = None
 ) -> Iterator[Committed]:
-    """Yield the tokens that are committed. Both caches must be empty; speeds are learned from this request alone.
+    """Decode one request; yield messages with the tokens that are committed.
 
-    If the two models are on devices of different kinds, the rule must not need distributions. Raises `ForwardError`.
+    Both KV caches must be empty. Speeds are learned from this request alone. If the two models are
+    on devices of different kinds, the rule must not need draft distributions. Raises `ForwardError`
+    if a result cannot be used.
     """
     executor = TargetExecutor(target)
     coordinator = Coordinator(executor, piece=target.capabilities.prompt_piece)

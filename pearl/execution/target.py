@@ -1,4 +1,7 @@
-"""Carries out the target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets."""
+"""Carries out those commands of the target that compute: forwards, judgements, draws and guesses.
+
+This file knows no sockets.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,25 +49,29 @@ from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
 
-Event = Forwarded | Drafted  # what answers a command
+Event = Forwarded | Drafted  # the events that answer commands
 
 
 @dataclass(slots=True)
 class _Request:
-    """The state of one request.
+    """The state of one request in the target.
 
     Attributes:
+        rule: the target's half of the acceptance rule.
+        direct: draws from the target alone.
+        spec: the declaration of the rule.
         text: finds stop strings; None if the request has none.
         prompt: the tokens that the request began with.
+        shaper: applies penalties, biases and grammars to logits; None if the request has none.
         predicted: the tokens that the client expects after the prompt.
-        shaper: changes the request's logits; None if nothing changes them.
         index: source of guesses; None before the first `Guess`.
-        fed: the tokens of the request's last forward.
-        logits: [rows, vocab], the rows of the last tokens in `fed`.
-        launched: results for these rows that judging needs, launched with the forward; None if not launched.
-        draws: [rows, 2], the target's own draws from these rows, launched with the forward; None if not launched.
-        raw: as `logits`, before the shaper changes them.
-        details: details of decided tokens by position, until delivered.
+        logits: [rows, vocab], the logits after the last tokens in `fed`, changed by the shaper.
+        launched: what `TargetHalf.launch` returned for `logits`; None if it was not called.
+        draws: [rows, 2], the target's own draws from `logits`, launched with the forward; None if
+            they were not launched.
+        fed: the tokens that the request's last forward was fed.
+        raw: `logits` before the shaper changed them.
+        details: details of decided tokens by position, kept until they are delivered.
     """
 
     slot: int
@@ -86,7 +93,10 @@ class _Request:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise `GrammarError` instead of `NumericalError` if the request's grammar leaves no token possible."""
+        """Replace a `NumericalError` by the `GrammarError` that caused it, if there is one.
+
+        A grammar that allows no token makes all logits minus infinity.
+        """
         try:
             yield
         except NumericalError as error:
@@ -95,7 +105,7 @@ class _Request:
             raise self.shaper.stuck from error
 
     def positions(self) -> list[int]:
-        """Return the positions that the rows are for."""
+        """Return the position that each row of `logits` is for."""
         num_tokens = len(self.fed.tokens)
         depth: Sequence[int] = range(num_tokens)
         if self.fed.parents is not None:
@@ -104,7 +114,7 @@ class _Request:
         return [self.fed.start + 1 + depth[node] for node in range(first, num_tokens)]
 
     def row(self, node: int) -> int:
-        """Return the index in `logits` of the row of a node of the last forward."""
+        """Return the index in `logits` of the row after a node (the token's index) in `fed`."""
         return node - len(self.fed.tokens) + len(self.logits)
 
     @property
@@ -113,7 +123,10 @@ class _Request:
         return self.direct.options.logprobs is not None
 
     def add_details(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the details of decided tokens from `position` on, computed from `rows` of the last forward."""
+        """Compute and keep the details of decided tokens from `position` on.
+
+        `rows`: for each token, the index in `logits` of the row that decided it.
+        """
         if not tokens or not self.has_details:
             return
         logits = self.raw[list(rows)].float()
@@ -142,8 +155,8 @@ class _Share:
 
     Attributes:
         fed: the command's tokens and the guesses fed with them.
-        window: nodes from the request's index, fed after `fed`; None if the index has none.
-        feed: `fed` and `window`, as the runner takes them.
+        window: further tokens that the request's index wants to be fed; None if it wants none.
+        feed: `fed` and `window` in the form that the runner takes.
     """
 
     command: Forward
@@ -154,20 +167,23 @@ class _Share:
 
 
 class TargetExecutor:
-    """Computes for the coordinator.
+    """Carries out the commands of a `Coordinator`, and is its `Verifier`.
 
     Args:
         runner: the target model.
-        text_stream: function (prompt, stops, reasoning=) -> a TextStream that finds the stop strings.
-        datastore: source of guesses besides the text.
-        habits: source of guesses too; it learns what is committed.
+        text_stream: function (prompt, stops, reasoning=) -> a `TextStream`, which finds stop
+            strings.
+        datastore: a source of guesses; None if there is none.
         spread: called with the cores to compute on; None if there is no choice.
-        launches: whether to launch judging before a forward has ended, so that the device need not wait for the host in
-            between. None: on every device but the CPU, where it would cost time for draws that a rejection makes
-            useless.
+        launches: whether to launch the computation that judging needs before the forward has ended,
+            so that the device need not wait for the host in between. By default this is so on every
+            device but the CPU, where it would compute draws that a rejection makes useless.
         guides: makes the guides of grammars.
-        head: the target's head, which guesses too, for methods that take its guesses; the runner keeps features for it.
-        gives_states: whether the draft reads the target's hidden states, which the runner then keeps.
+        habits: n-grams of earlier outputs, a source of guesses that learns from committed tokens.
+        head: the target's drafting head, whose guesses some methods take; the runner keeps hidden
+            states for it.
+        gives_states: whether the draft reads the target's hidden states, which the runner then
+        keeps.
     """
 
     def __init__(
@@ -197,14 +213,14 @@ class TargetExecutor:
         self._requests: dict[int, _Request] = {}
 
     def needs_rows(self, number: int) -> bool | None:
-        """Return whether judging the request takes the draft's distributions; None if the request was not opened."""
+        """Return whether a request's rule needs draft distributions; None if it was not opened."""
         if number not in self._requests:
             return None
         return self._requests[number].spec.needs is not Needs.NOTHING
 
     @memory_errors
     def execute(self, command: object) -> Event | None:
-        """Carry out `command`; return the event that answers it, None if it needs no answer.
+        """Carry out `command`; return the event that answers it, or None if it needs no answer.
 
         Raises `ForwardError` if the result cannot be used.
         """
@@ -248,8 +264,9 @@ class TargetExecutor:
         )
 
     def _guess(self, request: _Request, guess: Guess, num_fed: int) -> GuessTree:
-        """Return the tree of guesses that `guess` asks for, as far as it pays to feed it beside `num_fed` tokens; for a
-        runner that takes no trees, a chain after the text.
+        """Return the tree of guesses that pay when fed together with `num_fed` tokens of the text.
+
+        If the runner takes no trees, return a chain of guesses after the text.
         """
         if request.index is None:
             request.index = self._make_index(request)
@@ -261,7 +278,7 @@ class TargetExecutor:
         anchors = anchored(index.tokens, guess.committed, guess.trust, guess.alternatives)
         is_tree = self.runner.capabilities.tree_nodes > 0
         if is_tree:
-            # The unfed tokens, the last committed one and the pending ones, are nodes too.
+            # The last committed token and the pending tokens are nodes of the tree too.
             room = self.runner.capabilities.tree_nodes - len(anchors)
         else:
             anchors = anchors[-1:]
@@ -272,7 +289,7 @@ class TargetExecutor:
         return tree.first(payoff.count)
 
     def _fed(self, request: _Request, command: Forward) -> FedTokens:
-        """Return the command's tokens with the guesses, after and next to them, that are worth feeding."""
+        """Return the command's tokens together with the guesses that are worth feeding."""
         fed = FedTokens(command.start, command.tokens)
         if command.guess is None:
             return fed
@@ -294,10 +311,11 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Return the position after the last of `tokens` that was fed to the last forward.
+        """Return the position after the last of `tokens` that the last forward was fed.
 
-        If the forward was fed a tree, also keep the states of its tokens on this path. The model's cache still has all
-        nodes of the tree: it is cut down to a path only before the next forward.
+        If the forward was fed a tree, also log the hidden states of these tokens. The KV cache
+        still has all nodes of the tree, because it is cut down to a path only before the next
+        forward.
 
         Args:
             tokens: the text from the forward's first position on.
@@ -308,10 +326,10 @@ class TargetExecutor:
         return request.fed.start + len(path)
 
     def states(self, verdict: Verdict) -> Iterable[HiddenStates]:
-        """Return the messages to send the draft before a verdict: the hidden states of tokens that are committed and
-        fed.
+        """Return messages with hidden states, to be sent to the draft before `verdict`.
 
-        Empty if the draft reads no hidden states.
+        They have the states of those committed tokens that were fed and not sent yet. There are
+        none if the draft reads no hidden states.
         """
         request = self._requests.get(verdict.request)
         if request is None or not request.fed.tokens or not self._gives_states:
@@ -342,10 +360,10 @@ class TargetExecutor:
     def forward(
         self, commands: Sequence[Forward], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Forwarded]:
-        """Compute one forward of the model for several requests; return the event that answers each. Raises as
-        `execute`.
+        """Compute one forward for several requests; return the event that answers each command.
 
-        `meanwhile`: called while a device computes; does work of the host that nothing else waits for.
+        Raises `ForwardError` as `execute` does. `meanwhile` is called while a device other than the
+        CPU computes; it does work of the host that nothing waits for.
         """
         shares = [self._share(command) for command in commands]
         began = time.perf_counter()
@@ -372,8 +390,10 @@ class TargetExecutor:
         return events
 
     def _share(self, command: Forward) -> _Share:
-        """Return a command's share: its tokens, the guesses fed with them,
-        and a window if the request's index has one.
+        """Return a command's share of a forward.
+
+        It has the command's tokens, the guesses fed with them, and the window of the request's
+        index, if there is one.
         """
         request = self._requests[command.request]
         length = self.runner.length(request.slot)
@@ -391,7 +411,7 @@ class TargetExecutor:
         return _Share(command, request, fed, window, feed)
 
     def _take_rows(self, share: _Share, rows: torch.Tensor) -> None:
-        """Give the request the logits of its rows, and launch what judging needs."""
+        """Store the logits `rows` of a request, and launch what judging needs."""
         fed = share.fed
         request = share.request
         if share.window is not None:
@@ -408,11 +428,11 @@ class TargetExecutor:
             self._launch(request)
 
     def _take_window(self, share: _Share, window: GuessWindow, rows: torch.Tensor) -> None:
-        """Draw from the rows of the window's last level, and give the draws to the index."""
+        """Draw after each node of the window's last level, and pass the draws to the index."""
         fed = share.fed
         request = share.request
         assert request.index is not None
-        if fed.parents is None:  # a chain gets no `Keep` later: drop the window now
+        if fed.parents is None:  # drop the window now, because no `Keep` follows after a chain
             self.runner.keep(range(len(fed.tokens)), request.slot)
         start = fed.start + window.levels + 1  # the position that column 0's row is for
         positions = range(start, start + window.columns)
@@ -440,7 +460,7 @@ class TargetExecutor:
 
     @memory_errors
     def judge(self, judge: Judge) -> Judged:
-        """Apply the request's rule to draft tokens. Raises `ForwardError`."""
+        """Judge draft tokens by the request's rule. Raises `ForwardError` for unusable logits."""
         request = self._requests[judge.request]
         draft_rows = [row for row in judge.rows if row is not None]
         rows = [request.row(node) for node in judge.nodes]
@@ -463,7 +483,10 @@ class TargetExecutor:
     def _reuse(
         self, request: _Request, index: NgramIndex, judge: Judge, rows: list[int], accepted: int
     ) -> None:
-        """Give the index each discarded token but the last, with the target's draw after it."""
+        """Pass the discarded draft tokens to the index, with the target's draw after each.
+
+        The last token is left out, because there is no draw after it.
+        """
         rows = rows[accepted + 1 :]
         if rows:
             positions = range(judge.start + accepted + 1, judge.start + len(judge.tokens))
@@ -472,7 +495,7 @@ class TargetExecutor:
 
     @memory_errors
     def sample(self, sample: Sample) -> Sampled:
-        """Draw from the target alone; see `Sample`. Raises `ForwardError`."""
+        """Draw from the target alone; see `Sample`. Raises `ForwardError` for unusable logits."""
         request = self._requests[sample.request]
         tokens: list[int] = []
         rows = []
@@ -493,9 +516,9 @@ class TargetExecutor:
         return Sampled(tuple(tokens), request.stop_after(tokens))
 
     def details(self, number: int, start: int, count: int) -> tuple[TokenDetails, ...]:
-        """Return the details of `count` decided tokens from `start` on, and forget them.
+        """Return the details of `count` decided tokens from position `start` on, and forget them.
 
-        Empty if the request wants none.
+        Return () if the request asks for no details.
         """
         request = self._requests.get(number)
         if request is None or not request.has_details:
@@ -504,7 +527,10 @@ class TargetExecutor:
 
 
 def _with_window(feed: Feed, window: GuessWindow) -> Feed:
-    """Return `feed` and the window as one tree; the window follows the first token of `feed`, the text's last token."""
+    """Return `feed` and the window as one tree.
+
+    The window follows the first token of `feed`, which is the text's last token.
+    """
     size = len(feed.tokens)
     parents = list(feed.parents or range(-1, size - 1))
     for parent in window.parents:
