@@ -1,4 +1,4 @@
-"""PEARL: parallel speculative decoding. Two processes, one text.
+"""PEARL: parallel speculative decoding with a draft and a target model in two processes.
 
 from pearl import Engine, SamplingParams
 
@@ -39,7 +39,10 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on its first use, so that workers and `--help`, which need no engine, import none."""
+    """Import a public name on its first use.
+
+    So workers and `--help`, which need no engine, do not import it.
+    """
     if name in _ROOMS:
         return getattr(import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'pearl' has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""A cache of directories derived from a model's files: each is built once and kept until the user removes it.
+"""A cache on disk of directories that are derived from a model's files.
 
-The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl. A directory is built under a temporary name
-next to its final path, under a file lock, and renamed once it is complete. Must not know model formats.
+Each directory is built once and kept until the user removes it. The cache is $PEARL_CACHE or, if
+that is not set, $XDG_CACHE_HOME/pearl or ~/.cache/pearl. A directory is built under a temporary
+name next to its final path, while a file lock is held, and renamed once it is complete. This file
+must not know model formats.
 """
 
 import hashlib
@@ -23,13 +25,16 @@ from pearl.errors import ModelError
 Progress = Callable[[str], None]
 Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
-GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
+GGUF_FILES = "gguf"  # subdirectory of the cache that describes the user's GGUF files
 _REPORT_SECONDS = 2.0
-FORMAT = 9  # increase it when a change makes another directory from the same files
+FORMAT = 9  # to be increased when a change of the code makes other directories from the same files
 
 
 class Watcher(Protocol):
-    """Receives progress reports. `total` and `count` are in units of the work, such as samples, steps or bytes."""
+    """Receives progress reports.
+
+    `total` and `count` are numbers of units of the work, such as samples, steps or bytes.
+    """
 
     def begin(self, what: str, total: int) -> None: ...
 
@@ -43,7 +48,10 @@ def silent(_message: str) -> None:
 
 
 class Count:
-    """Reports progress such as "layer 12 of 80", at most every two seconds: work shorter than that reports nothing."""
+    """Reports progress such as "layer 12 of 80", at most every two seconds.
+
+    So work that takes less than two seconds reports nothing.
+    """
 
     def __init__(
         self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic
@@ -75,9 +83,10 @@ def cache_directory() -> Path:
 def stamp(files: Iterable[Path]) -> str:
     """Return a hash, in 16 hexadecimal digits, of the path, size and modification time of each file.
 
-    The hash also covers `FORMAT` and the version of tokenizers, with which the files are converted.
+    The hash also covers `FORMAT`, and the version of the library tokenizers, which converts the
+    files.
 
-    Raises `OSError`.
+    Raises `OSError` if a file cannot be read.
     """
     facts: list[object] = [FORMAT, version("tokenizers")]
     for path in files:
@@ -89,8 +98,8 @@ def stamp(files: Iterable[Path]) -> str:
 def built_once(name: str, build: Build, progress: Progress, root: Path | None = None) -> Path:
     """Return the directory <root>/<name>; if it does not exist yet, call `build` to make it.
 
-    `root` defaults to the cache's directory. Several processes may call this at once: the first builds, the others
-    wait. Raises `ModelError` if the directory cannot be written.
+    `root` defaults to the cache's directory. If several processes call this at once, the first
+    builds, and the others wait. Raises `ModelError` if the directory cannot be written.
     """
     root = root or cache_directory()
     final = root / name
@@ -111,7 +120,8 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
 def _build(final: Path, build: Build, progress: Progress) -> None:
     """Build in a temporary directory next to `final`, then rename it.
 
-    Any temporary directory found there was left by a killed builder and is removed: the caller holds the lock.
+    A temporary directory that is there already is removed. It was left by a process that was
+    killed, because the caller holds the lock.
     """
     root = final.parent
     for leftover in root.glob(f".{final.name}.*"):
@@ -124,7 +134,10 @@ def _build(final: Path, build: Build, progress: Progress) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Force the files to disk before the rename: a power cut must not leave a final directory with missing contents."""
+    """Force a directory's files to disk before the directory is renamed.
+
+    Otherwise a power cut could leave a directory under its final name with missing contents.
+    """
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""The colours of tokens and of work, in the chat, the server's page and pictures: readable on white and on black."""
+"""Colours for tokens, by where they come from, and for kinds of work. They suit white and black.
+
+The chat, the server's page and pictures use them.
+"""
 
 from pathlib import Path
 
@@ -12,7 +15,10 @@ WORK = _GROUPS["work"]
 
 
 def style_sheet() -> str:
-    """Return `SOURCES` and `WORK` as CSS variables: "--token-accepted: #2a9d4a; ... --work-prefill: #7b6fc4; ... "."""
+    """Return `SOURCES` and `WORK` as CSS variables.
+
+    For example, "--token-accepted: #2a9d4a; ... --work-prefill: #7b6fc4; ... ".
+    """
     variables = []
     for group, colours in (("token", SOURCES), ("work", WORK)):
         for name, (colour, _) in colours.items():

@@ -1,4 +1,7 @@
-"""Where a model runs, as users name it: cuda:0, cpu:0-3. Must not know torch: workers translate the name."""
+"""Names of the devices on which models run, such as cuda:0 or cpu:0-3.
+
+This file must not import torch; workers translate the names for torch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import Literal
 
 from pearl.printable import shortened
 
-GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
-_MOST_NUMBERS = 4096  # cores or GPUs in a name
+# Device files in /dev of NVIDIA's driver, of WSL and of AMD's driver.
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+_MOST_NUMBERS = 4096  # most cores or GPUs in a name
 _LONGEST_SHOWN = 80  # characters of a refused name in a message
 
 
@@ -59,7 +63,10 @@ class Device:
         return f"{self.kind}:{','.join(map(str, numbers))}"
 
     def __or__(self, device: Device) -> Device:
-        """Return the GPUs of both or, if there are none, the cores of both: all cores, if either is not pinned."""
+        """Return the devices of both as one: their GPUs or, if they have none, their cores.
+
+        These are all cores if one of the two is not pinned to cores.
+        """
         gpus = set(self.gpus + device.gpus)
         if gpus:
             return Device("cuda", gpus=tuple(sorted(gpus)))
@@ -69,7 +76,7 @@ class Device:
 
     @property
     def in_words(self) -> str:
-        """The number of GPUs or cores, such as "2 GPUs"."""
+        """The number of GPUs or cores in words, such as "2 GPUs"; "all cores" without a number."""
         unit = "GPU" if self.gpus else "core"
         count = len(self.gpus or self.cores or ())
         if not count:
@@ -87,7 +94,10 @@ def _bad_device(name: str) -> ValueError:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list: "0-2,5" is (0, 1, 2, 5). Raises ValueError."""
+    """Return the numbers in a list such as "0-2,5", which is (0, 1, 2, 5).
+
+    Raises ValueError if the text is no such list, or has too many numbers.
+    """
     numbers: list[int] = []
     for part in text.split(","):
         start, dash, end = part.partition("-")
@@ -103,7 +113,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def usable_cores() -> set[int]:
-    """Return the cores that any thread of this process may use; the calling thread may be pinned to fewer."""
+    """Return the cores that any thread of this process may use.
+
+    The calling thread itself may be pinned to fewer cores.
+    """
     cores = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread is ending
@@ -112,7 +125,7 @@ def usable_cores() -> set[int]:
 
 
 def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cores. Raises ValueError if this process may not use one of them."""
+    """Return `cores`. Raises ValueError if this process may not use all of them."""
     usable = usable_cores()
     missing = sorted(set(cores) - usable)
     if missing:
@@ -126,5 +139,5 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU's driver. torch may still see none of its GPUs."""
+    """Return whether this machine has the driver of a GPU. torch may still see no GPU."""
     return any(any(Path("/dev").glob(name)) for name in GPU_FILES)

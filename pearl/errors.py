@@ -1,7 +1,7 @@
-"""Every error that PEARL raises on purpose; all descend from `PearlError`.
+"""Every error that PEARL raises on purpose; all are subclasses of `PearlError`.
 
-As in h11 there are two protocol errors: `LocalProtocolError` is our own bug, `RemoteProtocolError` is the peer's. A
-message says what happened, where, and what to do next.
+A message says what happened, where, and what to do next. As in h11 there are two protocol errors:
+`LocalProtocolError` is a bug of ours, and `RemoteProtocolError` is one of the peer.
 """
 
 
@@ -35,7 +35,7 @@ class TraceError(PearlError):
 
 
 class RequestError(PearlError):
-    """This request cannot be served (too long for the context, say); the engine continues."""
+    """This request cannot be served, for example because it is too long; the engine continues."""
 
     exit_code = 2
     advice = ""
@@ -61,16 +61,16 @@ class StartError(PearlError):
 
 
 class TargetLost(PearlError):
-    """The target worker died or stopped responding; the request is lost."""
+    """The target worker died or stopped responding; its requests are lost."""
 
     exit_code = 4
     advice = "Run it again; if it is lost again, --log-level debug shows its last steps."
 
 
 class DraftLost(PearlError):
-    """The draft worker died or stopped responding. Requests continue with the target alone.
+    """The draft worker died or stopped responding; requests continue with the target alone.
 
-    Raised inside workers, and by checks that need a draft.
+    This is raised only inside workers, and by checks that need a draft.
     """
 
     exit_code = 4
@@ -88,7 +88,7 @@ class NumericalError(ForwardError):
 
 
 class GrammarError(NumericalError):
-    """The grammar of a text allows no token: the grammar cannot be parsed, or exceeds a limit."""
+    """The grammar of a text allows no token, for example because it cannot be parsed."""
 
 
 class OutOfMemory(ForwardError):
@@ -119,7 +119,7 @@ class ProtocolError(PearlError):
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own code sent an event that our state machine does not allow in its current state: a bug of ours."""
+    """Our own code sent an event that our state machine does not allow in its current state."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -127,7 +127,10 @@ class RemoteProtocolError(ProtocolError):
 
 
 def error_named(kind: str) -> type[PearlError]:
-    """Return the error class named `kind`, or `StartError` if there is none: an untrusted peer may send any name."""
+    """Return the error class named `kind`, or `StartError` if there is none.
+
+    The name comes from a peer, which is not trusted and may send any name.
+    """
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, PearlError):
         return error_class
@@ -135,7 +138,7 @@ def error_named(kind: str) -> type[PearlError]:
 
 
 def installing(extra: str) -> str:
-    """Return how to install an extra of the package, to end a sentence that says what is missing."""
+    """Return how to install an extra of the package, as the end of a sentence in a message."""
     return (
         f"`scripts/setup {extra}` in a checkout, or pip with the extra `{extra}` of PEARL's wheel"
     )

@@ -1,4 +1,4 @@
-"""What happened, in numbers: the statistics of one request, from the coordinator's counts and a few times."""
+"""The statistics of a request, computed from the target's counters and the times of events."""
 
 from __future__ import annotations
 
@@ -17,54 +17,62 @@ from pearl.spec.methods import METHODS
 
 ESTIMATED = "estimated"  # a value of `Statistics.speedup_basis`
 MOST_CORE_WAIT = (
-    0.05  # share of a reply's time; if it waited for its cores longer than that, it has no speedup
+    0.05  # a reply that waited for cores for a larger share of its time reports no speedup
 )
-_LEAST_FORWARDS = 4  # forwards of one token that an estimate needs
+_LEAST_FORWARDS = 4  # least number of forwards of one token for an estimate of the speedup
 
 
 @dataclass
 class Statistics(Tally):
-    """One request. A name that vLLM has too means the same as in vLLM. Only committed tokens count.
+    """The statistics of one request. Only committed tokens count.
+
+    A name that vLLM has too means the same as in vLLM. A run is a sequence of accepted draft
+    tokens, up to the correction or bonus token that ends it. A step is a target forward after the
+    prefill.
 
     Attributes:
-        num_prompt_tokens: tokens of the prompt.
-        num_generated_tokens: generated tokens, an EOS included.
-        draft_acceptance_rate: accepted / drafted tokens, as in vLLM; tokens discarded after an earlier rejection count
-            as drafted.
-        acceptance_rate: accepted / judged tokens: the alpha of the papers.
-        mean_run_length: committed tokens per run, the correction (or bonus) at its end included: 1 / (1 - alpha) in
-            theory. A run may last over many steps, so this is not vLLM's mean acceptance length, which is
-            `tokens_per_step`: that includes a step's correction or bonus too.
-        expected_rejections: sum over the judged positions of the probability that the token is rejected. For rule ratio
-            the probability is the total variation distance between draft and target. None if no judgement had such
-            probabilities.
+        num_prompt_tokens: number of tokens in the prompt.
+        num_generated_tokens: number of generated tokens, an EOS included.
+        draft_acceptance_rate: accepted / drafted tokens, as in vLLM. Drafted tokens that were
+            discarded after an earlier rejection count too.
+        acceptance_rate: accepted / judged draft tokens, the alpha of the papers.
+        mean_run_length: committed tokens per run, including the correction or bonus token at its
+            end. In theory this is 1 / (1 - alpha). A run may last over many steps, so this is not
+            vLLM's mean acceptance length; `tokens_per_step` is.
+        expected_rejections: sum over the judged positions of the probability that the token is
+            rejected. For rule ratio this probability is the total variation distance between the
+            draft's and the target's distribution. None if the rule gives no such probabilities.
         expected_rejections_sd: expected standard deviation of `num_rejections` around that sum.
-        bias: sum over the judged positions of the total variation distance between the target's distribution and the
-            one that tokens are committed by. The distance between the distributions of whole texts is at most the mean
-            of this sum. 0 for an exact rule.
-        tokens_per_step: tokens of steps / steps (forwards after the prefill). Counts accepted, guessed, corrected,
-            drawn and bonus tokens, but not the token that the prefill gave. So it is 1 for method ar.
-        queue_seconds: from the submission to the start of the prefill, while other requests come first.
-        seconds: from the submission to the last commit.
-        seconds_to_first_token: TTFT, from the submission.
-        itl_p50, itl_p99: quantiles of the inter-token latency: seconds between a token and the token before it; 0 if
-            both came with one commit.
-        tokens_per_second: of decoding: tokens after the first commit / seconds after it; 1 / TPOT.
-        target_wait_seconds: cause -> seconds.
-        draft_wait_seconds: seconds that the draft waited for verdicts, as it reported with its last tokens.
-        speedup: how many times as fast as the target alone this reply was, by its own measurements. None if nothing was
-            guessed (method ar), if the measurements are too few, or if others disturbed them: other requests ran at the
-            same time, or `core_wait` exceeds `MOST_CORE_WAIT`.
-        speedup_basis: how `speedup` was found; empty without `speedup`. If method auto compared its best way with a way
-            without a draft in this reply: that way, such as "ngram". Otherwise `ESTIMATED`: tokens_per_second times the
-            mean seconds of this reply's own forwards of one token, on the cores that they had.
-        core_wait: share of the time since the prefill began in which a computing thread of the target was ready to run
-            but had no core, because other threads had it. The share of the thread that waited longest.
-        t_draft: running estimate of a draft forward, seconds.
-        t_target: running estimates of a target forward, seconds by number of fed tokens.
-        t_target_spread: as `t_target`, while the target has the draft's cores too.
+        bias: sum over the judged positions of the total variation distance between the distribution
+            of committed tokens and the target's; 0 for an exact rule. The mean of this sum over
+            texts bounds the distance between the distributions of whole texts.
+        tokens_per_step: committed tokens / steps. The token that the prefill gave does not count,
+            so this is 1 for method ar.
+        queue_seconds: seconds from the submission to the start of the prefill.
+        seconds: seconds from the submission to the last commit.
+        seconds_to_first_token: seconds from the submission to the first commit (TTFT).
+        itl_p50, itl_p99: quantiles of the inter-token latency, which is the seconds between a token
+            and the one before it; 0 if both were committed at once.
+        tokens_per_second: tokens after the first commit / seconds after the first commit; 1 / TPOT.
+        target_wait_seconds: seconds that the target waited, by cause.
+        draft_wait_seconds: seconds that the draft waited for verdicts, as reported with its last
+            tokens.
+        speedup: how many times as fast as the target alone this reply was, by its own measurements.
+            None if nothing was guessed (method ar), or if there are too few measurements. Also None
+            if the measurements were disturbed: other requests ran at the same time, or `core_wait`
+            exceeds `MOST_CORE_WAIT`.
+        speedup_basis: how `speedup` was found; empty if `speedup` is None. If method auto compared
+            its best method in this reply with one without a draft, the name of the latter, such as
+            "ngram". Otherwise `ESTIMATED`: tokens_per_second times the mean seconds of this reply's
+            forwards of one token.
+        core_wait: share of the time since the prefill began in which a computing thread of the
+            target was ready to run but had no core. Of all threads, that of the thread that waited
+            longest.
+        t_draft: running estimate of the seconds of a draft forward.
+        t_target: running estimates of the seconds of a target forward, by number of fed tokens.
+        t_target_spread: like `t_target`, while the target computes on the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
-        window: the last value of c; 0 without a draft.
+        window: the last window length c; 0 if there was no draft.
         draft_lost: whether the draft was lost during the request.
     """
 
@@ -97,12 +105,12 @@ class Statistics(Tally):
 
     @property
     def late_seconds(self) -> float:
-        """Seconds after the first commit."""
+        """Seconds from the first to the last commit."""
         return max(0.0, self.seconds - self.seconds_to_first_token)
 
     @property
     def late_tokens(self) -> int:
-        """Tokens committed in `late_seconds`."""
+        """Number of tokens committed after the first commit."""
         return round((self.tokens_per_second or 0.0) * self.late_seconds)
 
     def to_json(self) -> str:
@@ -110,13 +118,16 @@ class Statistics(Tally):
 
     @staticmethod
     def from_json(text: str) -> Statistics:
-        """Decode the fields that this version knows: the target that wrote the statistics may be a newer version."""
+        """Decode statistics. Unknown fields are ignored, because the target may be newer."""
         return msgspec.json.decode(text, type=Statistics)
 
 
 @dataclass
 class Sums:
-    """Sums and rates over the statistics of several texts."""
+    """Sums and rates over the statistics of several texts.
+
+    Rates divide sums over all texts; a rate is None if its divisor is 0.
+    """
 
     texts: list[Statistics] = field(default_factory=list, kw_only=True)
 
@@ -126,7 +137,7 @@ class Sums:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second, counted after each text's first commit."""
+        """Tokens per second after each text's first commit."""
         return _ratio(self.total("late_tokens"), self.total("late_seconds"))
 
     @property
@@ -137,7 +148,7 @@ class Sums:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """`Statistics.tokens_per_step` over all texts."""
+        """Committed tokens per step, see `Statistics.tokens_per_step`."""
         tokens = self.total("num_generated_tokens") - self.total("num_prefill_tokens")
         return _ratio(tokens, self.total("steps"))
 
@@ -154,7 +165,7 @@ class Sums:
 
     @property
     def mean_run_length(self) -> float | None:
-        """Mean number of committed tokens per run, its correction or bonus included."""
+        """Mean number of committed tokens per run, including the correction or bonus at its end."""
         accepted = self.accepted_per_run
         if accepted is None:
             return None
@@ -166,10 +177,11 @@ class Figure:
     """A figure of a request's statistics, as the summary and the chat print it.
 
     Attributes:
-        value: returns the figure's value, None if it has none.
-        form: format of the value.
+        name: what is printed next to the value.
+        value: function that returns the figure's value, or None if there is none.
+        form: format string of the value.
         is_brief: whether the status line below a chat reply shows the figure.
-        remark: returns a remark to print in brackets; empty if there is none.
+        remark: function that returns a remark to print in brackets, or "" for none.
     """
 
     name: str
@@ -250,8 +262,8 @@ FIGURES = (
 def brief(s: Statistics) -> str:
     """Return the status line of a reply, such as "64 tokens · 20.0 tokens/s · 2.50 tokens a step".
 
-    If the reply has a speedup over the target alone, the line shows it. If auto settled on a method without a draft,
-    the line names the method.
+    The line also shows the speedup over the target alone, if there is one. If method auto settled
+    on a method without a draft, the line names that method.
     """
     parts = [f"{s.num_generated_tokens} tokens"]
     for figure in FIGURES:
@@ -272,11 +284,15 @@ class Stopwatch:
     Attributes:
         submitted: when the request arrived.
         begun: when work on the request began.
-        first: time of the first commit; None before it.
-        last: time of the last commit.
-        gaps: for each commit but the first, (seconds since the commit before, tokens).
+        first: when the first tokens were committed; None before.
+        last: when tokens were last committed.
+        generated: number of committed tokens.
+        waits: seconds of all waits that have ended, by cause.
+        gaps: for each commit but the first, (seconds since the commit before it, number of tokens).
+        draft_waited: see `Statistics.draft_wait_seconds`.
+        draft_lost: whether the draft was lost.
         waiting: (cause, start) of the current wait; None if the request does not wait.
-        core_wait: as `Statistics.core_wait`.
+        core_wait: see `Statistics.core_wait`.
     """
 
     submitted: float = 0.0
@@ -300,21 +316,21 @@ class Stopwatch:
         self.generated += tokens
 
     def wait(self, cause: str, now: float) -> None:
-        """Note that a wait begins at `now`, unless the request waits already."""
+        """Record that a wait begins at `now`, unless the request waits already."""
         self.waiting = self.waiting or (cause, now)
 
     def resume(self, now: float) -> None:
-        """Note that the wait has ended."""
+        """Record that the current wait, if there is one, ends at `now`."""
         if self.waiting is not None:
             cause, since = self.waiting
             self.waits[cause] = self.waits.get(cause, 0.0) + (now - since)
             self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
-        """Return the inter-token latency, seconds, at quantile `share`; None if there are no latencies.
+        """Return the inter-token latency at quantile `share`, in seconds; None if there is none.
 
-        That is the smallest latency such that at least `share` of all latencies are no larger. Tokens of one commit
-        arrive together: all but the first of them have a latency of 0.
+        This is the smallest latency such that at least `share` of all latencies are no larger.
+        Tokens of one commit arrive together, so all but the first of them have a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:
@@ -327,7 +343,7 @@ class Stopwatch:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first commit / seconds after it."""
+        """Tokens after the first commit / seconds after the first commit; None without any."""
         seconds = 0.0
         count = 0
         for gap, tokens in self.gaps:

@@ -1,17 +1,21 @@
-"""Makes text from a model, a peer or a file harmless for a terminal and a log."""
+"""Makes text from a model, a peer or a file harmless for terminals and logs."""
 
 import logging
 import re
 
-# Unicode's pictures of control characters. Newline and tab stay.
+# Control characters -> Unicode's symbols for them. Newline and tab are kept.
 _PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421}
 _HALVES = re.compile("[\ud800-\udfff]")
-# Other controls, and marks that change the direction of writing: they could disguise a line.
+# Other control characters, and marks that change the direction of writing. They could disguise a
+# line.
 _UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogate, such as Python's stand-in for a byte that is not UTF-8."""
+    """Return whether a text has no lone surrogate.
+
+    For example, Python puts a lone surrogate in place of a byte of a file name that is not UTF-8.
+    """
     return _HALVES.search(text) is None
 
 
@@ -21,14 +25,14 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return `text` if it has at most `limit` characters, otherwise its first `limit` characters and an ellipsis."""
+    """Return `text`, cut to its first `limit` characters and an ellipsis if it is longer."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}..."
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log records and replaces their control characters: a record may quote a peer."""
+    """Formats log records, and replaces control characters, because a record may quote a peer."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -42,6 +46,9 @@ def log_to_stderr(level: str, who: str) -> None:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the first line of an error's message, without a final full stop; its type if it has no message."""
+    """Return the first line of an error's message, without a final full stop.
+
+    If there is no message, return the name of the error's type.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")

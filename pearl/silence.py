@@ -1,19 +1,21 @@
-"""Measures how long a peer has been silent, without the time in which the listener itself was stopped."""
+"""Measures how long a peer has been silent, leaving out time in which the listener was stopped."""
 
 import threading
 import time
 
-SLACK = 4.0  # announced work may take this many times its measured time before the silence counts
+# Announced work may take this many times its measured time before silence counts.
+SLACK = 4.0
 
 
 class Silence:
-    """Counts the seconds since a peer's last sign of life, without the time in which the listener was stopped.
+    """Counts the seconds since a peer's last sign of life, while the listener itself was running.
 
-    A listener that wakes up, after its machine was suspended or its container paused for example, must not mistake its
-    own pause for the peer's silence. So at most `between_looks` seconds count between two reads of `seconds`.
+    A listener may be stopped, for example because its machine is suspended or its container paused.
+    It must not mistake its own pause for the peer's silence. So at most `between_looks` seconds
+    count between two reads of `seconds`.
 
     Args:
-        between_looks: seconds; a running listener reads `seconds` at least this often.
+        between_looks: seconds within which a running listener reads `seconds` again.
     """
 
     def __init__(self, between_looks: float = 1.0) -> None:
@@ -22,7 +24,10 @@ class Silence:
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
-        """Note a sign of life. `allowance`: seconds of announced work, which do not count as silence."""
+        """Record a sign of life.
+
+        `allowance`: seconds of work that the peer has announced, which will not count as silence.
+        """
         with self._lock:
             self._seconds = -allowance
             self._looked = time.monotonic()

@@ -1,11 +1,14 @@
-"""Logs how long each step of a process's start took, at level debug."""
+"""Logs, at level debug, how long each step of a process's start took."""
 
 import logging
 import time
 
 
 class Steps:
-    """Logs each step when it is done. The first step's CPU time counts from the start of the process."""
+    """Logs each step of a start when it is done.
+
+    The CPU time of the first step is that since the start of the process.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -13,7 +16,7 @@ class Steps:
         self._cpu = 0.0
 
     def done(self, step: str) -> None:
-        """Log a step, which began where the previous one ended."""
+        """Log a step, which began when the previous one ended."""
         now = time.monotonic()
         cpu = time.process_time()
         self._log.debug(

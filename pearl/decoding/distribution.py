@@ -69,7 +69,7 @@ class AnnouncedRow:
 
 
 def pack(probs: torch.Tensor) -> PackedRow:
-    """Pack a distribution [vocab] that is on the host; make it sparse if few tokens are possible."""
+    """Pack a distribution [vocab] that is on the host, sparse if few tokens are possible."""
     import numpy as np
 
     weights = probs.numpy()

@@ -62,7 +62,7 @@ def _first_of_row(best, draws, blocks, MANY: constexpr):
 
 
 def race_rows(logits: torch.Tensor, keys: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-    """Return draws [n, 2] by a race on each row of softmax(logits / temperature), logits [n, vocab].
+    """Return draws [n, 2], by a race on each row of softmax(logits [n, vocab] / temperature).
 
     The winners are those of `sampling.race_rows`. The check value of a draw is the logarithm of the
     winner's time. It is finite if the row's logits are finite.

@@ -179,8 +179,8 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
         return pick_on_device(probs, key, otherwise)
     weights = probs.numpy()
     # First find the block, then the token within it, because accumulating the whole row takes ten
-    # times as long. Summing blocks in float32 takes a fifth of the time, and rounds no more than the
-    # probabilities themselves are rounded.
+    # times as long. Summing blocks in float32 takes a fifth of the time, and rounds no more than
+    # the probabilities themselves are rounded.
     in_blocks = len(weights) - len(weights) % _PICK_BLOCK
     block_sums = probs[:in_blocks].view(-1, _PICK_BLOCK).sum(-1).numpy()
     if in_blocks < len(weights):

@@ -1,10 +1,10 @@
 """The ratio rule: accept a draft token with probability min(1, target / draft).
 
-`target` and `draft` are the token's probabilities under the two models.  If the token is rejected, a correction is drawn from the residual max(target - draft, 0).  The rule
-is
-exact: committed tokens have the target's distribution, whatever the draft proposed.  The acceptance
-rate is 1 - TV, where TV is the total variation distance of the two distributions.  Source:
-Leviathan et al. 2023, algorithm 1.
+`target` and `draft` are the token's probabilities under the two models.  If the token is rejected,
+a correction is drawn from the residual max(target - draft, 0).  The rule is exact: committed tokens
+have the target's distribution, whatever the draft proposed.  The acceptance rate is 1 - TV, where
+TV is the total variation distance of the two distributions.  Source: Leviathan et al. 2023,
+algorithm 1.
 
 Other rules too judge each draft token against the distribution that it was drawn from.  They are
 subclasses of `RatioTarget` with their own `accepts`, `accepted` and `replacement`, and share the
