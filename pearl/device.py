@@ -65,7 +65,7 @@ class Device:
     def __or__(self, device: Device) -> Device:
         """Return the devices of both as one: their GPUs or, if they have none, their cores.
 
-        These are all cores if one of the two is not pinned to cores.
+        If one of the two has neither GPUs nor pinned cores, this means all cores.
         """
         gpus = set(self.gpus + device.gpus)
         if gpus:
@@ -76,7 +76,7 @@ class Device:
 
     @property
     def in_words(self) -> str:
-        """The number of GPUs or cores in words, such as "2 GPUs"; "all cores" without a number."""
+        """The number of GPUs or cores, such as "2 GPUs"; "all cores" if no numbers are named."""
         unit = "GPU" if self.gpus else "core"
         count = len(self.gpus or self.cores or ())
         if not count:

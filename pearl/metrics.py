@@ -61,13 +61,13 @@ class Statistics(Tally):
             None if nothing was guessed (method ar), or if there are too few measurements. Also None
             if the measurements were disturbed: other requests ran at the same time, or `core_wait`
             exceeds `MOST_CORE_WAIT`.
-        speedup_basis: how `speedup` was found; empty if `speedup` is None. If method auto compared
-            its best method in this reply with one without a draft, the name of the latter, such as
-            "ngram". Otherwise `ESTIMATED`: tokens_per_second times the mean seconds of this reply's
-            forwards of one token.
+        speedup_basis: how `speedup` was found; empty if `speedup` is None. If method auto has
+            compared its best method in this reply with one without a draft, it is the name of the
+            latter, such as "ngram". Otherwise it is `ESTIMATED`, and `speedup` is tokens_per_second
+            times the mean seconds of this reply's forwards of one token.
         core_wait: share of the time since the prefill began in which a computing thread of the
-            target was ready to run but had no core. Of all threads, that of the thread that waited
-            longest.
+            target was ready to run but had no core. If there are several such threads, this is the
+            largest share.
         t_draft: running estimate of the seconds of a draft forward.
         t_target: running estimates of the seconds of a target forward, by number of fed tokens.
         t_target_spread: like `t_target`, while the target computes on the draft's cores too.
@@ -343,7 +343,7 @@ class Stopwatch:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first commit / seconds after the first commit; None without any."""
+        """Tokens after the first commit / seconds after it; None if there was only one commit."""
         seconds = 0.0
         count = 0
         for gap, tokens in self.gaps:

@@ -46,7 +46,11 @@ class Settings:
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Return the settings of a configuration file, if any, replaced by `overrides` (user's flags).
+    """Return the settings of a run, from a configuration file and the user's flags.
+
+    Args:
+        path: the configuration file; None if there is none.
+        overrides: the flags, which replace settings of the file.
 
     Raises `ConfigError`. If the file's settings are wrong even without flags, the message names the
     file.

@@ -1,4 +1,4 @@
-"""The settings of an engine, fixed for its life."""
+"""The settings of an engine, which do not change while the engine runs."""
 
 from __future__ import annotations
 

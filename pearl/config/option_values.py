@@ -99,7 +99,7 @@ def _pairs(value: Any) -> Any:
 
 
 def _schema_text(value: Any) -> Any:
-    """Return a JSON schema, passed as a mapping or as text, as text.
+    """Convert a JSON schema, which may be a mapping or text, to text.
 
     Raises `ConfigError` if it is not JSON, not an object or too long.
     """

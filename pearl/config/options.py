@@ -349,7 +349,7 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
-        """Return a copy that takes over those fields of `options` that differ from defaults."""
+        """Return a copy in which the fields that `options` sets replace those of this object."""
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:
@@ -397,7 +397,7 @@ class RequestOptions(Record, frozen=True):
 
         Args:
             window: the window c, in tokens, with which the text was decoded; 0 if none was
-            measured.
+                measured.
         """
         gamma = self.gamma_in_use
         method = METHODS[self.method]

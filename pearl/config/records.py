@@ -1,7 +1,6 @@
 """Types of values that are sent between processes, and the base class of what is sent.
 
-A message from a peer is decoded into these types, which so check the bounds of its numbers and
-texts.
+A message from a peer is decoded into these types, which checks the bounds of its numbers and texts.
 """
 
 import sys

@@ -41,8 +41,8 @@ class Purpose(IntEnum):
 def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate: int = 0) -> int:
     """Return the 64-bit key of one draw for the token at `position` of the whole sequence.
 
-    key = BLAKE2b(seed, sample, position, purpose[, candidate]). `candidate` is not 0 only if there
-    are several draws for one position and purpose.
+    key = BLAKE2b(seed, sample, position, purpose[, candidate]). `candidate` numbers the draws if
+    there are several for one position and purpose.
     """
     packed = struct.pack("<QqqB", options.seed, options.sample, position, purpose)
     if candidate:
@@ -61,7 +61,7 @@ def exponentials(
     """Return independent draws from Exp(1), one for each token id; none is 0 or infinite.
 
     The draw for an id does not depend on which other ids are passed. The device of `ids` computes
-    the     draws (float64), and this function does not wait for it. Devices may round the logarithm
+    the draws (float64), and this function does not wait for it. Devices may round the logarithm
     differently.
 
     Args:

@@ -66,8 +66,8 @@ class Shaper:
         """Cut or extend the text to the first `length` tokens, which the model's KV cache holds.
 
         If the text is longer, its last tokens are removed. If it is shorter, tokens of the prompt
-        are
-        appended: the KV cache holds them already, so the model was not fed them for this request.
+        are appended: the KV cache holds them already, so the model was not fed them for this
+        request.
         """
         for token in reversed(self._text[length:]):
             self._text.pop()
@@ -153,11 +153,9 @@ class Shaper:
 
         * add biases;
         * penalise the text's tokens by `repetition_penalty`, as transformers does: divide a
-        positive
-          logit by it, and multiply a negative one;
+          positive logit by it, and multiply a negative one;
         * from the logits of generated tokens, subtract `frequency_penalty` times the token's count,
-        and
-          `presence_penalty` once;
+          and `presence_penalty` once;
         * set the logits of tokens that the grammar does not allow to minus infinity.
 
         If the model gives every allowed token probability 0, all allowed tokens become equally

@@ -7,8 +7,7 @@ then commits such a token, a window of draft tokens is ready.  The branch's slot
 the text, so that nothing is computed again.
 
 Draws are keyed by position, so a branch has the tokens that would be drafted after its outcome
-anyway.
-Source: hedging as in speculative speculative decoding (Saguaro), and SpecBranch.
+anyway.  Source: hedging as in speculative speculative decoding (Saguaro), and SpecBranch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,7 +130,7 @@ class Branches:
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` tokens of the text.
 
-        Branches whose outcome is at a later position than `length` end.
+        This ends the branches whose outcome is for a position after `length`.
         """
         for position in list(self._seen):
             if position > length:
@@ -170,7 +169,7 @@ class Branches:
                 self.end(branch)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
-        """If a branch has `tokens`, which continue the text, let its slot become the text's slot.
+        """Let a branch's slot become the text's slot, if the branch continues it with `tokens`.
 
         Args:
             start: length of the text in `slot`, without `tokens`.
@@ -222,8 +221,8 @@ class Branches:
 
         The result is sorted, the highest chance first.  The chance is the probability that the new
         token is of use: the target accepts all drafted tokens before the outcome, commits the
-        outcome, and accepts the tokens that the branch has already.  If no slot is free, the
-        branches end whose outcomes are not among the likeliest.
+        outcome, and accepts the tokens that the branch has already.  If no slot is free, this ends
+        the branches whose outcomes are not among the likeliest.
 
         Args:
             cached: number of tokens in the text's slot. A new branch can only begin at a position
@@ -252,7 +251,7 @@ class Branches:
         return sorted(worth, reverse=True)[:most]
 
     def _outcomes(self) -> Iterator[tuple[float, Outcome]]:
-        """Yield (probability, outcome) of the outcomes that no drafted token stands for."""
+        """Yield (probability, outcome) for each runner-up, and for the likeliest bonus token."""
         reached = 1.0
         for position in sorted(self._seen):
             _, seen = self._seen[position]

@@ -147,7 +147,7 @@ class TargetStates:
         Args:
             start: the position of the first token that the forward was fed.
             path: the indices of the tokens to log, if the forward was fed a tree; None for all
-            tokens.
+                tokens.
         """
         logs = self._logs[slot]
         if not logs:
@@ -178,7 +178,7 @@ class HeadGuesses:
         text: the part of the text that the head has read.
         tokens: the tokens of the text; this object only reads them.
         draw: draws a token from logits over the head's vocabulary, as the target draws in this
-        request.
+            request.
     """
 
     def __init__(self, text: HeadText, tokens: Sequence[int], draw: Draw) -> None:

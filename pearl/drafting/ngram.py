@@ -56,7 +56,7 @@ class Candidate(
         context: the last tokens of the text, with this token at the end. Only for sources that keep
             no positions; otherwise empty.
         prepared: (token, chance) of each token that the draft's branch has after this token.
-        rate: (row, column) in the source's table of learned rates of the rate that gave `chance`.
+        rate: the learned rate that gave `chance`, as (row, column) in the source's table of rates.
         origin: the source to ask for tokens that may follow this one; None for the index itself.
     """
 
@@ -107,7 +107,7 @@ class GuessSource(Protocol):
         """Forget everything about positions after the first `length` tokens."""
 
     def learn(self, committed: int) -> None:
-        """Update the rates with the committed tokens, the first `committed` ones of the text."""
+        """Update the rates with the text's first `committed` tokens, which are final now."""
 
     def candidates(self, position: int) -> list[Candidate]:
         """Return candidates for `position` given the tokens before it, the likeliest first.
@@ -458,7 +458,7 @@ def anchored(
         committed: number of committed tokens.
         trust: for each pending token, the probability that it is accepted if those before it are.
         alternatives: the draft's runners-up, each with the tokens that the draft's branch has after
-        it.
+            it.
     """
     by_position: dict[int, list[Alternative]] = {}
     for alternative in alternatives:

@@ -7,9 +7,8 @@ Three objects share the work, and each fact has one owner:
   half of the acceptance rule, the shaper of logits, the stop window, the n-gram index, the
   branches, and the search for a block.
 * `Step`, one per request and forward, owns the feeds (what the runner is fed) and the draws from
-their
-  logits. `plan` makes a step. `proposer.ModelProposer` runs one forward with the feeds of one or
-  more steps, calls `draw`, and gets a proposal from `collect`.
+  their logits. `plan` makes a step. `proposer.ModelProposer` runs one forward with the feeds of one
+  or more steps, calls `draw`, and gets a proposal from `collect`.
 
 A step draws the next tokens of the text and of the text's branches; a `beams.LevelStep` draws one
 level of a beam search for a block.  Each step records its draws in the `DraftText`, and knows
@@ -212,7 +211,7 @@ class Step:
         return [shaper.shape(row) for row in rows]
 
     def _launch(self, row: torch.Tensor) -> None:
-        """Launch the draw from a row [vocab], and copies to the host of what the host will read."""
+        """Launch the draw from a row [vocab], and the copying of its results to the host."""
         text = self.text
         ((draw, probs),) = text.half.draft([row], [self.end])
         shape = None
@@ -347,7 +346,7 @@ def choose(
 ) -> list[Outcome | None]:
     """Choose the branches and guesses to feed together with `num_tokens` tokens of a text.
 
-    Those are chosen with which the forward yields the most expected tokens per second.
+    The forward then yields the most expected tokens per second.
 
     Args:
         chances: the chances of the guesses, see `DraftText.guess`.

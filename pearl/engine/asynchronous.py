@@ -1,6 +1,7 @@
-"""An engine for asyncio: streams are read with `async for`, and cancelling the reading task cancels the text.
+"""An engine for asyncio. Streams are read with `async for`; cancelling the task cancels the text.
 
-Each text in progress has a thread that waits for the text's pieces, so the event loop is never blocked.
+Each text in progress has a thread that waits for the text's pieces, so the event loop is never
+blocked.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """Return an `AsyncEngine` for a running engine, which stays open when this is closed."""
+        """Return an `AsyncEngine` that uses a running engine, and leaves it open at the end."""
         wrapper = cls()
         wrapper._open(engine)
         return wrapper

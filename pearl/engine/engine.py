@@ -1,4 +1,4 @@
-"""`Engine`, with which a user generates text with a pair of models that run in other processes.
+"""`Engine`, the user's handle on a pair of models that run in other processes.
 
 This process has background threads, which only watch the workers and read the target's messages.
 """

@@ -133,7 +133,8 @@ class LocalLauncher:
     def _check_draft(self) -> None:
         """Raise an error if the draft has ended.
 
-        This is the draft's error or, if the draft has ended because the target has, the target's.
+        If the draft has ended only because the target has, the target's error is raised; otherwise
+        the draft's.
         """
         if self.draft is not None and not self.draft.worker.alive:
             error = self.draft.worker.exit_error()

@@ -58,12 +58,10 @@ class Options(TypedDict, total=False):
 
     method, rule: replace the method and rule of the `RequestOptions`.
     prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a
-    field
-        for it instead.
+        field for it instead.
     preview: whether to yield draft tokens too that are not judged yet.
     raw: whether to take a text prompt as it is, which is the default. If False, the chat template
-    is
-        applied, if there is one.
+        is applied, if there is one.
     show: special tokens that are to appear in the text by name.
     """
 

@@ -215,7 +215,7 @@ class Ahead:
     def _launch_next(self, command: Draft, launched: Step) -> EarlyDraft | None:
         """Launch the forward after `launched` shortly before `launched` ends.
 
-        Return None if no forward may follow or waiting for the token of `launched` pays.
+        Return None if no forward may follow, or if it pays to wait for the token of `launched`.
         """
         if command.budget <= 1 or launched.following is None:
             return None

@@ -114,7 +114,7 @@ class _Request:
         return [self.fed.start + 1 + depth[node] for node in range(first, num_tokens)]
 
     def row(self, node: int) -> int:
-        """Return the index in `logits` of the row after a node (the token's index) in `fed`."""
+        """Return the index in `logits` of the row after `node`, the index of a token in `fed`."""
         return node - len(self.fed.tokens) + len(self.logits)
 
     @property
@@ -183,7 +183,7 @@ class TargetExecutor:
         head: the target's drafting head, whose guesses some methods take; the runner keeps hidden
             states for it.
         gives_states: whether the draft reads the target's hidden states, which the runner then
-        keeps.
+            keeps.
     """
 
     def __init__(

@@ -53,8 +53,9 @@ class Foresight:
                 self._right[rank] += _RATE_WEIGHT * ((rival == committed) - self._right[rank])
 
     def agrees(self, seen: Seen) -> float:
-        """Return the probability that the target commits the drafted token,
-        given that it commits all tokens before it.
+        """Return the probability that the target commits the drafted token.
+
+        The probability assumes that the target commits all tokens before it.
         """
         return self._agreed[seen.share]
 

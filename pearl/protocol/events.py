@@ -209,7 +209,7 @@ class Guess(Struct, frozen=True):
     """What the executor needs to guess, without the draft model, which tokens may follow the text.
 
     Attributes:
-        base: how many tokens at the start of the text earlier `Guess`es gave and have not changed
+        base: length of the part of the text that earlier `Guess`es gave and that has not changed
             since. In a request's first `Guess` this is the length of the prompt.
         tokens: the text's tokens from position `base` on.
         committed: number of committed tokens. Guesses may follow the last committed token and any
@@ -219,9 +219,8 @@ class Guess(Struct, frozen=True):
             it are right.
         most: maximum number of guesses, besides `alternatives`.
         payoff: function (number of fed tokens, maximum number of guesses) -> `Payoff`, which
-            decides how many guesses to feed. The chance of a guess that it is offered is the
-            estimated probability that the target commits the guess and all tokens on the path to
-            it.
+            decides how many guesses to feed. Each guess is offered with its chance: the estimated
+            probability that the target commits the guess and all tokens on the path to it.
         alternatives: the draft's runners-up, which may be fed as guesses too.
         head: whether the target's drafting head (such as EAGLE-3), if there is one, guesses too.
     """
@@ -248,7 +247,7 @@ class Forward(OfRequest, frozen=True):
     Attributes:
         start: the position of the first token to feed.
         tokens: the text's tokens to feed.
-        rows: how many of the last `tokens` to keep logits for. Those of the guesses are kept too.
+        rows: how many of the last `tokens` to keep the logits of. Those of guesses are kept too.
         guess: what to base guesses on; None to feed no guesses.
     """
 

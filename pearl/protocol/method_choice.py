@@ -2,27 +2,27 @@
 
 A way is one of the decoding methods `ngram`, `pearl`, `sd` and `ssd`.  If the target has a drafting
 head, `head` is a way too.  If the target may compute on several cores, `ar` (the target alone, on
-one core) is a way too.  The fastest way is the one with the most tokens per second, called the best
-way. At first this is `ngram`, which without useful guesses is the same as the target alone.
+one core) is a way too.  The rate of a way is its number of tokens per second.  The best way is the
+one that was found to have the highest rate.  At first this is `ngram`, which without useful guesses
+is the same as the target alone.
 
-A text is generated in stretches of at least 24 tokens, each with one way.  Most stretches
-use the best way so far; a trial uses another way for one stretch.  A comparison divides the trial's
-rate by the rate of the neighbouring stretches, which use the best way.  A way becomes the best way
-once the mean of its comparisons is half a standard error above the best way's.  The rate that the
-measured forward times predict for a way counts as its first comparison.
+A text is generated in stretches of at least 24 tokens, each with one way.  Most stretches use the
+best way so far; a trial uses another way for one stretch.  A comparison divides the trial's rate by
+the rate of the neighbouring stretches, which use the best way.  A way becomes the best way once the
+mean of its comparisons is half a standard error above that of the best way.  The rate that measured
+forward times predict for a way counts as its first comparison.
 
-A trial costs the time of changing the way, and more if its stretch is slower.  A way is
-tried only if this cost is a small share of the text that is left, or of the tokens generated since
-its last trial.  So a short text tries only ways that the measured forward times predict to be
-faster.
+A trial costs the time of changing the way, and more if its stretch is slower.  A way is tried only
+if this cost is a small share of the text that is left, or of the tokens generated since its last
+trial.  So a short text tries only ways that the measured forward times predict to be faster.
 
-On a busy machine one way may drop to a fifth of its rate within a second while another
-way keeps its rate.  So a way is left within ten tokens if its rate falls below 0.7 of another
-way's. A trial is left for the best way; the best way is left for a trial of the faster way.
+On a busy machine one way may drop to a fifth of its rate within a second while another way keeps
+its rate.  So a way is left within ten tokens if its rate falls below 0.7 of another way's rate.  A
+trial is then left for the best way, and the best way is left for a trial of the faster way.
 
-The rates of `ngram` and `ar` depend little on the text, but those of ways with a draft
-depend on it much.  A way with a draft that was best on one text may be slow on the next.  So
-`ngram` is tried again as soon as its usual rate is higher than the current rate of the best way.
+The rates of `ngram` and `ar` depend little on the text, but those of ways with a draft depend on it
+much.  A way with a draft that was best on one text may be slow on the next.  So `ngram` is tried
+again as soon as its usual rate is higher than the current rate of the best way.
 
 Ways are tried only under rules whose text does not depend on what was proposed, and on one request
 at a time.
@@ -229,7 +229,7 @@ class Auto:
         return self.way
 
     def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
-        """Count a target forward that has ended in the timing.
+        """Add a target forward that has ended to the timing of the current stretch.
 
         Return the way to change to, or None to keep the way in use.
 

@@ -71,7 +71,7 @@ class AutoText:
             self._use(auto.best, do)
 
     def step(self, at: float, do: Do) -> None:
-        """Count a forward in the timing of the way in use; change to another way if that is due.
+        """Add a forward to the timing of the way in use; change to another way if that is due.
 
         `at`: when the forward ended, in seconds of a monotonic clock; 0 if unknown.
         """

@@ -2,7 +2,7 @@
 
 The other engine reports the tokens that it has committed.  It may sample with any settings, but the
 draft is always greedy.  The engine accepts a draft token with the target's probability of that
-token.  As far as the draft can tell, this probability is highest for its own likeliest token.
+token.  As far as the draft can tell, this probability is highest for the draft's likeliest token.
 """
 
 from pearl.config.options import RequestOptions

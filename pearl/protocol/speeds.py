@@ -147,10 +147,10 @@ class ForwardTimes:
         return self._waits.get(size, _LASTS)
 
     def _bound(self, fed: int) -> float:
-        """Return the most seconds that the first forward of a size counts as.
+        """Return the longest time, in seconds, with which the first forward of a size can count.
 
-        This is the interpolated time or the largest size's time per token times `fed`, whichever is
-        more.
+        This is the interpolated time or, if that is longer, `fed` times the time per token of the
+        largest measured size.
         """
         table = self._table()
         if not table.sizes:

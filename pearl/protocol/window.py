@@ -71,7 +71,7 @@ LEAST_GAIN = 1.05
 
 
 class Payoff:
-    """Decides how many guesses to feed in a forward, so that most tokens per second are expected.
+    """Decides how many guesses to feed in a forward for the most expected tokens per second.
 
     Guesses are offered one by one, the likeliest first.
 

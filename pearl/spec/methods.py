@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: which of PEARL's overlaps it has, and what it verifies besides drafts.
+    """A decoding method: which of PEARL's overlaps it has, and what the target verifies with it.
 
     A guess is a token that comes from n-grams, a datastore or a head instead of the draft model. A
     runner-up is a token that the draft model found likely but did not draw. A branch is what the
@@ -53,7 +53,8 @@ class Method:
             `fused_guesses.text_index`.
         needs: name of the engine setting without which the method is refused; empty if it needs
             none.
-        adapts: whether another method is chosen by measured speed (`pearl.protocol.method_choice`).
+        adapts: whether measured speed chooses another method to decode with
+            (`pearl.protocol.method_choice`).
     """
 
     name: str

@@ -48,7 +48,7 @@ for _name, _table in _TABLES.items():
 
 
 def check_stop(name: str) -> StopSpec:
-    """Return the policy with this name. Raises ValueError, which lists all, if there is none."""
+    """Return the policy with this name. Raises ValueError, listing all names, if none has it."""
     return chosen("stop policy", name, STOPS)
 
 

@@ -102,7 +102,7 @@ class TargetHalf(Protocol):
 def make_half(side: Literal["target", "draft"], options: RequestOptions) -> Any:
     """Make one half of a request's rule: a `TargetHalf`, a `DraftHalf` or a `joint.JointDraft`.
 
-    Those of the rule's parameters are passed that the half's constructor takes.
+    The half is passed those of the rule's parameters that its constructor takes.
     """
     module, _, factory = getattr(options.rule_in_force, side).partition(":")
     half = getattr(import_module(module), factory)
