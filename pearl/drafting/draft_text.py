@@ -20,7 +20,7 @@ from pearl.protocol.speeds import ForwardTimes
 if TYPE_CHECKING:
     from pearl.drafting.beams import Search
 
-PROMPT_PIECE = 16  # tokens: a forward of more tokens is part of a prompt, and is fed no guesses
+PROMPT_PIECE = 16  # a forward of more tokens is part of a prompt's prefill, and is fed no guesses
 
 
 @dataclass

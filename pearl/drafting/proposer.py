@@ -136,7 +136,7 @@ class ModelProposer:
     def rollback(self, length: int, request: int) -> None:
         """Forget all but the first `length` tokens of the request's text."""
         text = self._texts.get(request)
-        if text is None:  # no open request: all caches are emptied before a recording
+        if text is None:  # all caches are emptied while no request is open, before a recording
             for slot in self._slots.values():
                 self.runner.rollback(min(length, self.runner.length(slot)), slot)
             return

@@ -129,7 +129,7 @@ class Auto:
         self._since_trial = _LEAST_PATIENCE  # tokens since the last trial of any way
         self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
         self._has_draft = True
-        # Whether a way with a draft was used in this text: its KV cache then has most of the text.
+        # Whether a way with a draft was used in this text, so that the draft has read most of it.
         self._has_drafted = False
         # The best way's usual rate, for comparisons in a text where that way has no stretch yet.
         self._usual = 0.0

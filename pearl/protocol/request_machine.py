@@ -220,7 +220,7 @@ class RequestMachine(Machine):
             self.auto.lose_draft()
         else:
             self.draft.is_lost = True
-            self.draft.finish(do)  # it may have been given the prefix again since
+            self.draft.finish(do)  # the draft may have been sent the prefix again since
             do(DraftDropped(event.reason, request=event.request))
         self.request.discard_pending()
         if self.state in WAITING:

@@ -144,7 +144,7 @@ class BatchTarget(RatioTarget):
                     chosen = number
             rejected *= min(1.0, max(0.0, 1 - torch.minimum(remaining, draft).sum().item()))
             remaining = residual(remaining, draft)
-            if not remaining.any():  # it equalled the draft's distribution, up to rounding
+            if not remaining.any():  # both distributions were equal, up to rounding
                 break
         return Choice(chosen, remaining, rejected)
 
