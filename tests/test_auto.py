@@ -138,6 +138,8 @@ def test_what_forward_times_predict_of_ways_is_what_they_make() -> None:
         submit = Submit(1, PROMPT, len(PROMPT) + 2000, options)
         outcome = simulate(submit, target, draft, Timing(1.0, lambda _: 4.0))
         assert 2000 / outcome.seconds == pytest.approx(predicted[way], rel=0.1)
+    # What branches gain is unknown before a trial. With every outcome foreseen, `ssd` was tried on each first text.
+    assert predicted["ssd"] == predicted["sd"]
     assert Speeds().predicted_rates() == Speeds(1.0).predicted_rates() == {}
 
 

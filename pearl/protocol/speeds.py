@@ -357,24 +357,24 @@ class Speeds:
     def predicted_rates(self) -> dict[str, float]:
         """Return the expected tokens per second of each method that uses the draft.
 
-        Empty until both models are timed. The gain from branches and guesses is left out, except
-        that method `ssd` is assumed to have a branch ready for every outcome. So its drafting runs
-        during verification, and adds time only if it takes longer than verification.
+        Empty until both models are timed.  The gain from branches and guesses is left out.  So
+        `ssd`, which is `sd` with branches, is expected to be as fast as `sd`.  What the branches of
+        `ssd` gain and cost is known only after a trial.
         """
         target = self.on(Cores.OWN)
         t1 = target.seconds(1)
         if not t1 or not self.t_draft:
             return {}
-        rates: dict[str, list[float]] = {"pearl": [], "sd": [], "ssd": []}
+        rates: dict[str, list[float]] = {"pearl": [], "sd": []}
         for c in self._windows(t1):
             drafting = c * self.t_draft
             in_turn = target.seconds(c + 1)
             a = self.bounded_acceptance
             rates["pearl"].append(expected_rate(c, a, self.t_draft, t1, target.seconds(c)))
             rates["sd"].append(expected_rate_in_turn(c, a, drafting, in_turn))
-            hidden = min(drafting, in_turn)
-            rates["ssd"].append(expected_rate_in_turn(c, a, drafting - hidden, in_turn))
-        return {way: max(by_window) for way, by_window in rates.items()}
+        best = {way: max(by_window) for way, by_window in rates.items()}
+        best["ssd"] = best["sd"]
+        return best
 
     def _windows(self, t_target: float) -> range:
         """Return the windows to choose from, up to about twice the speed ratio.
