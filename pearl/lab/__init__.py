@@ -1,4 +1,6 @@
-"""Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it.
+"""Measurements and training: simulator, theory, benchmarks, experiments and distillation.
 
-One part is reached by name: the registry of methods (`pearl.spec.methods`) names the factories in `guesses`.
+Only `pearl.cli` imports this package, and the runtime works without it. There is one exception:
+methods of other papers take their guesses from `guesses`. The registry (`pearl.spec.methods`) has
+the names of the factories, such as "pearl.lab.guesses.published:pld", and imports nothing.
 """
