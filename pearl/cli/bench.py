@@ -42,7 +42,11 @@ _SEEDED = {"seed": "0"}
 
 
 class _BenchSize(NamedTuple):
-    """The defaults of pearl bench. `prompts` is the number of prompts of each set."""
+    """The defaults of pearl bench.
+
+    Attributes:
+        prompts: number of prompts of each set.
+    """
 
     prompts: int
     max_tokens: int
@@ -50,7 +54,7 @@ class _BenchSize(NamedTuple):
 
 
 _DEFAULT = _BenchSize(4, 128, 0.0)
-_EMULATED = _BenchSize(3, 500, 1.0)  # a toy has its acceptance rate under sampling
+_EMULATED = _BenchSize(3, 500, 1.0)  # a toy has its acceptance rate only if it samples
 
 
 @click.command(
@@ -112,7 +116,7 @@ def bench(
 
 
 def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
-    """Measure, and write JSON or print a table with notes, or both."""
+    """Run the benchmark; then write its JSON document, print its table with notes, or both."""
     from pearl.lab.bench.figures import Surprise, document, figures
     from pearl.lab.bench.runner import measure
 
@@ -163,7 +167,7 @@ def _benched(
 
 
 def _print_rows(plan: Plan, measured: Measured, rows: Sequence[Figures], notes: list[str]) -> None:
-    """Print the table. If there are several prompt sets, it has the speedup on each."""
+    """Print the table, with a column for the speedup on each prompt set if there are several."""
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     if len(sets) == 1:
         sets = []
@@ -218,7 +222,7 @@ def _notes(measured: Measured, rows: Sequence[Figures]) -> list[str]:
 
 
 def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
-    """Return the lines below the table: settings and conditions."""
+    """Return the lines below the notes: what was skipped, the settings, and the conditions."""
     params = plan.params
     lines = []
     if measured.skipped:
@@ -348,14 +352,18 @@ def check_bits(
 ) -> None:
     """Compare logits and texts of all methods bit for bit.
 
-    The exit code is 1 if any differ. Logits are those of one sequence, cut into forwards at random. Texts come from
-    every method and window, with one cache for all prompts and a second turn of the first; also after the draft was
-    killed. Some methods also decode with penalties, with a grammar (extra structured), and several texts at once in
-    slots. Each text is compared with that of the target alone, decoded from an empty cache with the same seed; texts
-    under the ratio rule are compared with each other. This does not check that sampled texts have the target's
-    distribution; the project's tests do.
-    Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared
-    with and without it.
+    The exit code is 1 if anything differs. For the logits one sequence is cut into forwards at
+    random, and then into equal ones. Texts are written by every method, with several windows; by
+    some methods also with penalties, with a grammar (extra structured), and several at once in
+    slots. The draft is killed in the middle of some texts. All texts share one cache, and the
+    second turn of a conversation is among them.
+
+    Each text must be that of the target alone, decoded from an empty cache with the same seed;
+    texts under the ratio rule must be those of another method. This does not check that sampled
+    texts have the target's distribution; the project's tests do.
+
+    Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method
+    ngram is compared with and without it.
     """
     from pearl.lab.bench.exactness import PROMPTS, check_pair
 

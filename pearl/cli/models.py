@@ -1,4 +1,7 @@
-"""`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk. Arguments and output only."""
+"""`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk.
+
+This file has arguments and output only.
+"""
 
 import json
 import sys

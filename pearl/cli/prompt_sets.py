@@ -74,7 +74,10 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
 
 
 def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
-    """Return the options, where `max_tokens`, `temperature` and seed 0 replace values that are not set."""
+    """Return the options, with defaults for those that are not set.
+
+    The defaults are `max_tokens`, `temperature` and seed 0.
+    """
     return options.changed(
         temperature=temperature if options.temperature is None else options.temperature,
         seed=options.seed or 0,
@@ -83,9 +86,9 @@ def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) ->
 
 
 def reported(to: Path | None, document: object) -> bool:
-    """Write the document to the file of --json, if that is given.
+    """Write the document to the file of --json, if it is given; return whether to print tables.
 
-    Return whether to print tables: False if the JSON went to standard output.
+    Tables are not printed if the JSON goes to standard output.
     """
     if to is not None:
         write_json(to, document)
