@@ -38,7 +38,8 @@ def datastore() -> None:
 def build(tokenizer: str, out: Path, files: tuple[str, ...], trust_remote_code: bool) -> None:
     """Make a datastore out of FILES.
 
-    A build that is killed leaves no datastore. Needs about 35 bytes of memory and 6 or 7 bytes of disk per token.
+    A build that is killed leaves no datastore. It needs about 35 bytes of memory and 6 or 7 bytes
+    of disk per token.
     """
     from pearl.drafting import datastore_build
     from pearl.models.checkpoints.tokenizers import load_tokenizer

@@ -66,7 +66,7 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
     """Return a running engine.
 
     Raises `ConfigError` if no engine or several match `name`, if a setting that the user gave
-    differs from the engine's, or under torchrun.
+    differs from the engine's, and always under torchrun.
     """
     if torchrun.rank() is not None:
         raise ConfigError("--connect does not work under torchrun: the engine is already running")

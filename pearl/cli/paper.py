@@ -184,8 +184,8 @@ def _study(*own_options: Any) -> Callable[[Measure], Any]:
     """Return a decorator that turns a function into a command of `pearl paper`.
 
     The function measures tables of a paper. The command prints these tables, and after them the
-    table of the study that `studies.yaml` has for this paper. The values of `own_options` are
-    passed to the function. Only `datastore` is not: it becomes part of the engine's configuration.
+    table of the study that `studies.yaml` has for this paper. The function gets the values of
+    `own_options`, except `datastore`, which becomes part of the engine's configuration.
     """
     options = (
         click.option("--target", default="embedded", show_default=True, metavar="MODEL"),
@@ -265,7 +265,7 @@ def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path |
 
 @_study()
 def theory(asked: _Asked, bars: Bars) -> Report:
-    """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
+    """Yin et al.: rejections and bias of Markov chains, in theory and simulated, and of a pair."""
     from pearl.lab.studies import chains
 
     return chains.measure(10 if asked.quick else 100, bars)
@@ -305,7 +305,7 @@ def disco(asked: _Asked, bars: Bars, t_draft: float, t_target: float) -> Report:
     ),
 )
 def sssd(asked: _Asked, bars: Bars, most_batch: int, most_context: int) -> Report:
-    """SSSD: guesses without a draft by source, number, temperature, batch and context, beside other papers'."""
+    """SSSD: the gain of guesses without a draft, by source, number, temperature, batch, context."""
     from pearl.lab.studies import sssd as guesses
 
     if asked.quick:

@@ -27,7 +27,10 @@ def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> P
 
 
 def output_option(name: str, *names: str, **form: Any) -> Callable[[Any], Any]:
-    """Make an option that names a file to write. A file that cannot be written is refused at once."""
+    """Make an option that names a file to write.
+
+    A file that cannot be written is refused before the command begins its work.
+    """
     kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
     return click.option(name, *names, type=kind, callback=_writable, **form)
 

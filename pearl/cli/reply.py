@@ -31,7 +31,7 @@ STYLES = {Provenance(source): colour for source, (colour, _) in SOURCES.items()}
 STYLES[Provenance.DIRECT] = ""
 PENDING = "dim italic"
 THOUGHT = "dim italic"
-FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
+FRAME_SECONDS = 0.04  # least time between two frames, as faster changes cannot be seen
 # Pause after a frame / time to draw it, so that redrawing a long block does not keep a core busy.
 _REST_PER_FRAME = 3.0
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
@@ -87,7 +87,7 @@ class _LastRows:
 class _ScreenReply(Reply):
     """Redraws unfinished text at the bottom of the screen, and prints finished text above it.
 
-    This runs in a thread, because drawing may be slow.
+    A thread of its own draws, because drawing may be slow.
     """
 
     def __init__(self, console: Console) -> None:
@@ -108,7 +108,7 @@ class _ScreenReply(Reply):
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """Return the text that is unfinished when the reply ends, to print it; None without any."""
+        """Return the text that is unfinished at the reply's end, to print it; or None."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
@@ -222,7 +222,7 @@ def _group(parts: list[RenderableType]) -> Group | None:
 
 
 class TokenReply(_ScreenReply):
-    """Plain text in which a token's colour shows the token's source, followed by the draft's guess."""
+    """Plain text, in which colours show the tokens' sources; the draft's guess stands after it."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed

@@ -1,6 +1,7 @@
 """Calibrate a pair on this machine: measure every method that `auto` can choose, on a few prompts.
 
-A target without a draft is calibrated, too: alone, with n-grams, and with its head if it has one.
+For a target without a draft, these methods are the target alone, n-grams, and the target's head if
+it has one.
 """
 
 from collections.abc import Sequence

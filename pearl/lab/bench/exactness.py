@@ -382,7 +382,10 @@ class References:
         self._texts = texts
 
     def add(self, name: str, params: RequestOptions, texts: list[list[int]]) -> None:
-        """Add reference texts, one for each of the first prompts, sampled with `params`."""
+        """Add reference texts that were sampled with `params`.
+
+        Text i is for prompt i. There may be fewer texts than prompts.
+        """
         self.sampling[name] = params
         self._texts[name] = texts
 

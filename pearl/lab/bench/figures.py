@@ -228,7 +228,7 @@ def _perplexity_of(
 
 
 def perplexity(surprises: Sequence[tuple[float, int]]) -> Estimate | None:
-    """Return exp(sum of surprises / sum of lengths); None without texts.
+    """Return exp(sum of surprises / sum of lengths); None if there are no texts.
 
     Args:
         surprises: (surprise in nats, number of tokens) of each text.

@@ -93,7 +93,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
 def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
     """Return the row `ar`, and a row for each name.
 
-    A name is that of a row in `defaults`, or settings that `parse_settings` can read. A name of a
+    Each name is the name of a row in `defaults`, or settings for `parse_settings`. The name of a
     row on all devices is skipped if `defaults` has no such row. Raises `ConfigError` for wrong
     settings, and for a name that occurs twice.
     """

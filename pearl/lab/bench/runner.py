@@ -24,7 +24,7 @@ from pearl.text.conversation import Conversation
 
 _WARM_UP = 16  # tokens
 _MOST_GAMMA = 64
-_GAMMA_TASKS = 3  # tasks that are decoded to find the fastest gamma of sd, at least
+_GAMMA_TASKS = 3  # at least so many tasks are decoded to find the fastest gamma of sd
 
 
 @dataclass

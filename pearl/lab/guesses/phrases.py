@@ -93,8 +93,8 @@ class Pool(NgramIndex):
     def _after(self, path: tuple[int, ...], phrases: Sequence[tuple[int, ...]]) -> list[Candidate]:
         """Return the tokens that follow `path` in `phrases`, each once, newer phrases first.
 
-        A token's chance is `hits` at this place in a phrase, divided by the number of tokens
-        returned.
+        A token's chance is how often guesses after so many tokens of a phrase are right (`hits`),
+        divided by the number of tokens returned.
         """
         place = len(path)
         tokens: dict[int, None] = {}  # as an ordered set
