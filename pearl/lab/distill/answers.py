@@ -157,11 +157,12 @@ def _sample(
     temperatures: Sequence[float],
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Pick one id per row: the first at temperature 0, otherwise a sampled one. Return ids [rows].
+    """Return an id for each row: the likeliest at temperature 0, otherwise a sampled one.
 
     Args:
         ids, probs: [rows, top], likeliest first.
         temperatures: one per row.
+        generator: a host generator; required if a temperature is above 0.
     """
     if not any(temperatures):
         return ids[:, 0]

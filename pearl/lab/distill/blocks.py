@@ -30,7 +30,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.states import VERIFIER
 
-_WINDOW = 2048  # required by speculators, but no layer of ours has a sliding window
+_WINDOW = 2048  # for layers with a sliding window, of which our drafters have none
 _LOSS = "kl_div"
 _PASSED = 0.5  # factor by which each of two matrices scales a state, see `_pass_states_on`
 

@@ -274,7 +274,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
-        """Return the losses, whose sum is minimised; the first one is reported."""
+        """Return the losses: their sum is minimised, and `step` returns the first one."""
 
     @abstractmethod
     def _agreed(self, batch: Batch) -> torch.Tensor:

@@ -102,8 +102,8 @@ def head_loss(
         loss.backward()
         total += loss.detach()
     count = len(hidden)
-    # Add a term of value 0 that is linear in states and head, with the gradients computed above: so
-    # autograd returns these gradients.
+    # The term that is added has the value 0. It is linear in states and head, and its gradients are
+    # those computed above, so autograd returns them.
     terms = []
     for tensor, leaf in ((hidden, states), (weight, head)):
         if leaf.grad is not None:

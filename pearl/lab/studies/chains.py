@@ -30,7 +30,7 @@ from pearl.spec.methods import AS_PUBLISHED
 STATES = 8
 HORIZON = 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
-_SIMULATED = (1, 4, 16)  # those of `CANDIDATES` that are also simulated
+_SIMULATED = (1, 4, 16)  # numbers of candidates that are simulated, too
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TIMING = Timing(1.0, lambda fed: 4.0)
 
@@ -108,17 +108,17 @@ class Rejecting(NamedTuple):
 
 
 def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
-    """Return rejections and bias per position by theorems 4 and 5, averaged over the target's texts.
+    """Return rejections and bias per position by theorems 4 and 5: a mean over the target's texts.
 
-    A rejected token is replaced by a draw from the residual of rule opt if `is_optimal`, otherwise from that of rule
-    uno, which is the target's distribution.
+    If `is_optimal`, a rejected token is replaced as in rule opt, by a draw from the residual.
+    Otherwise it is replaced as in rule uno, by a draw from the target's distribution.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
     rejections = 0.0
     bias = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
-        accepted = torch.minimum(draft, target + epsilon)  # mass of each token
+        accepted = torch.minimum(draft, target + epsilon)  # P(token is drafted and accepted)
         missing = 1 - accepted.sum(-1)
         residual = target
         if is_optimal:
@@ -132,7 +132,7 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
 
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
-    """Simulate `texts` texts with method `pearl` as published; return the number of rejections in each."""
+    """Simulate texts with method `pearl` without further guesses; return the rejections in each."""
     options = RequestOptions("pearl", rule="ratio", temperature=1.0, **AS_PUBLISHED).resolved()
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))

@@ -36,11 +36,12 @@ def emulate(
 ) -> tuple[dict[str, list[Cell]], list[dict[str, Any]]]:
     """Run and simulate pairs for the given tables.
 
-    Return (table -> its cells, a description of each pair with its texts, for JSON).
+    Return the cells of each table and, for JSON, a description of each pair with its texts.
 
     Args:
         tokens: length of each text.
-        texts: number of texts that each row decodes. Each text has its own prompt; text n is sampled with seed + n.
+        texts: number of texts that each row decodes. Each text has its own prompt; text n is
+            sampled with seed + n.
         runtime: whether to run real processes; otherwise pairs are only simulated.
     """
     cells: dict[str, list[Cell]] = {name: [] for name in TABLES if name in tables}

@@ -15,8 +15,8 @@ from pearl.config import RequestOptions
 from pearl.lab.studies import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-# Methods for which a table has only the paper's figures. On an emulated pair the first two find nothing to guess, and
-# the third is not implemented here.
+# Methods for which a table has only the paper's figures. On an emulated pair the first two find
+# nothing to guess, and the third is not implemented here.
 OTHERS = ("ouroboros", "lookahead", "distillspec")
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]

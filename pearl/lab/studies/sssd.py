@@ -499,8 +499,8 @@ def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_cont
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
     """Return the tokens per step with the guesses of other papers and with ours (figure 4).
 
-    The columns are s, the number of tokens in a forward. Without a datastore there is no row of
-    `rest`.
+    There is a column for each s, the number of tokens in a forward. Without a datastore there is no
+    row of `rest`.
     """
     rows = []
     lines = {}

@@ -36,7 +36,7 @@ def acceptance_of(mean_accepted: float) -> float:
 
 
 # SSSD's device is an Ascend 910B4; its model is Llama 2 7B in 16 bits, without grouped heads.
-_FLOPS = 280e12  # a second
+_FLOPS = 280e12  # operations a second
 _BANDWIDTH = 0.8e12  # bytes a second
 _WIDTH = 4096
 _LAYERS = 32

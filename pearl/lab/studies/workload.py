@@ -68,8 +68,9 @@ class VirtualDraft:
 
     Args:
         begin: length of the prompt.
-        rows: for each position after the prompt, the features that the policy sees (see `drafting.step.shape_of`).
-        policy: ends windows; if None, windows end at their bound.
+        rows: for each position after the prompt, the features that the policy sees (see
+            `drafting.step.shape_of`).
+        policy: decides where windows end; if None, they end at their bound.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ def decode(
     """
     totals = Sums()
     speeds = known_speeds(timing)
-    # As published: the target makes no guesses.
+    # As in the paper on PEARL: the target makes no guesses.
     options = decoding.changed(temperature=0.0, **AS_PUBLISHED).resolved()
     for number, text in enumerate(texts):
         submit = Submit(number, (0,) * text.prompt, text.prompt + len(text.right), options)
