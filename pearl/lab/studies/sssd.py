@@ -94,14 +94,11 @@ class Writer(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """Three replays of the same texts: guesses from the text, from the datastore and from both.
+    """Replays of the same texts with guesses from the text, from the datastore, and from both.
 
-    Attributes:
-        size: number of tokens that each forward feeds. If it is None, each forward feeds the number
-            with the most expected tokens per second, with up to `LOOK_AHEAD` guesses.
-        text: replay with guesses from the text alone.
-        store: replay with guesses from the datastore alone; None if there is none.
-        both: replay with guesses from both.
+    `store` is None without a datastore. `size` is the number of tokens that each forward feeds. If
+    `size` is None, each forward feeds the number with the most expected tokens per second, with up
+    to `LOOK_AHEAD` guesses.
     """
 
     size: int | None
@@ -213,11 +210,9 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
 def fed(
     texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds
 ) -> Fed:
-    """Replay texts with each source of guesses.
+    """Replay texts with each source of guesses. `size` is explained in `Fed`.
 
     Args:
-        size: most tokens that a forward feeds, the last committed token included. None to feed in
-            each forward the number with the most expected tokens per second.
         seconds: number of tokens fed -> seconds of the forward.
     """
     limit = LOOK_AHEAD
@@ -308,11 +303,7 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
-    """Return notes: the meaning of the columns, and the paper's claims next to our figures.
-
-    Args:
-        rows: replays with a fixed number of tokens per forward.
-    """
+    """Return notes on the columns, and the paper's claims next to ours; `rows` have a `size`."""
     largest = rows[-1]
     best = max(rows, key=lambda row: row.both.speedup(seconds))
     lines = [
@@ -398,10 +389,8 @@ class _Speedup(NamedTuple):
 def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
     """Return the speed-ups over `ar` on the paper's device, at the best s, by batch and context.
 
-    The times are those of `theory.roofline_seconds`.
-
-    Args:
-        steps: number of tokens in a forward (s) -> tokens per step, as measured here.
+    Forwards take `theory.roofline_seconds`. `steps` maps s, the tokens in a forward, to our tokens
+    per step.
     """
 
     def best(batch: int, context: int) -> _Speedup:
