@@ -79,7 +79,7 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
 def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
     """Return the options, with defaults for those that are not set.
 
-    The defaults are `max_tokens`, `temperature` and seed 0.
+    The defaults are the arguments `max_tokens` and `temperature`, and seed 0.
     """
     return options.changed(
         temperature=temperature if options.temperature is None else options.temperature,
