@@ -38,9 +38,10 @@ def trace() -> None:
 @_FILES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(files: Sequence[Path], as_json: bool) -> None:
-    """Print the work of each run, its waits by cause, and how long both models worked at once.
+    """Print each run's work, its waits by cause, and its overlap.
 
-    Several FILES are shown side by side, such as a run of sd and a run of pearl.
+    The overlap is the time in which both models worked at once. Several FILES are shown side by
+    side, such as a run of sd and a run of pearl.
     """
     reports = {str(path): _report(path) for path in files}
     if as_json:
