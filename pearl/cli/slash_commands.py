@@ -70,7 +70,7 @@ def run_command(session: ChatSession, line: str) -> str | None:
 
 
 def _help(session: ChatSession, _: str) -> None:
-    """show this list; /? does so too"""
+    """show this list; /? too"""
     _print_pairs(session, list(COMMANDS.items()) + _HINTS)
     if session.show_draft:
         session.console.print(legend())
@@ -325,7 +325,7 @@ def _method(session: ChatSession, name: str) -> None:
 
 
 def _bye(session: ChatSession, _: str) -> None:
-    """leave the chat; /exit and Ctrl-D do so too"""
+    """leave the chat; /exit and Ctrl-D too"""
     raise Leave
 
 
