@@ -1,4 +1,7 @@
-"""The command line: arguments and output only. The engine and `pearl.lab` compute all printed figures and texts."""
+"""The command line: arguments and output only.
+
+The engine and `pearl.lab` compute all figures and texts that are printed.
+"""
 
 import errno
 import io
@@ -93,7 +96,10 @@ def _escape_unencodable() -> None:
 
 
 def _explained(error: click.ClickException) -> str:
-    """Return what is wrong with the arguments, and which help to read. If there are no arguments, return the help."""
+    """Return what is wrong with the arguments, and which help to read.
+
+    For a command that was given no arguments but needs some, return its help.
+    """
     text = error.format_message()
     if isinstance(error, _NO_ARGUMENTS):
         return text
