@@ -339,7 +339,7 @@ class _TableForward:
         return self.table[1 + 2 * self.size : 1 + 3 * self.size]
 
     def launch(self) -> Rows:
-        """Launch the whole forward; return the buffers with its logits and the states for a head."""
+        """Launch the whole forward; return its buffers of logits and of states for a head."""
         for step in self._steps:
             step()
         return self._logits, self._features if self._layers.taps else None
