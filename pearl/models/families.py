@@ -67,7 +67,8 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             the MLP; "" where there is none.
         norm_shift: a number that is added to a norm's weights, which are then applied in float32.
             None: a norm rounds its input before the weights are applied, as in Llama.
-        fused: name of a matrix that checkpoints store in place of several -> the names of these.
+        fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
+            it.
         default_window: the attention window of all layers if config.json has neither sliding_window nor layer_types;
             0: unlimited. None: all layers have full attention if config.json has no layer_types.
         scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
@@ -347,7 +348,11 @@ def _matrix_shapes(forward: Forward, sizes: Mapping[str, int]) -> dict[str, tupl
 
 
 def _expert_shapes(config: Config, are_clamped: bool) -> Shapes:
-    """Return the shapes of a layer's router and experts. are_clamped: see `Forward.clamps_experts`."""
+    """Return the shapes of a layer's router and experts.
+
+    Args:
+        are_clamped: see `Forward.clamps_experts`.
+    """
     count = config.get("num_experts") or config["num_local_experts"]
     hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]

@@ -58,7 +58,7 @@ class _Served:
 
 
 class DraftService(DraftWorker):
-    """Drafts for every engine that connects, until `stopping()`.
+    """Drafts for every engine that connects, until `stopping()` is true.
 
     Args:
         hello: introduces the draft; `vocab_size` and `vocab_digest` are those of the draft's tokenizer.
@@ -190,8 +190,8 @@ class DraftService(DraftWorker):
     def _take(self, peer: Peer, event: Event) -> None:
         """Handle an engine's event, if its request belongs to the engine and has a slot.
 
-        A `Begin` gets a slot here or is refused. A verdict without a slot is answered with a
-        request to begin anew.
+        The request of a `Begin` gets a slot here, or is refused. If the request of a verdict has no
+        slot, the engine is asked to begin anew.
         """
         request = event.request
         served = self.served.get(request)
@@ -231,7 +231,7 @@ class DraftService(DraftWorker):
         return ""
 
     def _free_abandoned(self) -> None:
-        """Free the slot of the request that has been silent for longest, if that is long enough."""
+        """Free the slot of the request that was silent longest, if it counts as abandoned."""
         request = min(self.served, key=lambda number: self.served[number].heard)
         if time.monotonic() - self.served[request].heard > _ABANDONED_SECONDS:
             self._release(request)

@@ -93,7 +93,7 @@ class DraftHealth:
 
         Args:
             waiting: request -> (committed tokens, committed and pending tokens).
-            now: seconds.
+            now: the current time in seconds.
         """
         progress = {}
         overdue = []

@@ -29,8 +29,7 @@ def occupy(
     """Pin the calling thread to the first of these cores, and its helpers to the others.
 
     The helpers are the threads that compute together with the calling thread, one on each core.
-
-    Threads that the calling thread starts later run on the first core, too.
+    Other threads that the calling thread starts later run on the first core, too.
 
     Args:
         use_threads: sets the number of computing threads, as `ModelRunner.use_threads` does.

@@ -62,8 +62,8 @@ class Recordings:
         """Tell waiting fronts that their recording has begun or ended.
 
         Args:
-            echo: the message that the draft has confirmed; only its fronts are told. None: the
-                draft is gone, so that all waiting fronts are told.
+            echo: the message that the draft has confirmed; only the front that asked for it is
+                told. None: the draft is gone, so that all waiting fronts are told.
         """
         waiting = self._waiting
         self._waiting = []

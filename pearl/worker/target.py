@@ -455,7 +455,7 @@ class TargetWorker:
         return self._executor.forward(commands, self._meanwhile)
 
     def _announce(self, fed: int) -> None:
-        """Tell the waiting fronts how long a forward of `fed` tokens may keep this worker silent."""
+        """Tell the waiting fronts how long a forward of `fed` tokens may keep us silent."""
         pace = self._prefill_pace
         if not pace:
             pace = self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED

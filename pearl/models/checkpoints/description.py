@@ -1,4 +1,4 @@
-"""Describes a model on this machine's disk, and how it would run here. Reads no weights."""
+"""Describes a model on this machine's disk, and how it would run here, without its weights."""
 
 import math
 from contextlib import suppress

@@ -314,7 +314,7 @@ class _Source:
         return tensor
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, dequantised."""
+        """Return a weight, dequantised if it is quantised."""
         if name in self.matrices:
             weight = self.matrices[name]().dequantised()
         else:

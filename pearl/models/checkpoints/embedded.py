@@ -43,7 +43,8 @@ _BY_HAND = (
 def embedded_target(progress: Progress = silent) -> Path:
     """Return the directory of the embedded target; the first call downloads it (93 MB).
 
-    Safe in several processes at once: the first downloads, the others wait. Raises `ModelError`.
+    Several processes may call this at the same time: the first downloads, and the others wait.
+    Raises `ModelError`.
     """
     return built_once(
         f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress

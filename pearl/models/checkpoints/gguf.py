@@ -191,7 +191,8 @@ def _below(prefix: str, fields: Fields) -> dict[str, Any]:
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a file's fields and tensors, by name.
 
-    Raises `ValueError` with the reason if the file is damaged or too new, and `OSError`.
+    Raises `ValueError` with the reason if the file is damaged or too new, and `OSError` if it
+    cannot be opened.
     """
     from gguf import GGUF_VERSION
 

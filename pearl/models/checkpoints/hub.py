@@ -166,7 +166,10 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
 
 
 def in_cache(name: str) -> Path | None:
-    """Return a model's directory in the hub's cache, or its GGUF file; None if the cache lacks it. Needs no network."""
+    """Return a model's directory in the hub's cache, or its GGUF file, without using the network.
+
+    Return None if the cache lacks the model.
+    """
     hub_name = HubName.parse(name)
     if hub_name is None:
         return None

@@ -1,4 +1,4 @@
-"""Estimates a model's memory from its files, before loading, and compares it with the memory of the machine."""
+"""Estimates the memory that a model needs, from its files, and compares it with the machine's."""
 
 from __future__ import annotations
 
@@ -272,8 +272,8 @@ def _room(device: torch.device, gpus: int) -> int | None:
 def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots: int) -> int:
     """Return how many slots beyond `slots` would still fit into the device's memory; 0 if unknown.
 
-    Raises `ModelError` if `slots` do not fit on a CPU. Call it before the cache is allocated. The allocation itself
-    would not fail, because the kernel assigns pages only as the cache fills.
+    Raises `ModelError` if `slots` do not fit on a CPU. Call this before the cache is allocated,
+    because the allocation itself would not fail: the kernel assigns pages only as the cache fills.
 
     Args:
         slot_bytes: size of a slot of `context` tokens; 0: unknown.

@@ -166,7 +166,7 @@ _FP8_BLOCK = 128
 
 
 def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
-    """Return a float8 matrix with its scales.
+    """Return the matrix of float8 weights [out, in] and their scales.
 
     There may be one scale for the matrix, or one for each row, each group of a row, or each block
     of 128 x 128 weights.  Raises `Unread` for other scales.

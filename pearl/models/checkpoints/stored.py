@@ -115,8 +115,9 @@ def kind_of(directory: Path) -> Kind:
 def removal(name: str) -> tuple[int, Callable[[], None]]:
     """Return (bytes that the removal of a model frees, a function that removes it).
 
-    The function removes the model from our cache, and from the hub's cache all its revisions or the one that `name`
-    names.  Raises `ModelError` if the model is in neither cache.
+    The function removes the model from our cache and from the hub's.  If `name` states a revision,
+    only this revision is removed from the hub's cache.  Raises `ModelError` if the model is in
+    neither cache.
     """
     from huggingface_hub import scan_cache_dir
 

@@ -85,7 +85,7 @@ _threads = 0  # 0: as many as torch has
 
 
 def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields for a `ctypes.Structure` that all have the type `kind`. `names` are separated by spaces."""
+    """Return fields of a `ctypes.Structure`, all of type `kind`. Spaces separate the `names`."""
     return tuple((name, kind) for name in names.split())
 
 

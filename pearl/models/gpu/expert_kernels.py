@@ -152,7 +152,7 @@ class ExpertProducts:
 
     Args:
         each: (gate_up, down) of each expert.
-        limits: see `experts.Experts`.
+        limits: (alpha, limit) of gpt-oss's activation; None: the activation is SiLU.
 
     Attributes:
         each: the same matrices, as views of the stacks.

@@ -51,7 +51,7 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
-    """Store the sums of squares of x [BN, ROWS], the columns of tile number `tile`: a sum for every 16."""
+    """Store a sum of squares for every 16 columns of x [BN, ROWS], which is tile number `tile`."""
     MANY: constexpr = BN // SQUARED
     sums = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows = tl.arange(0, ROWS)

@@ -79,7 +79,8 @@ class TablePiece(NamedTuple):
 def visible(position: int) -> int:
     """Return the number of positions over which the parts of a row at `position` are spread.
 
-    It is the least power of two above `position`, and at least `_LEAST_VISIBLE`: 1024 at position 600.
+    It is the least power of two above `position`, and at least `_LEAST_VISIBLE`. For example, it is
+    1024 for position 600.
     """
     return max(_LEAST_VISIBLE, 1 << position.bit_length())
 

@@ -199,6 +199,7 @@ class Decode:
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
         """Return for each feed the float32 logits that it asks for, and the states for a head.
 
+        The latter are the hidden states of the feed's tokens that a drafting head reads, if any.
         The logits may be in buffers that the next forward overwrites. Keys and values are written
         to the slots, but the slots' lengths do not change.
         """

@@ -1,4 +1,7 @@
-"""Heads that draft one token with each forward: each token is read with the head's output for the token before."""
+"""Heads that draft one token with each forward.
+
+Each drafted token is read with the head's output for the token before it.
+"""
 
 from __future__ import annotations
 

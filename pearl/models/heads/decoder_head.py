@@ -124,8 +124,8 @@ class DecoderHead(DraftHead):
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """Widen each window by the number of guesses, so that guesses do not move its start.
 
-    Heads are trained like this: in each step of speculators' trainer a token sees the states that it
-    saw in the first step, and all guesses since.
+    Heads are trained like this: in speculators' trainer, a token keeps seeing the states that it
+    saw in the first step, and in each further step it also sees all guesses since.
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)

@@ -1,6 +1,6 @@
 """The kinds of heads: those that are read, and those that are refused by name.
 
-It must not import torch, because the user's process, which holds no model, reads this table too.
+This module must not import torch, because the user's process, which holds no model, uses it too.
 
 To add a kind, write a module beside `eagle3` with the functions of `HeadKind`, and name the module
 in `KINDS`.

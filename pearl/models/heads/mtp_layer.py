@@ -1,10 +1,10 @@
 """A layer for multi-token prediction in a checkpoint of its own, which our own forward computes.
 
 For each token but the first, the layer reads the token together with the target's state of the
-token before it.  This is the state after the target's last layer, before its last norm.  With e the
-token's embedding and h the state, the decoder layer reads input_proj [token_layernorm e,
+token before it.  This is the state after the target's last layer, before its last norm.  Let e be
+the token's embedding and h the state.  Then the decoder layer reads input_proj [token_layernorm e,
 hidden_layernorm h].  The layer's output passes `final_layernorm`, and the target's output matrix
-makes logits of it.  When a drafted token is read next, the same output is h.
+makes logits of it.  When a drafted token is read next, the same output serves as h.
 
 Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.  In
 speculators' trainer, the rows for a text's second guesses attend to each other, as do those for the

@@ -40,8 +40,8 @@ PIECE = 512
 class HFRunner(ModelRunner):
     """Runs a loaded model, which stays where it was loaded, on one device or several.
 
-    The constructor raises `ModelError` if a trial fails, or finds that logits depend on how a text
-    is cut into forwards.
+    The constructor tries the model on a short text. It raises `ModelError` if that fails, or if the
+    logits depend on how the text is cut into forwards.
 
     Args:
         is_tried: whether an earlier runner has tried this model. A model with recurrent layers is
@@ -268,7 +268,7 @@ class HFRunner(ModelRunner):
         return bool(alike.median() < _ALIKE_IN_HALF)
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
-        """Return token ids [1, n] on the device, sent without waiting for it."""
+        """Return token ids [1, n] on the device, without waiting until they are there."""
         if isinstance(tokens, torch.Tensor):
             return tokens[None]
         on_gpu = self.device.type == "cuda"
