@@ -42,8 +42,8 @@ HEAD_ACTIVATIONS = ACTIVATIONS | {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-# Language models of vision models -> the family that computes the same for a text without pictures,
-# where the three positions of a token are equal.
+# Language models of vision models -> the family that computes the same for a text without pictures.
+# In such a text the three positions of a token are equal.
 TWINS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",

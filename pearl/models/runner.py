@@ -151,7 +151,7 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
                 f"{end} tokens do not fit the context of {runner.context}. Shorten the prompt, lower "
                 "max_tokens, or load the model with a larger context."
             )
-        # On a GPU an id outside the table would abort the whole process, not this request.
+        # On a GPU an id outside the table would abort the whole process, not only this request.
         is_known = isinstance(feed.tokens, torch.Tensor)
         if not is_known and not 0 <= min(feed.tokens) <= max(feed.tokens) < runner.vocab_size:
             raise RequestError(

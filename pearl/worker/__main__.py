@@ -29,7 +29,7 @@ def main() -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, still read
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # during the imports, collections would find nothing and take a tenth of the time
-    if not has_gpu():  # tested only without a GPU
+    if not has_gpu():  # with a GPU, torch was not tested without these kernels
         postpone_kernels()
     from pearl.worker import (
         build,  # imports torch, so only now: the lifeline must hold from the first moment on

@@ -265,7 +265,7 @@ class DraftWorker:
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = (time.monotonic() - began) / tokens
-        self._receive(0)  # a verdict that came during the forward may have overtaken these tokens
+        self._receive(0)  # a verdict that came during the forward may make these tokens obsolete
         for event in events:
             self._handle(event)
 

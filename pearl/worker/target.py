@@ -222,7 +222,7 @@ class TargetWorker:
         is_draft = peer == self._draft.peer
         is_front = peer in self._fronts
         match message:
-            case DraftTokens() if is_draft:  # first: these come between two forwards
+            case DraftTokens() if is_draft:  # first, because these delay the next forward
                 watch = self._fronts.watch(message.request)
                 watch.draft_waited = max(watch.draft_waited, message.waited)
                 self._draft.receive(message, self._coordinator)

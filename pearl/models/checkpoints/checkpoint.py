@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pearl.cache import Progress, silent
-from pearl.config.engine import is_toy as is_toy  # one of the ways to name a model, as those below
+from pearl.config.engine import is_toy as is_toy  # toys are named models, too
 from pearl.errors import ModelError
 from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.gguf import directory_of

@@ -102,7 +102,7 @@ def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix(steps, 6, scales, _half(block, 208), offset=32.0)
 
 
-FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # twice the values
+FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # doubled values
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
 

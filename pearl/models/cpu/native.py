@@ -56,7 +56,8 @@ _KINDS = {
     torch.float32: 4,
     torch.float8_e4m3fn: 5,
 }
-# Bits -> the kinds of scales with which `products.c` multiplies: for groups of whole blocks, and for other groups.
+# Bits -> the kinds of scales that `products.c` takes: first if a group consists of whole blocks of
+# inputs, then for other groups.
 _WHOLE_BLOCKS = {
     4: (0, 1, 2),
     5: (0, 2),

@@ -463,7 +463,7 @@ class DecoderLayers:
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
-            for row in logits:  # alone, so that torch splits every row into vectors alike
+            for row in logits:  # one by one, so that torch cuts all rows into vectors alike
                 cap_scores(row, self.scales.logits_cap)
         return logits
 

@@ -17,7 +17,7 @@ from pearl.errors import ModelError
 # Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
 GROUP = 32
 _OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
-_TOGETHER = 4096  # rows rounded at once: a large matrix in float32 would take a GPU's last memory
+_TOGETHER = 4096  # rows rounded at once, because a large matrix in float32 may not fit into memory
 
 
 @dataclass(frozen=True, eq=False)

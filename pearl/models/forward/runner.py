@@ -63,7 +63,7 @@ class ForwardRunner(ModelRunner):
             layers = DecoderLayers(
                 model, context, rounding, is_native, rounds_rows, taps, progress=progress
             )
-            # A longrope chooses its angles by the greatest position: it must be within the context.
+            # A longrope chooses its angles by the greatest position, which must be in the context.
             positions = torch.arange(room, device=self.device).clamp_max(context - 1)
             self._ropes = layers.angles(rotary, positions)
             heads = layers.heads

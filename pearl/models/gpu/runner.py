@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pearl.models.gpu.prefill import Prompts
     from pearl.models.gpu.token_forward import Decode
 
-# Least dimensions of a head for the kernels of prompts: tensor cores multiply 16 at once.
+# Least dimensions of a head for the kernels of prompts, because tensor cores multiply 16 at once.
 _LEAST_DIM = 16
 
 

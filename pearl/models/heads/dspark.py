@@ -42,7 +42,7 @@ _W1 = "markov_head.markov_w1.weight"
 _W2 = "markov_head.markov_w2.weight"
 _CONFIDENCE = "confidence_head.proj"
 _COMPUTED = ("enable_confidence_head", "confidence_head_with_markov")
-_NESTED = "logit_head."  # SpecForge's early checkpoints have the two parts in here
+_NESTED = "logit_head."  # under this name, SpecForge's early checkpoints have the two heads
 _GATE = "markov_head.gate_proj"
 _JOINT = "markov_head.joint_proj"
 

@@ -36,12 +36,12 @@ from pearl.models.heads.layers import (
 )
 
 _LAYER = "mtp_layers.0."
-_PLACE = "layers.0."  # of the layer in a model with one layer
+_PLACE = "layers.0."  # the layer's name in a model with one layer
 _LAST_NORM = f"{_LAYER}final_layernorm.weight"
 _HIDDEN_NORM = "hidden_layernorm.weight"
 _TOKEN_NORM = "token_layernorm.weight"
 _PROJECTION = "input_proj.weight"
-_COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's: old versions saved them
+_COPIES = ("embed_tokens.weight", "lm_head.weight")  # the target's; old versions saved copies
 _COMPUTED = ("attention_bias", "use_sliding_window")
 
 
