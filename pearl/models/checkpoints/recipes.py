@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
     Attributes:
         layout: one of `packed.LAYOUTS`.
         bits: bits of a weight.
-        is_symmetric: whether all zero points are the middle of the range, so that none are stored.
+        is_symmetric: whether all zero points are the middle of the range, so that none are read.
         zero_shift: number that is added to the file's zero points. It is 1 for the first version of GPTQ's
             format, which stores zero points minus 1.
     """
