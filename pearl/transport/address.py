@@ -1,7 +1,7 @@
 """Where an engine may listen: on a socket file in a private directory, or on a network address with keys.
 
-Knows paths and the syntax of addresses; it connects only to see whether anyone listens. In a private directory, only
-this user can connect.
+Only this user can connect to a socket file in a private directory. This module knows paths and the
+syntax of addresses; it connects only to see whether a process listens.
 """
 
 import os
@@ -18,7 +18,7 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
-_USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
+_USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # path of a socket in a runtime directory
 SHORT_DIRECTORY = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
@@ -39,19 +39,23 @@ def private_directories() -> list[Path]:
 
 
 def is_engine_directory(directory: Path) -> bool:
-    """Return whether `directory` looks as if made by `private_directory`; check this if another process supplied it."""
+    """Return whether `directory` looks as if `private_directory` had made it.
+
+    Check this before using a directory that another process has named.
+    """
     return directory.is_absolute() and directory.name.startswith(_PREFIX) and is_private(directory)
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """Return the address for this value of `control`: for ipc a socket file in `directory`,
-    otherwise the value itself.
+    """Return the address to listen at for the setting `control`.
+
+    For "ipc" it is a socket file in `directory`; otherwise it is the setting itself.
     """
     return f"{_FILE}{directory}/control" if control == ON_ONE_HOST else control
 
 
 def is_file(address: str) -> bool:
-    """Return whether `address` is a socket file."""
+    """Return whether `address` names a socket file."""
     return address.startswith(_FILE)
 
 
@@ -61,12 +65,15 @@ def file_of(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether `address` is a socket file in a private directory, so that only this user can reach it."""
+    """Return whether only this user can reach `address`: a socket file in a private directory."""
     return is_file(address) and is_private(Path(file_of(address)).parent)
 
 
 def check_bind(address: str, keys: bool = False) -> None:
-    """Raise `ConfigError` if `address` is not one to bind, or if others could reach it and there are no `keys`."""
+    """Raise `ConfigError` if a listener may not bind `address`.
+
+    An address that other users can reach may only be bound if there are `keys`.
+    """
     if is_file(address):
         _check_socket_file(Path(file_of(address)))
     elif not names_host(address):
@@ -117,7 +124,10 @@ def free_stale(address: str) -> None:
 
 
 def is_private(directory: Path) -> bool:
-    """Return whether `directory` belongs to this user and nobody else may enter it; false for a symbolic link."""
+    """Return whether `directory` belongs to this user, and no other user may enter it.
+
+    Return false for a symbolic link.
+    """
     try:
         status = os.lstat(directory)
     except (OSError, ValueError):
@@ -130,8 +140,9 @@ def is_private(directory: Path) -> bool:
 
 
 def raise_limit() -> None:
-    """Raise the limit of open files, and so of connections, to the most that the system allows;
-    a shell's limit is low.
+    """Raise the limit of open files, and so of connections, to the most that the system allows.
+
+    Shells set a low limit.
     """
     with suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -141,8 +152,8 @@ def raise_limit() -> None:
 def _runtime_directory() -> Path:
     """Return the parent of private directories.
 
-    That is $XDG_RUNTIME_DIR, if it is private and its path short enough; otherwise $TMPDIR, if its path is short
-    enough; otherwise a directory in /tmp.
+    It is $XDG_RUNTIME_DIR if that is private and its path short enough for a socket; otherwise
+    $TMPDIR if its path is short enough; otherwise a directory in /tmp.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
@@ -152,7 +163,7 @@ def _runtime_directory() -> Path:
 
 
 def _has_room(directory: Path) -> bool:
-    """Return whether the path of a socket in a private directory of `directory` fits a Unix socket."""
+    """Return whether the path of `directory` is short enough for sockets in private directories."""
     return len(os.fsencode(directory / _USUAL_SOCKET)) <= _MAX_IPC_PATH
 
 

@@ -1,13 +1,19 @@
-"""Cache layers that can be rolled back, in place of transformers' layers. The state that a layer keeps decides which:
+"""Cache layers that can be rolled back, in place of transformers' layers.
 
-* Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. If there is an
-  indexer, which chooses the positions to attend to, it also keeps the indexer's keys. transformers sizes a mask by the
-  positions that the cache layer holds, so the model's own mask hides those outside of its window.
-* The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
-* Both in one layer: `HybridLayer`.
-* Other state: transformers' own layer. For a rollback `Snapshots` empties it, and the text is fed again.
+What a layer of transformers keeps decides which layer replaces it:
 
-Must not know models, nor texts.
+* A layer that keeps keys and values, of all positions, of a window or of a chunk, is replaced by
+  `FixedLayer`, which keeps all positions.  transformers sizes a mask by the positions that the
+  cache layer holds, so the model's own mask still hides those outside of its window.  Some models
+  have an indexer, which chooses the positions to attend to; for these, `FixedLayer` keeps the
+  indexer's keys too.
+* A layer that keeps the state of a recurrence or a convolution stays, and `Snapshots` copies its
+  state.
+* A layer that keeps both is replaced by `HybridLayer`.
+* A layer that keeps anything else stays.  For a rollback `Snapshots` empties it, and the text is
+  fed again.
+
+This module must not know models or texts.
 """
 
 import inspect
@@ -40,9 +46,10 @@ _HYBRID = (
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
+    """Keys and values of one layer, in buffers [1, heads, capacity, head_dim].
 
-    An update copies only the new rows, while `DynamicLayer` copies all. A rollback copies nothing.
+    The first `filled` positions of the buffers are valid.  An update copies only the new rows,
+    while `DynamicLayer` copies all rows.  A rollback copies nothing.
 
     Attributes:
         keys, values: views of the valid positions. Some models read these attributes directly (Dory).
@@ -73,7 +80,7 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states [1, heads, n, head_dim]; return views of all filled rows."""
+        """Append keys and values [1, heads, n, head_dim]; return views of all valid ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.filled
@@ -85,7 +92,7 @@ class FixedLayer(DynamicLayer):
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append states [1, n, width]; return a view of all filled rows."""
+        """Append the indexer's keys [1, n, width]; return a view of all valid ones."""
         _, count, width = indexer_key_states.shape
         if self.indexer_keys is None:
             self.indexer_keys = indexer_key_states.new_empty(1, self.capacity, width)
@@ -105,7 +112,7 @@ class FixedLayer(DynamicLayer):
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these entries of the batch."""
         if self.buffers is not None:
             keys, values = self.buffers
             self.buffers = (keys[indices], values[indices])
@@ -131,7 +138,10 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
-        """Initialise keys and values if states are given by position, or the recurrent state if they are named."""
+        """Initialise keys and values, or the recurrent state.
+
+        transformers passes keys and values as positional arguments, and recurrent states by name.
+        """
         layer_type = FixedLayer if states else LinearAttentionLayer
         layer_type.lazy_initialization(self, *states, **named)
 
@@ -139,7 +149,7 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
 def layer_for(theirs: object, context: int) -> Any:
     """Return the layer for `context` tokens that replaces `theirs`, a layer of transformers.
 
-    A layer that is purely recurrent, has no cache, or is of an unknown type is returned as it is.
+    Return `theirs` itself if it is purely recurrent, has no cache, or is of an unknown type.
     """
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
@@ -165,13 +175,16 @@ class _Snapshot(NamedTuple):
 class Snapshots:
     """Copies of the recurrent layers' state at a few earlier lengths, for rollbacks.
 
-    A copy is made before each forward. It takes a few milliseconds at most, while a forward of two tokens instead of
-    one can take twice the time. At most `SNAPSHOTS` copies are kept, more of them at later lengths: after a rollback by
-    n tokens, fewer than n are fed again.
+    A copy is made before each forward, because it takes a few milliseconds at most, while a forward
+    that feeds an earlier token again can take twice the time.  At most `SNAPSHOTS` copies are kept,
+    more of them at later lengths, so that after a rollback by n tokens fewer than n tokens are fed
+    again.
 
     Attributes:
-        length: tokens that the state has seen.
-        unknown: layers of unknown types. If there are any, no copies are made, and a rollback begins at length 0.
+        kept: the copies, by ascending length.
+        length: number of tokens that the state has seen.
+        unknown: layers of unknown types. If there are any, no copies are made, and each rollback
+            goes back to length 0.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
@@ -192,7 +205,7 @@ class Snapshots:
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
-        """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
+        """Copy the state if it has changed, and record that the next forward ends at `end`."""
         newest = self.kept[-1].length if self.kept else 0
         if self and not self.unknown and newest < self.length:
             states = [_copy(_state(layer)) for layer in self._layers]
@@ -202,7 +215,11 @@ class Snapshots:
         self.length = end
 
     def rollback(self, length: int) -> int:
-        """Roll the state back to `length` or less. Return its length: tokens from there on must be fed again."""
+        """Roll the state back to `length` tokens, or to fewer if there is no copy of that length.
+
+        Return the number of tokens that the state has seen then. The tokens after these must be fed
+        again.
+        """
         if length >= self.length:
             return self.length
         if not self:
@@ -221,7 +238,7 @@ class Snapshots:
         return self.length
 
     def kinds(self) -> list[str]:
-        """Return the names of the attributes in which recurrent layers hold state so far."""
+        """Return the names of the attributes in which the recurrent layers now hold tensors."""
         names = set()
         for layer in self._layers:
             if layer in self.unknown:
@@ -233,13 +250,13 @@ class Snapshots:
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
-        """Change all state of one of the `kinds`, so that a trial can find out whether forwards depend on it."""
+        """Change all state of one of the `kinds`, to see whether the next forward depends on it."""
         for layer in self._layers:
             for state in _tensors(vars(layer).get(kind)):
                 state += 1
 
     def _thin(self) -> None:
-        """Drop the copy with the least (gap that it leaves) / (its age), both in tokens."""
+        """Drop the copy with the least (gap that it would leave) / (its age), both in tokens."""
         losses = []
         gap_start = 0
         for snapshot, following in pairwise(self.kept):
@@ -251,7 +268,7 @@ class Snapshots:
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a layer; of a `HybridLayer`, those of its recurrent part."""
+    """Return all attributes of a layer; for a `HybridLayer`, only those of its recurrent part."""
     state = dict(vars(layer))
     if isinstance(layer, LinearAttentionLayer):
         for name in _FIXED:
@@ -281,7 +298,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class CacheSizes(NamedTuple):
-    """Bytes of keys and values per position, and of all recurrent state."""
+    """The bytes of keys and values for each position, and the bytes of all recurrent state."""
 
     position: int
     states: int

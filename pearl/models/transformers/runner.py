@@ -1,7 +1,7 @@
-"""Any Hugging Face causal language model as a `ModelRunner`: batch 1, a KV cache in memory allocated once.
+"""Any Hugging Face causal language model as a `ModelRunner`, for one sequence at a time.
 
-Contains transformers' cache and forward conventions.  Must not know where models come from (`loading`), nor what
-their logits are used for.
+This module knows the conventions of transformers' caches and forwards.  It must not know where
+models come from (`loading`), nor what their logits are used for.
 """
 
 import inspect
@@ -40,12 +40,14 @@ PIECE = 512
 class HFRunner(ModelRunner):
     """Runs a loaded model, which stays where it was loaded, on one device or several.
 
-    Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
-    forwards.
+    The constructor tries the model on a short text. It raises `ModelError` if that fails, or if the
+    logits depend on how the text is cut into forwards.
 
     Args:
-        is_tried: whether an earlier runner has tried this model. A model with recurrent layers is tried again anyway.
-        keeps_states: keep the last hidden states of the tokens fed, for a layer for multi-token prediction.
+        is_tried: whether an earlier runner has tried this model. A model with recurrent layers is
+            tried again anyway.
+        keeps_states: whether to keep the last hidden states of the tokens fed, for a head that is a
+            layer for multi-token prediction.
     """
 
     capabilities = Capabilities()  # one chain; not row invariant, as kernels depend on its length
@@ -100,7 +102,8 @@ class HFRunner(ModelRunner):
     def _layers(self) -> list[FixedLayer]:
         """The cache's layers of keys and values.
 
-        They are read anew each time, because the first forward of some models appends more: Dory one for each loop.
+        They are read anew each time, because the first forward of some models appends further
+        layers: Dory's appends one for each loop.
         """
         return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
 
@@ -114,7 +117,8 @@ class HFRunner(ModelRunner):
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self.snapshots.length
         self._hidden.clear()
-        # Only tokens of this feed count. A forward may also feed earlier ones again, from the copy of a state on.
+        # `features` returns only this feed's tokens. After a rollback to a copy of the state, the
+        # forward also feeds earlier tokens again.
         self._num_fed = len(feed.tokens)
         pieces = []
         try:
@@ -144,7 +148,7 @@ class HFRunner(ModelRunner):
         return torch.cat(self._hidden)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
-        """Return where the forwards end that together feed the tokens from `start` to `end`."""
+        """Return the ends of the forwards that together feed the tokens from `start` to `end`."""
         if not self.snapshots:
             return [end]
         step = PIECE
@@ -159,7 +163,10 @@ class HFRunner(ModelRunner):
 
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
-        """Feed the tokens from the cache's end up to `end`; return logits [at most `rows`, vocab] of the last ones."""
+        """Feed the tokens after those in the cache, up to `end`.
+
+        Return the logits [n, vocab] of the last n of these tokens, with n at most `rows`.
+        """
         start = self.snapshots.length
         self.snapshots.advance(end)
         rows = min(rows, end - start)
@@ -191,9 +198,9 @@ class HFRunner(ModelRunner):
             layer.rollback(state_length)
 
     def _try(self) -> None:
-        """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
+        """Feed a text in three ways: at once, in pieces after a rollback, and without a cache.
 
-        Raises `ModelError` where that fails or the logits differ.
+        Raises `ModelError` if a forward fails, or if the logits differ.
         """
         name = type(self.model).__name__
         count = min(_TRIED, self.context)
@@ -234,7 +241,11 @@ class HFRunner(ModelRunner):
             )
 
     def _continues(self, tokens: list[int]) -> bool:
-        """Return whether a forward of two tokens reads every kind of recurrent state (Mamba's does not)."""
+        """Return whether a forward of two tokens goes on from all recurrent state.
+
+        Mamba's does not. To find out, each kind of state is changed in turn; if a change leaves the
+        logits as they are, the forward did not read that state.
+        """
         rows: list[torch.Tensor] = []
         kinds = [""]  # the kind of state that each trial disturbs; "": none
         while len(rows) < len(kinds):
@@ -257,7 +268,7 @@ class HFRunner(ModelRunner):
         return bool(alike.median() < _ALIKE_IN_HALF)
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
-        """Return token ids [1, n] on the device, sent without waiting for it."""
+        """Return token ids [1, n] on the device, without waiting until they are there."""
         if isinstance(tokens, torch.Tensor):
             return tokens[None]
         on_gpu = self.device.type == "cuda"
@@ -268,8 +279,9 @@ class HFRunner(ModelRunner):
 def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the cosine similarity [n] of each row of `rows` and the same row of `expected`, both [n, vocab].
 
-    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  Logits that are infinite, or the same
-    in all rows, do not count: a mask's -1e9 would outweigh all others.
+    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  A column does not
+    count if a logit in it is infinite, or all its logits are the same, because a mask's -1e9 would
+    outweigh all others.
     """
     pair = torch.stack((rows, expected)).double()
     fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
@@ -304,7 +316,10 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Return whether a row depends on earlier positions only. GPT-NeoX's does, despite its configuration."""
+    """Return whether a token's logits do not depend on later tokens.
+
+    GPT-NeoX's do not, although its configuration says otherwise.
+    """
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     with torch.inference_mode():
         rows = []
