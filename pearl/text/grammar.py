@@ -112,7 +112,7 @@ class Guide:
             del self._valid[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return whether each token may follow, [vocab]; None if the text ended or left the grammar.
+        """Return whether each token may follow, [vocab]; None after the text's end or a violation.
 
         Raises `GrammarError` if the parser has failed. If the cause is that no token of the model
         fits, it returns all False instead.
