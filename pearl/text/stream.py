@@ -369,7 +369,7 @@ class TextStream:
         return shown
 
     def _push(self, token: int, text: str) -> str:
-        """Take a token's text; return its reasoning, and the answer that cannot be part of a stop."""
+        """Take a token's text; return its reasoning, and answer that cannot be part of a stop."""
         reasoning, answer = self._reasoning.feed(token, text)
         return reasoning + self._matcher.push(answer)
 
