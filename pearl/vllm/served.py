@@ -38,8 +38,8 @@ class ServedTexts:
 
     Args:
         limit: the maximum number of tokens of a request in vLLM.
-        vocab_size: number of ids that the target has. If the draft sends an id beyond these, it is
-            no longer used for the request.
+        vocab_size: number of ids that the target has. If the draft sends an id beyond these, the
+            draft is no longer used for the request.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class ServedTexts:
 
 
 def _together(messages: Iterable[Message]) -> Outcomes:
-    """Combine the messages into one, which holds them by type.
+    """Combine the messages into one, which holds first Finish, then Begin, then Verdict messages.
 
-    For one request, this is also the order in which its messages come: Finish, Begin, Verdict.
+    The messages about one request come in this order anyway.
     """
     finishes = []
     begins = []
