@@ -66,7 +66,7 @@ class ReplyText:
     Attributes:
         index: the text's place among the texts of the request, from 0.
         result: the engine's result; it is set once the text has ended.
-        wait_seconds: how long the text waited until it was submitted.
+        wait_seconds: how long the text waited until it was sent to the engine's workers.
         reasoning_tokens: number of tokens of the reasoning. The tokens of its closing tag may be
             counted with the answer instead.
 

@@ -266,7 +266,7 @@ class Responses:
         return request, writer
 
     def _earlier(self, id: str | None) -> list[dict[str, Any]]:
-        """Return the conversation up to the response `id`; no messages if `id` is None.
+        """Return the conversation up to and including the response `id`; empty if `id` is None.
 
         Raises `ApiError` if the response is not kept.
         """

@@ -85,7 +85,7 @@ CallReader = Callable[[Cursor, int, Schemas], Reading]
 
 
 def read_tail(cursor: Cursor, expression: str) -> Reading:
-    """Read the end of a call, if the text goes on with it; return whether it is complete.
+    """Read the end of a call, if it comes next; return whether it is there as a whole.
 
     If the reply ends within the end of the call, the incomplete end is read, too.
     """

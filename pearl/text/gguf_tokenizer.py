@@ -164,7 +164,7 @@ def _ends(stated: dict[str, Any]) -> list[int]:
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE, and whether it puts BOS before texts by default."""
+    """Return a byte-level BPE, and whether texts begin with BOS if the file does not say so."""
     pretokenizer = _pretokenizer(stated.get("pre") or "default")
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
@@ -255,7 +255,7 @@ def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]
 
 
 def _has_prefix(stated: dict[str, Any]) -> bool:
-    """Return whether a space is put before each text, and before what follows a special token."""
+    """Return whether a space is put before each text, and before the text after a special token."""
     return bool(stated["model"] == "llama" and stated.get("add_space_prefix", True))
 
 

@@ -1,4 +1,4 @@
-"""Translates grammars to llguidance's notation, once a child process has tried to parse with them.
+"""Translates grammars to llguidance's notation. A child process tries each grammar first.
 
 Some grammars cost far more than llguidance's limits allow. Twenty short patterns in one `allOf`
 take half a minute, a `multipleOf` of millions takes gigabytes, and a running call cannot be

@@ -55,7 +55,7 @@ class Tags:
     answer: str = ""
 
     def are_open(self, prompt: str) -> bool:
-        """Return whether this prompt ends with the opening tag: the reply is then reasoning."""
+        """Return whether this prompt ends with the opening tag, so that reasoning follows."""
         return regex.search(rf"(?:{self.start})\s*$", prompt) is not None
 
     def are_closed(self, prompt: str) -> bool:
@@ -116,9 +116,9 @@ HARMONY = TAGS["harmony"]
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of which a chat template contains one of the `marks`, by their names.
+    """Return, by name, the entries with a mark that occurs in a chat template.
 
-    `registry`: `TAGS` or `tools.FORMATS`.
+    `registry`: `TAGS` or `tools.FORMATS`; each entry has `marks`.
     """
     entries = {}
     for name, entry in registry.items():
@@ -135,7 +135,8 @@ def tags_of(template: str) -> Tags | None:
 def check_tags(choice: str) -> str:
     """Return `choice` if it is valid; otherwise raise `ConfigError`.
 
-    Valid are auto, none, a name in `TAGS`, and two tags with white space between them.
+    A choice is valid if it is auto, none, a name in `TAGS`, or two tags with white space between
+    them.
     """
     if choice in ("auto", "none", *TAGS) or len(choice.split()) == 2:
         return choice
@@ -213,7 +214,7 @@ def is_open_after(
 def end_of(tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int]) -> str:
     """Return the end of a prompt as text.
 
-    Unlike in the result of `decode`, special tokens of the tags have their names as text.
+    Special tokens in the tags are written by their names, which `decode` would leave out.
     """
     names = Marks(tags.tokens, tokenizer).ids
     end = ""

@@ -241,7 +241,7 @@ class TagParser(ReplyParser):
 
     @property
     def _leads(self) -> bool:
-        """Whether a call may come here, in a format whose calls come only first in the content."""
+        """Whether a call may come now, in a format that has calls only at the content's beginning."""
         format = self._format
         return (
             format is not None
@@ -436,9 +436,9 @@ class HarmonyParser(ReplyParser):
             pass
 
     def _begin_message(self) -> bool:
-        """Find out whether a header comes next. If not, the text of a message does.
+        """Find out whether a header or the text of a message comes next.
 
-        The reply begins without a header if the prompt ended with one.
+        The reply begins with the text if the prompt ended with a header.
         """
         if not self._cursor.text:
             return False

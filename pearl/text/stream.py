@@ -304,9 +304,9 @@ class StopMatcher:
         return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Return where an end of `text` starts that may be the beginning of a stop.
+        """Return the index in `text` from which the rest may be the beginning of a stop.
 
-        The longest such end counts; without one, the result is len(text).
+        The first such index counts; if there is none, the result is len(text).
         """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
@@ -369,7 +369,7 @@ class TextStream:
         return shown
 
     def _push(self, token: int, text: str) -> str:
-        """Take a token's text; return its reasoning, and answer that cannot be part of a stop."""
+        """Take a token's text; return its reasoning, and as much of its answer as holds no stop."""
         reasoning, answer = self._reasoning.feed(token, text)
         return reasoning + self._matcher.push(answer)
 

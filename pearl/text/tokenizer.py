@@ -220,7 +220,7 @@ def _control_tokens(
     """Return an expression that matches the name of any control token.
 
     Control tokens are the special tokens, and other added tokens that occur in the template, such
-    as <think>. The HTML tags that some vocabularies have are none.
+    as <think>. The HTML tags that some vocabularies have are no control tokens.
     """
     names = []
     for name in sorted(added, key=len, reverse=True):
@@ -254,8 +254,9 @@ def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[A
     """Return the special tokens that have a name, by name, and a list of those that have none.
 
     Templates may use the names. A token is given as its text, or as a mapping whose `content` is
-    its text. A setting names a token if the setting's name ends in "_token". In
-    `extra_special_tokens`, which transformers 5 writes as a mapping or a list, any name may occur.
+    its text. A setting names a token if the setting's name ends in "_token". The setting
+    `extra_special_tokens`, which transformers 5 writes as a mapping or a list, may name tokens in
+    any way.
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
@@ -298,7 +299,10 @@ def _as_special(token: Any) -> Any:
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name; template files go before tokenizer_config.json."""
+    """Return the chat templates by name.
+
+    Files with templates take precedence over tokenizer_config.json.
+    """
     stated = settings.get("chat_template") or []
     if isinstance(stated, str):
         templates = {"default": stated}

@@ -332,10 +332,10 @@ def split_waits(
 ) -> Iterator[TraceRecord]:
     """Split each wait at the time when the message that ended it was sent.
 
-    The second half is then a wait for transport. A wait may be interrupted by messages after which
-    the loop still waits, such as the first tokens of a window. So all waits between two pieces of
-    work are split at the time of the last message. If a front sent that message, they are not
-    split, because no earlier message ended the waiting.
+    From then on, it is a wait for transport. A wait may be interrupted by messages after which the
+    loop still waits, such as the first tokens of a window. So all waits between two pieces of work
+    are split at the time of the last message. If a front sent that message, they are not split,
+    because no earlier message ended the waiting.
     """
     wait_records: list[TraceRecord] = []
     for record in records:

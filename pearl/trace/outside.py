@@ -21,8 +21,7 @@ class Proposals:
         rows: number of requests, summed over all calls.
         ready: how many of `rows` had a drafted window ready.
         rejected: how many of `rows` had a drafted token rejected in the step before the call.
-        foreseen: for how many of `rejected` the draft had prepared a continuation of the right
-            token.
+        foreseen: for how many of `rejected` the draft had prepared tokens after the right token.
     """
 
     calls: int

@@ -70,7 +70,7 @@ class Report:
         forwards: durations of the draft's forwards, and of the target's forwards by number of
             tokens fed.
         ratio: median duration of a verification forward / median duration of a draft forward.
-        alternation: the least seconds that the same steps would take one after the other: the
+        alternation: how many seconds the same steps would take at least, one after the other: the
             target's work plus the drafting of the judged tokens, without waits and messages.
         proposals: calls of the proposer, if the target was in another engine.
     """

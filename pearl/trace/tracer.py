@@ -143,9 +143,9 @@ class Tracer:
         return commands
 
     def verified(self, name: str) -> None:
-        """Record a judgement or draw within a decision, which ends now.
+        """Record a judgement or a draw that ends now, within a decision.
 
-        It began at the beginning of the decision, or when the last judgement or draw in it ended.
+        It began when the decision began, or when the last judgement or draw in the decision ended.
         """
         end = self.clock()
         self.record(LOOP, "busy", name, self._deciding, end)
