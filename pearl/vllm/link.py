@@ -62,8 +62,8 @@ class ServiceLink:
         self._is_met = False
         self.context = 0  # how many tokens of a text the draft can hold
         self.slots = 0  # number of requests that the draft can draft for at once
-        #: Called with drafted tokens when they arrive, in the mailbox's thread. It returns whether a
-        #: waiting `receive` has to end. If it is None, `receive` returns the tokens.
+        #: Called with drafted tokens when they arrive, in the mailbox's thread. It returns whether
+        #: a waiting `receive` has to end. If it is None, `receive` returns the tokens.
         self.take_tokens: Callable[[DraftTokens], bool] | None = None
         #: Whether a draft is connected and ready to draft.
         self.is_ready = False
