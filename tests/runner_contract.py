@@ -1,8 +1,10 @@
-"""What every `ModelRunner` must keep. A test module subclasses `RunnerContract` and names the kinds of runner:
+"""What every `ModelRunner` must satisfy.
 
-class TestMine(RunnerContract):
-    kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
-    others = {"my other": MyOtherRunner}  # similar to one in `kinds`: their tests are marked `long`
+A test module subclasses `RunnerContract`, and names the kinds of runner:
+
+    class TestMine(RunnerContract):
+        kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
+        others = {"my other": MyOtherRunner}  # similar to one in `kinds`: tested as `long`
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +23,7 @@ PARENTS = (-1, 0, 0, 1, -1, 2, 3)
 
 
 def some_tokens(runner: ModelRunner, count: int, start: int = 0) -> list[int]:
-    """A fixed, irregular run of ids of the runner's vocabulary."""
+    """Return a fixed, irregular sequence of ids of the runner's vocabulary."""
     return [(7 + 5 * i + i * i) % runner.vocab_size for i in range(start, start + count)]
 
 
@@ -31,7 +33,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def empty(runner: ModelRunner) -> None:
-    """All slots, and their trees are forgotten."""
+    """Empty all slots of the runner, and forget their trees."""
     for slot in range(runner.capabilities.slots):
         runner.rollback(0, slot)
 
@@ -42,7 +44,11 @@ def needs_trees(runner: ModelRunner) -> None:
 
 
 class RunnerContract:
-    """First of all the text does not depend on how it is cut, rolled back, grown as a tree or copied."""
+    """Tests that the logits depend only on the text.
+
+    They must not depend on how the text was cut into forwards, rolled back, grown as a tree, or
+    copied.
+    """
 
     kinds: ClassVar[Kinds] = {}
     others: ClassVar[Kinds] = {}
@@ -63,13 +69,13 @@ class RunnerContract:
     @pytest.fixture(scope="class")
     @classmethod
     def whole(cls, runner: ModelRunner) -> torch.Tensor:
-        """Logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
+        """Return logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
         empty(runner)
         return feed_chain(runner, some_tokens(runner, 12), 12).clone()
 
     @pytest.fixture(autouse=True)
     def emptied(self, runner: ModelRunner) -> None:
-        """Nothing of another test is left; fixtures of the class come first."""
+        """Empty the runner before each test, after the class's fixtures have used it."""
         empty(runner)
 
     def test_pieces_equal_the_whole(self, runner: ModelRunner, whole: torch.Tensor) -> None:
