@@ -1,6 +1,6 @@
 """Bugs that a test plants into the workers of its engines (see `tests.warm`).
 
-Every bug changes texts, except `LAW`, which changes only the distribution of texts.
+Every bug changes texts, except `LAW`, which changes the distribution of texts.
 """
 
 from collections.abc import Callable

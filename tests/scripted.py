@@ -233,8 +233,8 @@ class ScriptDraft:
     token is wrong.
 
     Args:
-        foresees: positions for which it prepares another outcome. Where its own token is wrong,
-            this outcome is the right one.
+        foresees: positions for which it prepares another outcome. If its own token there is wrong,
+            this outcome is the right token.
         stops: positions after which its stop policy ends drafting. If the policy withholds tokens,
             these are the positions whose tokens are withheld.
         twice: positions at which one forward gives two tokens, as if it had confirmed a guess.

@@ -130,7 +130,7 @@ class Served:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Stop the target worker, so that no text goes on, until the block ends."""
+        """Stop the target worker within the block, so that no text goes on."""
         pid = target_of(self.service.engine)
         os.kill(pid, signal.SIGSTOP)
         try:

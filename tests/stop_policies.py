@@ -7,9 +7,10 @@ from pearl.drafting.stops import Features, StopPolicy
 
 
 def classifier(**changes: Any) -> Classifier:
-    """Return a classifier with the confidence sigmoid(8 (p - 1/4)), p the largest probability.
+    """Return a classifier with the confidence sigmoid(8 (p - 1/4)).
 
-    So it stops drafting at p <= 1/4, unless `changes` has another threshold.
+    Here p is the largest probability. So it stops drafting at p <= 1/4, unless `changes` has
+    another threshold.
     """
     first = (1.0, *[0.0] * (INPUTS - 1))
     values = {

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 class Run:
-    """Decodes rounds of prompts step by step."""
+    """Decodes rounds of prompts with vLLM, step by step."""
 
     def __init__(self, engine: Any, sampling: Any, actions: dict[str, list[list[str]]]) -> None:
         self._engine = engine
