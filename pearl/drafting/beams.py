@@ -164,10 +164,10 @@ class LevelStep(Step):
         return shaper.shape(rows[0])[None]
 
     def _keep_block(self) -> int:
-        """Keep only the block's tokens of the tree in the KV cache; return how many that are.
+        """Drop the tree's tokens from the KV cache, except the block's; return how many stay.
 
-        The block's last token was never fed, so it is not among them. While the search goes on, the
-        block is empty, and so no token of the tree is kept.
+        The block's last token does not stay, because it was never fed. While the search goes on,
+        the block is empty, so no token of the tree stays.
         """
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))

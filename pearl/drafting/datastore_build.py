@@ -86,7 +86,7 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
 
 
 def _text(file: File) -> list[str]:
-    """Return the file's text in a list; an empty list if a folder's file is not UTF-8 text.
+    """Return [the file's text]; [] if the file is not UTF-8 text and was found in a folder.
 
     Raises `ConfigError` if the file is not UTF-8 text and was named by the user.
     """
