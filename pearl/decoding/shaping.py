@@ -209,7 +209,10 @@ class Shaper:
         return torch.where(row.max() == -torch.inf, equal, row)
 
     def _unended(self, row: torch.Tensor) -> torch.Tensor:
-        """Set the tokens that end a text to minus infinity, because its answer is still to come."""
+        """Set the tokens that end a text to minus infinity, and return the row.
+
+        This keeps the text from ending in its reasoning part, before the answer has begun.
+        """
         ends = [token for token in self._options.grammar_ends if token < len(row)]
         row[_ids(ends, row).long()] = -torch.inf
         return row

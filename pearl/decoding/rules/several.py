@@ -5,13 +5,13 @@ several candidates are drawn from the draft's distribution, with replacement.  T
 the first candidate.  The other candidates cost the draft nothing: the target has the distribution,
 and draws them itself with keys that both sides know.  If the target accepts another candidate than
 the first, it commits that token as it would commit a correction.  The draft may have a branch ready
-that continues it.
+that continues that token.
 
 Batch judges the candidates in turn, each against the part of the target's distribution that the
 earlier candidates have left.  Source: Yin et al. 2024, algorithm of section 3.3.
 
-Spectr judges the candidates by the K-SEQ algorithm.  If several of them equal the accepted token,
-the next position has that many candidates.  Source: Sun et al. 2023, algorithm 2.
+Spectr judges the candidates by the K-SEQ algorithm.  If k candidates equal the accepted token, the
+next position has k candidates.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from collections.abc import Sequence
@@ -183,7 +183,10 @@ class SpectrTarget(BatchTarget):
 
 
 def candidate(draft: Tensor, options: RequestOptions, position: int, number: int) -> int:
-    """Draw candidate `number` for `position` from `draft` [vocab]. Candidate 0 is the draft's."""
+    """Return candidate `number` for `position`, drawn from the distribution `draft` [vocab].
+
+    Candidate 0 is the token that the draft continues.
+    """
     return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 
