@@ -67,7 +67,7 @@ def head_loss(
     generator: torch.Generator | None = None,
     divergence: str = "fkl",
 ) -> torch.Tensor:
-    """Return the mean divergence per row, in nats; for tvd in [0, 1].
+    """Return the mean divergence per row, in nats (tvd has no unit, and is in [0, 1]).
 
     Args:
         hidden: [rows, width], the draft's last hidden states.

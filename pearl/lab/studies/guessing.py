@@ -39,8 +39,7 @@ class Replayed:
         steps: number of steps.
         tokens: number of tokens that the steps committed.
         accepted: source -> number of committed guesses.
-        fed: number of tokens fed, the last committed token included -> number of forwards that fed
-            so many.
+        fed: n -> number of forwards that were fed n tokens, the last committed token included.
     """
 
     steps: int = 0

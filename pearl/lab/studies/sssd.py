@@ -303,7 +303,10 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
-    """Return notes on the columns, and the paper's claims next to ours; `rows` have a `size`."""
+    """Return notes on the columns, and the paper's claims next to ours.
+
+    `rows` has no row whose `size` is None.
+    """
     largest = rows[-1]
     best = max(rows, key=lambda row: row.both.speedup(seconds))
     lines = [

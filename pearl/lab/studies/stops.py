@@ -160,9 +160,10 @@ def side_by_side(
 def _with_policies(
     method: str, decoding: RequestOptions, classifier: Classifier | None
 ) -> list[list[Tried]]:
-    """Return for each stop policy the variants to try; the fastest variant becomes its row.
+    """Return for each stop policy the variants to try.
 
     Policy threshold has a variant for each of `_THRESHOLDS`. All other policies have one variant.
+    In the table, a policy has the row of its fastest variant.
     """
     thresholds = []
     for least in _THRESHOLDS:
@@ -225,7 +226,7 @@ def fit(
 ) -> Classifier:
     """Fit the classifier's layers by maximum likelihood; the result is deterministic for a seed.
 
-    The threshold is 1/2 and the cap is the largest one.
+    The classifier's threshold is 1/2, and its cap is `CAP`.
     """
     mean = rows.mean(0)
     scale = rows.std(0, correction=0).clamp_min(1e-3)
