@@ -195,7 +195,7 @@ class LevelStep(Step):
     def collect(self) -> Drafted:
         """Return the block as a proposal; it is empty until the search is done.
 
-        Each token's row [vocab] is zero except at the token, where it is the token's probability.
+        A token's row [vocab] has the token's probability at the token's id, and 0 at all other ids.
         """
         block = self._block
         rows = torch.zeros(len(block.tokens), self._vocab_size)

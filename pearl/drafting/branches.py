@@ -58,8 +58,8 @@ class Branch:
 
     Attributes:
         outcome: the outcome that the branch is prepared for.
-        slot: the runner's slot with the branch's KV cache. It lacks only the branch's last token,
-            or the outcome's token if none was drafted after it.
+        slot: the runner's slot with the branch's KV cache. The cache lacks only the branch's last
+            token: the last of `tokens` or, if `tokens` is empty, the token of `outcome`.
         tokens: the tokens drafted after the outcome.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
         seen: the result of `see` for each token.

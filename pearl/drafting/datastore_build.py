@@ -71,8 +71,9 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
     of the record, joined by blank lines.  Example: {"text": "a", "id": 7} is the document "a", and
     {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a blank line between them.
 
-    A file that is not UTF-8 text is skipped if it is in a named folder.  If it was named itself, or
-    if a file cannot be read, `ConfigError` is raised; its message names the file.
+    A file that is not UTF-8 text is skipped if it was found in a named folder.  Raises
+    `ConfigError`, which names the file, if such a file was itself named, or if any file cannot be
+    read.
     """
     for file in files:
         try:

@@ -186,8 +186,8 @@ class Guesser(NgramIndex):
 def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Merge candidates for one position; return each token once, the likeliest first.
 
-    If several sources guess a token, it gets the highest chance that any of them gives it, and
-    counts as a guess of that source. Chances are scaled to sum to at most 1.
+    If several sources guess a token, only the candidate with the highest chance is kept; its `also`
+    has the others. Chances are scaled to sum to at most 1.
     """
     best: dict[int, Candidate] = {}
     for candidate in candidates:

@@ -212,8 +212,8 @@ class HeadGuesses:
         """Return candidates for an uncommitted position.
 
         The head computes its block at the first call after tokens were committed. Pending tokens of
-        a draft may stand before the position. If they differ from the head's own draws, there are
-        no candidates.
+        a draft may stand before the position. If a pending token differs from the head's own draw,
+        there are no candidates.
         """
         number = position - self._position
         if number < 0:

@@ -4,9 +4,8 @@
 at several positions into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the
 text's own n-grams.
 
-Source: SSSD (Marzollo et al. 2024).  SSSD discounts counts by match length and depth.  Instead, we
-learn from the text as it grows how often candidates of each rank and match length are right (their
-rates).
+Source: SSSD (Marzollo et al. 2024).  SSSD discounts counts by match length and depth.  We learn
+rates instead: how often candidates of each rank and match length are right in the text so far.
 """
 
 from __future__ import annotations
@@ -460,9 +459,10 @@ def anchored(
     Args:
         text: all tokens, the pending ones included.
         committed: number of committed tokens.
-        trust: for each pending token, the probability that it is accepted if those before it are.
-        alternatives: the draft's runners-up, each with the tokens that the draft's branch has after
-            it.
+        trust: for each pending token, the probability that it is accepted if all pending tokens
+            before it are.
+        alternatives: the draft's runners-up. Each comes with the tokens of the branch that
+            continues it, if there is such a branch.
     """
     by_position: dict[int, list[Alternative]] = {}
     for alternative in alternatives:

@@ -26,8 +26,8 @@ class PredictedGuesses(SuffixLookup):
     """Finds the text's last tokens in the prediction; the tokens that follow them are candidates.
 
     The current place is where the text has arrived in the prediction. Longer matches come first.
-    Among matches of the same length, the nearest after the current place comes first. Matches
-    before the current place count only if they have at least `LONGEST` tokens, because few texts go
+    Among matches of the same length, the match nearest after the current place comes first. A match
+    before the current place counts only if it has at least `LONGEST` tokens, because few texts go
     back.
 
     The search covers the end of the prompt, followed by the prediction. So a text is first expected
