@@ -66,8 +66,8 @@ class Shaper:
         """Cut or extend the text to the first `length` tokens, which the model's KV cache holds.
 
         If the text is longer, its last tokens are removed. If it is shorter, tokens of the prompt
-        are appended: the KV cache holds them already, so the model was not fed them for this
-        request.
+        are appended. The model was not fed these tokens for this request, because the KV cache held
+        them already.
         """
         for token in reversed(self._text[length:]):
             self._text.pop()

@@ -3,9 +3,9 @@
 A root is a position where drafting starts: after the prompt, or after a correction.  At a root
 several candidates are drawn from the draft's distribution, with replacement.  The draft continues
 the first candidate.  The other candidates cost the draft nothing: the target has the distribution,
-and draws them itself with keys that both sides know.  If the target accepts another candidate than
-the first, it commits that token as it would commit a correction.  The draft may have a branch ready
-that continues that token.
+and draws the other candidates itself, with keys that both sides know.  If the target accepts
+another candidate than the first, it commits this candidate as it would commit a correction.  The
+draft may have a branch ready that continues this candidate.
 
 Batch judges the candidates in turn, each against the part of the target's distribution that the
 earlier candidates have left.  Source: Yin et al. 2024, algorithm of section 3.3.
@@ -31,7 +31,7 @@ _HALVINGS = 40  # how often the interval of K-SEQ's divisor is halved; float32 r
 
 
 class SeveralDraft(SampledDraft):
-    """Drafts as under the ratio rule; at a root, ranks the other candidates before runners-up."""
+    """Drafts as under the ratio rule, but ranks a root's candidates before all other tokens."""
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:
         super().__init__(options)
@@ -53,7 +53,8 @@ class SeveralDraft(SampledDraft):
     ) -> tuple[list[int], list[float]]:
         """Rank tokens by the draft's probabilities.
 
-        At a root the other candidates come first, in the order in which the target judges them.
+        At a root the ranking begins with all candidates but the first, in the order in which the
+        target judges them.
         """
         probs = self._rows.get(position)
         if not is_root or probs is None:
