@@ -73,9 +73,9 @@ def head_loss(
         hidden: [rows, width], the draft's last hidden states.
         weight: [vocab, width], the draft's output head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: 0 to compute the softmax over the whole vocabulary. Otherwise it is over the
-            `ids` of all rows and this many random other tokens, which are weighted to represent all
-            others.
+        negatives: 0 to compute the softmax over the whole vocabulary. Otherwise the softmax is over
+            the `ids` of all rows and this number of random other tokens. The random tokens are
+            weighted to represent all tokens that are not in `ids`.
         generator: a host generator, for the random tokens.
         divergence: a name in `DIVERGENCES`.
     """

@@ -75,7 +75,7 @@ def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> N
 
 
 def no_time(fed: int) -> float:
-    """Return 0 for every forward. If forwards take no time, each of them feeds all guesses."""
+    """Return 0 for every forward. If forwards take no time, every forward feeds all guesses."""
     return 0.0
 
 

@@ -143,8 +143,8 @@ def side_by_side(
     """Return the results for the DISCO paper's table.
 
     The rows are `ar`, `sd` with 5 tokens, `sd` with the best window, `sd` with each policy,
-    `pearl`, and `pearl` with each policy. The best window and the best threshold are chosen on the
-    same texts, which favours them. Without a classifier there are no rows of policy disco.
+    `pearl`, and `pearl` with each policy. The best window and the best threshold are chosen on
+    these texts, which favours their rows. Without a classifier there are no rows of policy disco.
     """
     rows = [
         [Tried("ar", RequestOptions("ar"))],
