@@ -68,11 +68,13 @@ _RULES = ("greedy", "coupled")  # rules that commit the target's own draw
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `equal` of `count` rows of logits, or texts, equal the reference.
+    """The result of one comparison of texts, or of rows of logits, with a reference.
 
     Attributes:
         what: what was compared, in words.
         reference: what it was compared with, in words.
+        count: number of texts or rows that were compared.
+        equal: how many of these texts or rows equal the reference.
         first: the first difference, in words; empty if there is none.
         guessed: source -> number of guessed tokens in the texts. If nothing was guessed, equal
             texts do not prove that guesses are verified correctly.
@@ -284,7 +286,7 @@ def check_texts(
         params: sampling parameters, with a temperature above 0.
         kill: whether to also decode texts during which the draft process is killed.
         quick: whether to compare only one method of each kind.
-        known: rule -> reference texts; the engine decodes those of the other rules.
+        known: rule -> reference texts. The engine decodes the reference texts of missing rules.
     """
     references = References(prompts, params, dict(known))
     for case in text_cases(engine.config, kill=kill, quick=quick):

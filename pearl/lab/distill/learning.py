@@ -54,8 +54,8 @@ def generator(seed: int, *place: object) -> torch.Generator:
 def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) -> list[list[int]]:
     """Return the batches of a round, as indices of answers.
 
-    The batches contain fresh * config.passes answers in random order. Each answer of this round is
-    among them once; the others are drawn at random from the answers of all rounds so far.
+    The batches contain fresh * config.passes answers in random order. Each answer of this round
+    occurs once. The remaining answers are drawn at random from all rounds so far.
 
     Args:
         round: number of the round, from 0.

@@ -67,15 +67,15 @@ def head_loss(
     generator: torch.Generator | None = None,
     divergence: str = "fkl",
 ) -> torch.Tensor:
-    """Return the mean divergence per row, in nats; for tvd in [0, 1].
+    """Return the mean divergence per row, in nats (tvd has no unit, and is in [0, 1]).
 
     Args:
         hidden: [rows, width], the draft's last hidden states.
         weight: [vocab, width], the draft's output head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: 0 to compute the softmax over the whole vocabulary. Otherwise it is over the
-            `ids` of all rows and this many random other tokens, which are weighted to represent all
-            others.
+        negatives: 0 to compute the softmax over the whole vocabulary. Otherwise the softmax is over
+            the `ids` of all rows and this number of random other tokens. The random tokens are
+            weighted to represent all tokens that are not in `ids`.
         generator: a host generator, for the random tokens.
         divergence: a name in `DIVERGENCES`.
     """

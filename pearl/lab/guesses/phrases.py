@@ -93,8 +93,8 @@ class Pool(NgramIndex):
     def _after(self, path: tuple[int, ...], phrases: Sequence[tuple[int, ...]]) -> list[Candidate]:
         """Return the tokens that follow `path` in `phrases`, each once, newer phrases first.
 
-        A token's chance is how often guesses after so many tokens of a phrase are right (`hits`),
-        divided by the number of tokens returned.
+        All tokens get the same chance. It is the rate of right guesses at this place in a phrase,
+        `hits[len(path)]`, divided by the number of tokens returned.
         """
         place = len(path)
         tokens: dict[int, None] = {}  # as an ordered set
@@ -167,10 +167,10 @@ class PhraseIndex(Pool):
         self._next_end = max(self._next_end, committed + 1)
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Add a phrase of the target's draws after each discarded token.
+        """For each discarded token, add a phrase of the target's draws that follow the token.
 
         The phrase begins with the target's draw after the token. It goes on with the draw after the
-        next discarded token, as long as that token equals the previous draw.
+        next discarded token, as long as that next token equals the previous draw.
 
         Example: tokens a b c with draws b x y add the phrases (a: b x), (b: x) and (c: y).
         """

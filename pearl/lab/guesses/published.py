@@ -71,7 +71,7 @@ class Counted(Guesser):
     """Guesses with probabilities from counts: P(path) = count(prefix + path) / count(prefix).
 
     A path is a sequence of guesses after the text, and a prefix is the text's last n tokens, n from
-    1 to `LONGEST`. Each n gives a probability of its own; a token gets the largest of them.
+    1 to `LONGEST`. Each n gives a probability; a token gets the largest of these probabilities.
 
     P of a guess from the text itself is multiplied by `INPUT_FACTOR`, and damped for short prefixes
     and for long paths. P of a guess from the datastore is not changed. Source: SSSD (Marzollo et

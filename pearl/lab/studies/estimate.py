@@ -54,7 +54,7 @@ def bootstrap(
 def speedup(texts: Sums, base: Sums) -> Estimate:
     """Return the speed-up of `texts` over `base`: the ratio of their tokens per second.
 
-    Both have the same texts in the same order. The interval is over texts.
+    `texts` and `base` have the same texts in the same order. The interval is over texts.
     """
     return bootstrap(list(zip(texts.texts, base.texts, strict=True)), _ratio)
 

@@ -39,8 +39,7 @@ class Replayed:
         steps: number of steps.
         tokens: number of tokens that the steps committed.
         accepted: source -> number of committed guesses.
-        fed: number of tokens fed, the last committed token included -> number of forwards that fed
-            so many.
+        fed: n -> number of forwards that were fed n tokens, the last committed token included.
     """
 
     steps: int = 0
@@ -76,7 +75,7 @@ def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> N
 
 
 def no_time(fed: int) -> float:
-    """Return 0 for every forward. If forwards take no time, each of them feeds all guesses."""
+    """Return 0 for every forward. If forwards take no time, every forward feeds all guesses."""
     return 0.0
 
 

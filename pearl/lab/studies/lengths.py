@@ -1,9 +1,9 @@
 """Optimal speculation lengths, from recorded texts.
 
-They fill DISCO's tables 2 and 4 and its figures 2 to 6, and PEARL's figure 2b.
+These lengths fill DISCO's tables 2 and 4 and its figures 2 to 6, and PEARL's figure 2b.
 
-An oracle drafts until the next token would be wrong. So its lengths are how many right draft tokens
-follow each other between two tokens that the target adds itself.
+An oracle drafts until the next draft token would be wrong. Then the target adds a token itself, and
+the oracle drafts again. The oracle's lengths are the numbers of tokens that it drafts each time.
 """
 
 from collections import Counter

@@ -29,8 +29,8 @@ def decode(
 ) -> JointText:
     """Generate up to `limit` tokens, `count` per step; stop after a token of `ends`.
 
-    The search for each step's tokens is exact (best first). The search looks past tokens of `ends`:
-    their continuations count in the joint probability, but are cut off from the text.
+    The search for each step's tokens is exact (best first). It looks past a token of `ends`: the
+    tokens after it count in the joint probability, but are cut off from the text.
     """
     runner.rollback(0)
     text = JointText()

@@ -45,7 +45,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         set: the benchmark.
         tables: names of the tables that have the pair, besides Table 7.
-        config: name of the real pair's file in configs/.
+        config: name of the file in configs/ for running this pair with its real models.
         vocabulary: number of token ids.
         draft_speed, target_speed: tokens per second of each model alone.
         window: PEARL's window in tokens: the paper's c, a whole number.

@@ -303,7 +303,10 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
-    """Return notes on the columns, and the paper's claims next to ours; `rows` have a `size`."""
+    """Return notes on the columns, and the paper's claims next to ours.
+
+    `rows` has no row whose `size` is None.
+    """
     largest = rows[-1]
     best = max(rows, key=lambda row: row.both.speedup(seconds))
     lines = [
@@ -358,8 +361,9 @@ def free_tokens(writer: Writer, most_context: int) -> Table:
     """Compare the numbers of free tokens per sequence, by batch size.
 
     Tokens are free if a forward that feeds them takes at most `_FREE` times as long as a forward of
-    one token. Their number on the paper's device comes from a closed form, and on this target
-    from measured forward times. Contexts of more than `most_context` tokens are left out.
+    one token. For the paper's device, the number of free tokens comes from a closed form. For this
+    target it comes from measured forward times. Contexts of more than `most_context` tokens are
+    left out.
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]

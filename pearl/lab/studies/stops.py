@@ -143,8 +143,8 @@ def side_by_side(
     """Return the results for the DISCO paper's table.
 
     The rows are `ar`, `sd` with 5 tokens, `sd` with the best window, `sd` with each policy,
-    `pearl`, and `pearl` with each policy. The best window and the best threshold are chosen on the
-    same texts, which favours them. Without a classifier there are no rows of policy disco.
+    `pearl`, and `pearl` with each policy. The best window and the best threshold are chosen on
+    these texts, which favours their rows. Without a classifier there are no rows of policy disco.
     """
     rows = [
         [Tried("ar", RequestOptions("ar"))],
@@ -160,9 +160,10 @@ def side_by_side(
 def _with_policies(
     method: str, decoding: RequestOptions, classifier: Classifier | None
 ) -> list[list[Tried]]:
-    """Return for each stop policy the variants to try; the fastest variant becomes its row.
+    """Return for each stop policy the variants to try.
 
     Policy threshold has a variant for each of `_THRESHOLDS`. All other policies have one variant.
+    In the table, a policy has the row of its fastest variant.
     """
     thresholds = []
     for least in _THRESHOLDS:
@@ -225,7 +226,7 @@ def fit(
 ) -> Classifier:
     """Fit the classifier's layers by maximum likelihood; the result is deterministic for a seed.
 
-    The threshold is 1/2 and the cap is the largest one.
+    The classifier's threshold is 1/2, and its cap is `CAP`.
     """
     mean = rows.mean(0)
     scale = rows.std(0, correction=0).clamp_min(1e-3)

@@ -1,7 +1,8 @@
 """Fills tables of other papers with real runs of a pair, as far as rules and methods exist here.
 
-The papers' models and data are not here. So compare their figures with ours in kind, not in size.
-Each study says what differs from the paper and what is left out. `studies.yaml` has the studies.
+The papers' models and data are not here. So our figures can show a paper's tendencies, but not its
+values. Each study says what differs from the paper and what is left out. `studies.yaml` has the
+studies.
 """
 
 import re

@@ -1,8 +1,7 @@
 """The papers' closed forms: tokens per step, run lengths, speed-ups, and SSSD's roofline.
 
 All functions take and return plain numbers, and must not know the runtime: a test compares them
-with what the runtime does. `a` is the i.i.d. acceptance rate of a draft token. All times that one
-call takes are in the same unit, whichever it is.
+with what the runtime does. `a` is the i.i.d. acceptance rate of a draft token.
 """
 
 
@@ -46,8 +45,8 @@ _WEIGHTS = 6.6e9
 def free_in_theory(batch: int) -> float:
     """Return how many tokens per sequence, the last committed one included, are free in theory.
 
-    The device is SSSD's. Tokens are free if computing their product with a matrix of width by width
-    takes no longer than the product's reads and writes.
+    The device is SSSD's. Tokens are free if their product with a square weight matrix takes no
+    longer to compute than its operands and result take to read and write.
     """
     return 1 / (_BANDWIDTH / _FLOPS - 2 / _WIDTH) / batch
 

@@ -1,9 +1,9 @@
-"""Simulated texts, for each of which it is fixed in advance which draft tokens are right.
+"""Simulated texts: a text's plan fixes in advance which draft tokens are right.
 
-`decode` decodes them in virtual time. Every method, window and delay meets the same right and wrong
-tokens. The texts are a Latin hypercube (McKay, Beckman, Conover 1979): within each text acceptance
-is i.i.d., and at each position the draft is right in the expected number of texts. Averages over
-the texts therefore have little noise.
+`decode` decodes the texts in virtual time. Every method, window and delay meets the same right and
+wrong tokens. The texts are a Latin hypercube (McKay, Beckman, Conover 1979): within each text
+acceptance is i.i.d., and at each position the draft is right in the expected number of texts.
+Averages over the texts therefore have little noise.
 """
 
 import random
