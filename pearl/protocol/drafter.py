@@ -401,8 +401,8 @@ class Drafter:
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
         """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
 
-        If no slot is free, return the machines in turn. The target then has ended a request, and
-        the `Finish` message of that request is on its way.
+        If no slot is free, successive calls return one machine after the other. The target has then
+        ended one of the running requests, but that request's `Finish` message is still on its way.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:

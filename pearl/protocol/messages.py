@@ -76,7 +76,8 @@ class Source(StrEnum):
 class SparseRow(Record, frozen=True):
     """A distribution in which few tokens are possible.
 
-    `ids` has the bytes of their ids (int32 LE), `probs` those of their probabilities (float32 LE).
+    `ids` has the bytes of the possible tokens' ids (int32 LE), and `probs` has the bytes of their
+    probabilities (float32 LE).
     """
 
     ids: Annotated[bytes, Meta(max_length=MAX_FRAME)]
@@ -286,7 +287,7 @@ class HiddenStates(Message, frozen=True, tag=18):
 
 
 class Resync(Message, frozen=True, tag=10):
-    """The draft requests the whole prefix, because its own lacks tokens or has another digest."""
+    """The draft requests the whole prefix; its copy lacks tokens or has another digest."""
 
     request: Count
     epoch: Count

@@ -61,8 +61,9 @@ class TokenSequence:
         return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
-        """Replace the sequence by a committed prefix; reuse the KV cache of their common tokens.
+        """Replace the sequence by `prefix`, all of whose tokens are committed.
 
+        The KV cache is reused as far as the old sequence and `prefix` begin with the same tokens.
         The last token always counts as not fed, because the logits after it are needed.
         """
         self.fed = min(self.held(prefix), len(prefix) - 1)

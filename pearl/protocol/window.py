@@ -71,7 +71,7 @@ LEAST_GAIN = 1.05
 
 
 class Payoff:
-    """Decides how many guesses to feed in a forward for the most expected tokens per second.
+    """Decides how many guesses to feed in a forward, to maximise the expected tokens per second.
 
     Guesses are offered one by one, the likeliest first.
 
@@ -82,7 +82,7 @@ class Payoff:
         least_gain: feed guesses only if they multiply the tokens per second by more than this.
 
     Attributes:
-        count: how many of the guesses offered so far to feed, counted from the first.
+        count: number of guesses to feed: the first `count` guesses that were offered.
     """
 
     def __init__(self, expected: float, seconds: Sequence[float], least_gain: float = 1.0) -> None:
@@ -114,7 +114,7 @@ class Payoff:
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return how many candidate tokens to add to a forward for the most expected tokens per second.
+    """Return the number of candidates in a forward that maximises the expected tokens per second.
 
     Args:
         chances: for each candidate the probability that it is accepted, in descending order.
@@ -164,8 +164,8 @@ class Window:
             c: the window length in tokens, fixed or chosen from measured speeds.
             fresh: whether a new window begins at `length`, because no drafted token is left. This
                 is so after a prefill, a rejection or a bonus token.
-            pending: if `fresh`, the number of tokens of a branch that the draft had prepared for
-                this outcome; they are there although a new window begins.
+            pending: the number of pending tokens, used if `fresh`. A new window can begin with
+                pending tokens if the draft had prepared a branch for the correction or bonus token.
         """
         if not method.drafts:
             return Window(1, length)
