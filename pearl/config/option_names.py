@@ -103,7 +103,7 @@ def kind_of_parameter(name: str) -> type[int] | type[float]:
 def type_of(kind: Any) -> Any:
     """Return a field's type without None and `Annotated`.
 
-    For example, that of `Annotated[float, Meta(...)] | None` is `float`.
+    For example, `Annotated[float, Meta(...)] | None` becomes `float`.
     """
     while True:
         if get_origin(kind) is Annotated:

@@ -85,7 +85,7 @@ class Reasoning(Record, frozen=True):
         start: the mark that begins the reasoning.
         start_token: the id of the token whose text is `start`. None if there is no such token; the
             text is then searched for `start`.
-        ends: the marks any of which ends the reasoning.
+        ends: the marks that can end the reasoning; one of them is enough.
         end_tokens: the ids of the tokens whose texts are `ends`. Empty if there are no such tokens;
             the text is then searched for `ends`.
         is_open: whether the reasoning begins in the prompt, which then has the mark `start`.
@@ -381,9 +381,9 @@ class RequestOptions(Record, frozen=True):
         )
 
     def with_seed(self) -> Self:
-        """Return a copy that has a seed.
+        """Return these options if they have a seed, otherwise a copy with a random seed.
 
-        If no seed is set, it is a random one of 53 bits, which a JavaScript number can hold.
+        A random seed has 53 bits, so that a JavaScript number can hold it.
         """
         if self.seed is not None:
             return self
@@ -438,7 +438,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def guesses(self) -> dict[str, int]:
-        """The settings that `AS_PUBLISHED` names; one that is None gets the method's default."""
+        """The options that `AS_PUBLISHED` names, by name; the method's default replaces None."""
         bounds = {}
         for name in AS_PUBLISHED:
             bounds[name] = getattr(self, name)
