@@ -1,6 +1,6 @@
-"""Checks before any worker starts, so that mistakes are reported without the time to import torch.
+"""Checks that need no torch. They run before any worker starts, so that mistakes show at once.
 
-These are the checks that need no torch; the workers do all others.
+The workers make all other checks, after they have imported torch.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Launches worker processes and watches them.
 
-An engine launches both workers with this module. Under torchrun each rank launches its own worker
-with it. The module knows the status lines that a worker prints, but nothing of decoding.
+An engine uses this module to launch both workers. Under torchrun, each rank uses it to launch one
+worker. The module knows the status lines that a worker prints, but nothing of decoding.
 """
 
 import contextlib

@@ -96,10 +96,10 @@ def write_card(
 
 
 def read_card(directory: Path) -> Card | None:
-    """Return the card in `directory`, or None.
+    """Return the card in `directory`; None if the card is missing or cannot be used.
 
-    None is returned if the card is missing or damaged, or if another user could have written it. It
-    is also returned if the address is on another machine, but the configuration names no keys.
+    A card cannot be used if it is damaged, or if another user could have written it. A card with an
+    address on another machine cannot be used if its configuration names no keys.
     """
     path = directory / _FILE
     try:

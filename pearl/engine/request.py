@@ -57,9 +57,9 @@ class Options(TypedDict, total=False):
     """How one text is generated.
 
     method, rule: replace the method and rule of the `RequestOptions`.
-    prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a
-        field for it instead.
-    preview: whether to yield draft tokens too that are not judged yet.
+    prefix: the beginning of the reply, for a prompt of token ids that ends with it. For a `Chat`,
+        set `Chat.prefix` instead.
+    preview: whether pieces have draft tokens too, which are not judged yet (`Piece.preview`).
     raw: whether to take a text prompt as it is, which is the default. If False, the chat template
         is applied, if there is one.
     show: special tokens that are to appear in the text by name.
@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts, from one or several. A list of ints or messages is one prompt."""
+    """Return one prompt or several as a list. A list of ints or of messages is one prompt."""
     if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
@@ -93,7 +93,7 @@ def encode(
         context: the model's context, in tokens. A text that is much longer is refused before it is
             encoded.
 
-    Raises `RequestError` if the prompt is invalid, or text that is much longer than the context.
+    Raises `RequestError` if the prompt is invalid, or if its text is much longer than the context.
     """
     if isinstance(prompt, str):
         chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
