@@ -108,7 +108,7 @@ class _ScreenReply(Reply):
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """Return the text that is unfinished at the reply's end, to print it; or None."""
+        """Return the text that is unfinished when the reply ends; None if all text is finished."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
