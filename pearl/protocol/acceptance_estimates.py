@@ -55,7 +55,7 @@ class Foresight:
     def agrees(self, seen: Seen) -> float:
         """Return the probability that the target commits the drafted token.
 
-        The probability assumes that the target commits all tokens before it.
+        The probability assumes that the target commits all tokens before the drafted token.
         """
         return self._agreed[seen.share]
 

@@ -1,6 +1,7 @@
 """The target's view of the draft in one request.
 
-It covers the prefix that the draft was sent, how far the draft may draft, and what it has sent.
+It covers the prefix that the draft was sent, how far the draft may draft, and what the draft has
+sent.
 This file decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
 
@@ -157,7 +158,7 @@ class DraftState:
         return window
 
     def grant(self) -> int:
-        """Return the first position that the draft may not draft. It never falls within an epoch.
+        """Return the first position that the draft may not draft. This never falls within an epoch.
 
         Also choose the window c anew at every 8th call. c changes only here, where the draft gets a
         new limit; otherwise the target could wait for tokens beyond the draft's limit. If the text

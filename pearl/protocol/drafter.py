@@ -53,8 +53,8 @@ class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
     Args:
-        slot: the slot of the draft model; a request may reuse the KV cache of the request before
-            it.
+        slot: the slot of the draft model. A request may reuse the KV cache of the slot's previous
+            request.
         context: how many tokens a slot holds; positions from `context` on are never drafted.
         machines: the machines of all slots, this one included.
         piece: see `Capabilities.prompt_piece`.

@@ -161,7 +161,10 @@ class Drafted(OfRequest, frozen=True):
 
 
 class Open(OfRequest, frozen=True):
-    """Start a request in slot `slot`. The draft does so whenever it is sent a whole prefix."""
+    """Start a request in slot `slot`.
+
+    The draft starts a request anew whenever the target sends it a whole prefix.
+    """
 
     prompt: tuple[int, ...]
     options: RequestOptions
@@ -169,7 +172,7 @@ class Open(OfRequest, frozen=True):
 
 
 class Spread(OfRequest, frozen=True):
-    """Compute on these cores from now on."""
+    """Compute on `cores` from now on."""
 
     cores: Cores
 
@@ -197,7 +200,7 @@ class Alternative(Struct, frozen=True):
     Attributes:
         tokens: the runner-up, and then the tokens prepared after it. They may replace the text's
             tokens from `position` on.
-        chances: for each of `tokens`, the probability that it is right if all tokens before it are.
+        chances: chances[i] is the probability that tokens[i] is right if all earlier tokens are.
     """
 
     position: int

@@ -67,7 +67,7 @@ class LookAhead:
         return Payoff(expected, seconds, LEAST_GAIN)
 
     def _acceptance(self, seen: Seen | None) -> float:
-        """Return the probability that a pending token is right if all tokens before it are."""
+        """Return the probability that a pending token is right if all earlier tokens are right."""
         if seen is None:
             return self._speeds.acceptance
         return self._speeds.foresight.agrees(seen)

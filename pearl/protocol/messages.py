@@ -208,8 +208,8 @@ class Finished(Message, frozen=True, tag=6):
 class Begin(Message, frozen=True, tag=7):
     """The target sends the draft a whole prefix to draft from.
 
-    It does so at the start of a request, and again whenever the draft has to be resynchronised. For
-    `draft_until` and `digest` see `Verdict`.
+    A request starts with this message. The message is sent again whenever the draft has to be
+    resynchronised. For `draft_until` and `digest` see `Verdict`.
     """
 
     request: Count
@@ -353,9 +353,9 @@ class Pong(Message, frozen=True, tag=15):
 
 
 class Trace(Message, frozen=True, tag=17):
-    """Begins the trace recording `number` if `on` is true, and ends that recording otherwise.
+    """Begins the trace recording `number` if `on` is true, and ends the recording if not.
 
-    The receiver returns the same message once it has done so.
+    The receiver returns the same message once the recording has begun or ended.
     """
 
     number: Count

@@ -20,9 +20,9 @@ On a busy machine one way may drop to a fifth of its rate within a second while 
 its rate.  So a way is left within ten tokens if its rate falls below 0.7 of another way's rate.  A
 trial is then left for the best way, and the best way is left for a trial of the faster way.
 
-The rates of `ngram` and `ar` depend little on the text, but those of ways with a draft depend on it
-much.  A way with a draft that was best on one text may be slow on the next.  So `ngram` is tried
-again as soon as its usual rate is higher than the current rate of the best way.
+The rates of `ngram` and `ar` depend little on the text, but the rates of ways with a draft depend
+much on the text.  A way with a draft that was best on one text may be slow on the next.  So `ngram`
+is tried again as soon as its usual rate is higher than the current rate of the best way.
 
 Ways are tried only under rules whose text does not depend on what was proposed, and on one request
 at a time.
@@ -446,8 +446,7 @@ class Auto:
     def _slowdown(self, method: str) -> float:
         """Return the best way's rate / the expected rate of `method`.
 
-        Return 0 if nothing is known about `method`, so that a trial of it is expected to cost
-        little.
+        Return 0 if nothing is known about `method`: a trial is then expected to cost little.
         """
         estimate = self.estimates[method]
         usual = self.rates.get(method)

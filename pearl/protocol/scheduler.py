@@ -117,8 +117,8 @@ class Scheduler:
         """Take the next request off the queue and assign it a slot; return (request, slot).
 
         Return None if no request waits or no slot is free. The slot is the free one whose KV cache
-        holds the longest prefix of the prompt. If several hold equally much, it is the one that was
-        released first.
+        holds the longest prefix of the prompt. If several slots hold equally much, the slot that
+        was released first is assigned.
         """
         if not self._queues or not self._free:
             return None

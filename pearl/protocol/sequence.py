@@ -10,7 +10,7 @@ _BASE = 1_000_003_579_127
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
     """Return the rolling polynomial hash of a prefix with hash `digest` followed by `tokens`.
 
-    Takes O(1) time per token. The hash is below 2**61; that of no tokens is 0.
+    Takes O(1) time per token. The hash is below 2**61; the hash of no tokens is 0.
     """
     for token in tokens:
         digest = (digest * _BASE + token + 1) % _MODULUS

@@ -127,8 +127,8 @@ class ForwardTimes:
     def seconds(self, fed: int) -> float:
         """Return the seconds of a forward of `fed` tokens, measured or interpolated; 0 if unknown.
 
-        The time of a size is never more than that of a larger size, because sizes that were
-        measured seldom may be outliers. Beyond the largest measured size, each further token adds
+        The time of a size is never more than the time of a larger size, because a time that was
+        measured seldom may be an outlier. Beyond the largest measured size, each further token adds
         the mean time per token between the smallest and the largest measured size.
         """
         table = self._sorted or self._table()
@@ -250,8 +250,8 @@ class Speeds:
         elsewhere: the target's forward times on other sets of cores.
         auto: method auto's estimates.
         foresight: acceptance rates by what the draft's distribution says of a token.
-        cores: the cores that the target computes on now. It has only its own while a text uses the
-            draft.
+        cores: the cores that the target computes on now. The target has only its own cores while a
+            text uses the draft.
     """
 
     t_draft: float = 0.0
