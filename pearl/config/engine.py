@@ -258,7 +258,7 @@ class EngineConfig(Section):
     def _lack(self, options: RequestOptions) -> str | None:
         """Return a message about something that `options` need and this engine lacks.
 
-        Return None if it lacks nothing.
+        Return None if the engine lacks nothing.
         """
         method = options.method
         if method not in DRAFTLESS and method != "auto" and not self.has_draft:

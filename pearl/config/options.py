@@ -349,7 +349,7 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
-        """Return a copy in which the fields that `options` sets replace those of this object."""
+        """Return a copy in which the fields that `options` sets have the values of `options`."""
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:
@@ -416,8 +416,8 @@ class RequestOptions(Record, frozen=True):
         """Return a copy in which fields that are None have their default values.
 
         Args:
-            defaults: the checkpoint's defaults, by field. A sampling option that has no default
-                there gets the value that switches it off.
+            defaults: the checkpoint's defaults, by field. A sampling option without a default in
+                `defaults` gets the value that switches the option off.
         """
         values = {**NEUTRAL, **defaults}
         unset = {name: value for name, value in values.items() if getattr(self, name) is None}
