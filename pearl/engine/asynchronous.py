@@ -152,7 +152,7 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """Return an `AsyncEngine` that uses a running engine, and leaves it open at the end."""
+        """Return an `AsyncEngine` for a running engine, which it does not close at the end."""
         wrapper = cls()
         wrapper._open(engine)
         return wrapper

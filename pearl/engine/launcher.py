@@ -202,9 +202,10 @@ class LocalLauncher:
                 log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
-        """Merge the trace files that the workers have written into `path`.
+        """Merge the workers' trace files into the file `path`.
 
-        If this fails, remove these files and any earlier trace at `path`, and raise `TraceError`.
+        If the merge fails, remove the workers' files and any earlier trace at `path`, and raise
+        `TraceError`.
         """
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:

@@ -18,7 +18,7 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Check the models, devices and other files of those roles that run on this machine.
+    """Check the models, devices and other files of `roles`, which run on this machine.
 
     This also reads the headers of .gguf files, because workers have not enough time for that when
     they start. Raises `ModelError` for a model, a head or a device, and `ConfigError` for any other

@@ -229,10 +229,10 @@ def prompt_for(
 ) -> list[int]:
     """Return the prompt. If the options have a grammar, extend it so that the answer can begin.
 
-    Some chat formats have a text that begins an answer. It is appended if the prompt ends where a
-    reply begins. If the prompt has opened reasoning, the grammar begins after the token that ends
-    the reasoning. If the vocabulary has no such token, the reasoning is ended here: the text that
-    ends it is appended.
+    Some chat formats have a text that begins an answer. This text is appended if the prompt ends
+    where a reply begins. If the prompt has opened reasoning, the grammar begins after the token
+    that ends the reasoning. If the vocabulary has no such token, the text that ends the reasoning
+    is appended.
 
     Args:
         prefix: the beginning of the reply, if it is part of the prompt.

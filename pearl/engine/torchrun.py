@@ -113,7 +113,7 @@ class TorchrunLauncher(LocalLauncher):
         super().close()
 
     def _report_closed(self) -> None:
-        """Tell the other rank that the engine is closed, so that it ends its worker."""
+        """Tell the other rank that the engine is closed, so that the other rank ends its worker."""
         try:
             self._store.set(_CLOSED, "yes")
         except TransportError:
