@@ -222,7 +222,7 @@ def _group(parts: list[RenderableType]) -> Group | None:
 
 
 class TokenReply(_ScreenReply):
-    """Plain text, in which colours show the tokens' sources; the draft's guess stands after it."""
+    """Plain text, in which colours show the tokens' sources; the draft's guess follows the text."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed
