@@ -331,7 +331,7 @@ class Stopwatch:
         """Return the inter-token latency at quantile `share`, in seconds; None if there is none.
 
         This is the smallest latency such that at least `share` of all latencies are no larger.
-        Tokens of one commit arrive together, so all but the first of them have a latency of 0.
+        Tokens of one commit arrive together, so each token but the first has a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:
