@@ -123,8 +123,8 @@ class TorchrunLauncher(LocalLauncher):
 def serve(config: EngineConfig, progress: Progress) -> None:
     """Run the draft on rank 1 until rank 0 closes the engine.
 
-    Raises the worker's error if it does not start. torchrun does not authenticate peers, so values
-    from its store are checked before they are used.
+    Raises the worker's error if the worker does not start. torchrun does not authenticate peers, so
+    values from its store are checked before they are used.
     """
     store = _store()
     with _reported_to_rank_0(store, config):

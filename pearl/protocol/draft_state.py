@@ -158,7 +158,7 @@ class DraftState:
         return window
 
     def grant(self) -> int:
-        """Return the first position that the draft may not draft. This never falls within an epoch.
+        """Return the first position that the draft may not draft. This only grows within an epoch.
 
         Also choose the window c anew at every 8th call. c changes only here, where the draft gets a
         new limit; otherwise the target could wait for tokens beyond the draft's limit. If the text

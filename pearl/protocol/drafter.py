@@ -187,7 +187,7 @@ class DraftMachine(Machine):
         do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send the tokens of branches that were not sent before.
+        """Send the tokens of branches, except tokens that were sent before.
 
         A branch continues the text for one outcome other than the expected one. Branches for
         positions that are already committed are not sent.

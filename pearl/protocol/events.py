@@ -163,7 +163,7 @@ class Drafted(OfRequest, frozen=True):
 class Open(OfRequest, frozen=True):
     """Start a request in slot `slot`.
 
-    The draft starts a request anew whenever the target sends it a whole prefix.
+    The draft starts a request anew whenever the target sends a whole prefix.
     """
 
     prompt: tuple[int, ...]

@@ -262,7 +262,7 @@ class Verdict(Message, frozen=True, tag=9):
         epoch: higher than in the last verdict if the tokens that the draft has sent are discarded.
         start: the position of the first token in `tokens`.
         tokens: the tokens committed since the last verdict.
-        draft_until: the draft may draft the positions before this one.
+        draft_until: the first position that the draft may not draft.
         digest: rolling hash of the whole committed prefix, `tokens` included.
     """
 

@@ -114,7 +114,7 @@ class Payoff:
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return the number of candidates in a forward that maximises the expected tokens per second.
+    """Return how many candidates to add to a forward, to maximise the expected tokens per second.
 
     Args:
         chances: for each candidate the probability that it is accepted, in descending order.
@@ -134,7 +134,7 @@ class Window:
 
     Attributes:
         needed: the target starts a forward once this many tokens wait to be fed.
-        draft_until: the draft may draft the positions of the text before this one.
+        draft_until: the first position of the text that the draft may not draft.
     """
 
     needed: int
@@ -162,8 +162,8 @@ class Window:
         Args:
             policy: "stream" or "fixed", see DESIGN section 2.
             c: the window length in tokens, fixed or chosen from measured speeds.
-            fresh: whether a new window begins at `length`, because no drafted token is left. This
-                is so after a prefill, a rejection or a bonus token.
+            fresh: whether a new window begins at `length`, as after a prefill, a rejection or a
+                bonus token.
             pending: the number of pending tokens, used if `fresh`. A new window can begin with
                 pending tokens if the draft had prepared a branch for the correction or bonus token.
         """
