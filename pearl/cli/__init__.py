@@ -76,8 +76,9 @@ def cli() -> None:
 def _open_closed_streams() -> None:
     """Open the standard streams that the parent process has closed.
 
-    Otherwise the next file or socket would get a closed stream's file descriptor, and with it the printed output. The
-    new standard output is /dev/full: writing to it fails, so that lost output is reported.
+    Otherwise the next file or socket would get the file descriptor of a closed stream, and printed
+    output would go to that file or socket. The new standard output is /dev/full: writing to it
+    fails, so that lost output is reported.
     """
     for name, path, mode in (
         ("stdin", os.devnull, "r"),

@@ -360,9 +360,9 @@ def check_bits(
     structured), and with several texts at once in slots. The draft is killed in the middle of some
     texts. All texts share one cache, and the second turn of a conversation is among them.
 
-    Each text must be that of the target alone, decoded from an empty cache with the same seed;
-    under the ratio rule it must be that of method pearl. This does not check that sampled texts
-    have the target's distribution; the project's tests do.
+    Each text must equal the text of the target alone, decoded from an empty cache with the same
+    seed. Under the ratio rule it must instead equal the text of method pearl. This does not check
+    that sampled texts have the target's distribution; the project's tests do.
 
     Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method
     ngram is checked both with the datastore and without.

@@ -125,9 +125,9 @@ class ChatSession:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """Return the first piece of the reply, after a wait during which a line says so.
+        """Wait for the first piece of the reply, and return it; meanwhile a line shows the wait.
 
-        Without a screen there is no such line, so the function returns no piece and does not wait.
+        Without a screen there is no such line. The function then returns no piece at once.
         """
         if not self._is_screen:
             return []

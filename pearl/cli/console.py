@@ -189,9 +189,10 @@ def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 
 def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yield the columns of each partial table, into which a table that is too wide is split.
+    """Split a table that is too wide; yield the columns of each partial table.
 
-    Each has the first column, and as many of `columns` as fit beside it in `width` characters.
+    A partial table has the first column, and as many of `columns` as fit beside it in `width`
+    characters.
     """
     table_columns = [0]
     used_width = 1 + widths[0]

@@ -40,8 +40,9 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **flags: Any)
 
     The target answers prompts, which it invents itself or which you give. The draft learns the
     target's distribution on these answers. --resume continues a killed run from its last
-    checkpoint; after --answers-only it begins to train. The draft is OUT/draft, an ordinary
-    checkpoint; with --head it is OUT/head, which other commands take as --head.
+    checkpoint. After a run with --answers-only, --resume begins the training. The draft is
+    OUT/draft, an ordinary checkpoint; with --head it is OUT/head, which other commands take as
+    --head.
     """
     from pearl.lab.distill.run import Distillation
 

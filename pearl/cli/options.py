@@ -242,9 +242,9 @@ class _Choice(click.Choice):
 
 
 def _usual_methods() -> tuple[str, str]:
-    """Return the two parts of the help of --method, which lists only the methods of general use.
+    """Return (flag with its values, description), the help of --method.
 
-    These are the flag with its values, and the description.
+    The help lists only the methods of general use.
     """
     usual = {name: method for name, method in METHODS.items() if method.is_usual}
     names = "|".join(usual)

@@ -139,7 +139,10 @@ def _optimal_lengths() -> Report:
 def _recorded(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
 ) -> RecordedTexts:
-    """Record greedy answers to the first turn of each task, and the draft's tokens along them."""
+    """Record a target's greedy answers to the first turn of each task.
+
+    At each position of an answer, the token that the draft would draw is recorded too.
+    """
     from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
@@ -153,7 +156,7 @@ class _StudySize(NamedTuple):
     """How much a study decodes.
 
     Attributes:
-        row_prompts: prompts of each set for the study's rows, which take longest.
+        row_prompts: prompts of each set for the rows of the study's table, which take longest.
         prompts: prompts of each set for the other measurements.
         tokens: most tokens of a text.
     """
@@ -233,6 +236,8 @@ def _study(*own_options: Any) -> Callable[[Measure], Any]:
 
 def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path | None) -> None:
     """Run a study's rows on the first `prompts` prompts of each set; print or write all tables.
+
+    A row is a method with its settings.
 
     Args:
         report: tables and plots that were measured before; the rows' plots are added to it.

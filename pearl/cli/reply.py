@@ -108,7 +108,7 @@ class _ScreenReply(Reply):
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """Return the text that is unfinished at the reply's end, to print it; or None."""
+        """Return the text that is unfinished when the reply ends; None if all text is finished."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
@@ -222,7 +222,7 @@ def _group(parts: list[RenderableType]) -> Group | None:
 
 
 class TokenReply(_ScreenReply):
-    """Plain text, in which colours show the tokens' sources; the draft's guess stands after it."""
+    """Plain text, in which colours show the tokens' sources; the draft's guess follows the text."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed

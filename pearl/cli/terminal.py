@@ -2,7 +2,7 @@
 
 Ctrl-C is always read as a key, because as a signal it would not reach the chat under torchrun.
 There this process has no controlling terminal: the signal of Ctrl-C would go to torchrun's agent,
-and that of a resize (SIGWINCH) to no process.
+and the signal of a resize (SIGWINCH) to no process.
 """
 
 from __future__ import annotations
