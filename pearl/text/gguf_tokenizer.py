@@ -139,7 +139,8 @@ def _stated(fields: dict[str, Any]) -> dict[str, Any]:
 def _ends(stated: dict[str, Any]) -> list[int]:
     """Return the ids that end a text, `eos_token_id` first.
 
-    In `stated`, these ids become control tokens, whatever type the file gives them.
+    The function also changes `stated`: these ids become control tokens, whatever type the file
+    gives them.
     """
     tokens = stated["tokens"]
     kinds = list(stated.get("token_type", [_NORMAL] * len(tokens)))
@@ -199,7 +200,7 @@ def _pretokenizer(name: str) -> _Pretokenizer:
 def _of_scores(stated: dict[str, Any]) -> Tokenizer:
     """Return sentencepiece's BPE.
 
-    It first merges the two neighbours that make the token of the highest score.
+    In each step, this BPE merges the two neighbours that make the token of the highest score.
     """
     tokens = stated["tokens"]
     kinds = stated["token_type"]
@@ -235,10 +236,10 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return all pairs of words that make another word, by that word's score, the highest first.
+    """Return all pairs of words that make a third word when they are joined.
 
-    For example, ("a", "b") makes "ab". If all of these are words, "abc" is made by ("a", "bc") and
-    by ("ab", "c").
+    The pairs are sorted by the score of the third word, the highest score first. For example, if
+    the words are "a", "c", "ab", "bc" and "abc", then the pairs are ("a", "bc") and ("ab", "c").
     """
     kinds = stated["token_type"]
     scores = stated["scores"]
