@@ -225,7 +225,7 @@ def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
 def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
     """Return the options that constrain the text; empty if nothing constrains it.
 
-    A text is constrained to `response_format`, or to a call of a tool if the model must make one.
+    A text is constrained to a call if the model must call a tool, otherwise to `response_format`.
     """
     cause = "response_format"
     schema = None

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Cursor:
-    """The text of a reply that has come, but has not been read yet.
+    """The part of a reply that has come but has not been read yet.
 
     Attributes:
         is_last: whether no more text will come.
@@ -147,7 +147,7 @@ _REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the argu
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read a call such as {"name": "add", "arguments": {"a": 1}}.
 
-    The fields may come in any order and be nested in "function".
+    The fields may come in any order, and may be inside an object "function".
     """
     head = yield from cursor.match(_NAMED, lead)
     if head is None:

@@ -165,7 +165,10 @@ def _ends(stated: dict[str, Any]) -> list[int]:
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE, and whether texts begin with BOS if the file does not say so."""
+    """Return a byte-level BPE, and whether texts begin with BOS by default.
+
+    A setting in the file takes precedence over this default.
+    """
     pretokenizer = _pretokenizer(stated.get("pre") or "default")
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
@@ -312,8 +315,8 @@ def _frame_token(stated: dict[str, Any], name: str) -> dict[str, Any]:
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
     """Raise `ValueError` if the tokenizer differs from the one in the file.
 
-    It must have as many tokens, and encode each special token to its own id. It must decode what it
-    has encoded to the same text (compared in NFC); the texts of about 500 tokens are tried.
+    The tokenizer must have as many tokens as the file, and encode each special token to its own id.
+    The texts of about 500 tokens are encoded and decoded, and must stay the same (compared in NFC).
     """
     tokens = stated["tokens"]
     kinds = stated["token_type"]

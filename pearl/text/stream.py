@@ -152,8 +152,8 @@ class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each token.
 
     The text that `push` returns is final. An incomplete character is held back, for at most
-    `PATIENCE` tokens. All pieces joined are decode(prompt + tokens) without decode(prompt) at its
-    beginning, except near bytes that are no valid UTF-8.
+    `PATIENCE` tokens. All pieces joined are what decode(prompt + tokens) adds to decode(prompt),
+    except near bytes that are no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -320,8 +320,8 @@ class TextStream:
     """The text of one request: the results of `push` and `finish`, joined.
 
     `stopped` becomes true with the first token after which the text contains a stop. Characters
-    that the detokenizer still holds back are searched as well, so that no stop is found a token
-    late. An incomplete character at the end is not searched.
+    that the detokenizer still holds back are searched as well, so that each stop is found with the
+    token that completes it. An incomplete character at the end is not searched.
 
     Args:
         show: special tokens whose names are part of the text; these names are not searched for
