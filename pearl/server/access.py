@@ -22,9 +22,9 @@ class Access:
 
     Attributes:
         key: the API key that paths under /v1 need; None if they need no key.
-        hosts: names, without a port, that the Host header may have; None allows any name. The check
-            keeps out web pages that make a domain of their own resolve to the user's loopback
-            address (DNS rebinding).
+        hosts: the names, without a port, that the Host header may have; None allows any name. The
+            check stops DNS rebinding: a web page that makes its own domain resolve to the user's
+            loopback address.
         origins: origins of web pages that may use the server, besides the server's own page.
     """
 
@@ -64,10 +64,10 @@ class Access:
     def _check_origin(self, request: Request) -> None:
         """Raise 403 for a request from a web page of another origin.
 
-        The page could not read the answer, but it would make the server compute the answer. The
-        check reads headers that pages cannot change and that programs do not send. A page is the
-        server's own if its Origin names the host in the Host header. A proxy may change Host, so
-        Sec-Fetch-Site decides instead if the browser sends it.
+        The browser would hide the answer from the page, but the server would have computed it. The
+        check reads headers that only browsers send, and that pages cannot change. If the browser
+        sends Sec-Fetch-Site, this header decides. Otherwise, the page is the server's own if the
+        Origin header names the same host as the Host header, which a proxy may have changed.
         """
         origin = request.headers.get("origin")
         if origin is None:

@@ -67,8 +67,8 @@ class ReplyText:
         index: the text's place among the texts of the request, from 0.
         result: the engine's result; it is set once the text has ended.
         wait_seconds: how long the text waited until it was sent to the engine's workers.
-        reasoning_tokens: number of tokens of the reasoning. The tokens of its closing tag may be
-            counted with the answer instead.
+        reasoning_tokens: number of tokens of the reasoning. The tokens of the closing tag may count
+            as tokens of the answer.
 
     Args:
         parser: splits the text into reasoning, content and calls; None if all of the text is
@@ -114,7 +114,10 @@ class ReplyText:
         return self._taken(new)
 
     def _count(self, new: Delta) -> None:
-        """Count the held tokens as reasoning or as answer, once `new` shows where they belong."""
+        """Count the tokens whose text was held back, as soon as `new` shows where they belong.
+
+        If `new` has reasoning, the tokens count as reasoning, otherwise as answer.
+        """
         is_answer = bool(new.content or new.calls)
         if new.reasoning:
             self.reasoning_tokens += self._held_tokens
@@ -220,9 +223,10 @@ class CompletionWriter(ReplyWriter):
         return encode({**self._head, "object": self._OBJECT, "usage": usage, "choices": choices})
 
     def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
-        """Return a chunk if the piece has text, or if the client requested details of its tokens.
+        """Return the chunk for a piece; no bytes if the chunk would be of no use.
 
-        Otherwise, return no bytes.
+        A chunk is of use if the piece adds to the message, or if the piece has tokens whose details
+        the client has requested.
         """
         has_details = self._include_provenance or piece.details
         if not delta and not (has_details and piece.tokens):
@@ -256,7 +260,7 @@ class CompletionWriter(ReplyWriter):
         return {"text": delta.get("content", "")}
 
     def _logprobs(self, tokens: Sequence[int], details: Sequence[TokenDetails]) -> Any:
-        """Return the field `logprobs`, or None. Only chats can request log probabilities."""
+        """Return the field `logprobs`; None here, because only chats have log probabilities."""
         return None
 
     def _chunk(
@@ -331,8 +335,8 @@ def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
     """Return the field `usage`: the request's token counts, and its statistics of speculation.
 
     Args:
-        n: number of texts for each prompt. The texts of one prompt are adjacent in `texts`, and its
-            tokens are counted once.
+        n: number of texts for each prompt. The texts of one prompt are adjacent in `texts`, and the
+            tokens of the prompt are counted once for all of these texts.
     """
     results = [text.result for text in texts]
     prompt_tokens = sum(len(result.prompt_tokens) for result in results[::n])

@@ -112,9 +112,10 @@ class Door:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, closed in two more cases.
+    """uvicorn's connection, which the server also closes in two further cases.
 
-    It is closed if no first request comes in time, and if malformed bytes come during an answer.
+    The first case: no first request comes in time. The second: malformed bytes come while the
+    server answers.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -180,12 +181,12 @@ def name_of(target: str) -> str:
 def bind(address: str, key: str | None = None, origins: Sequence[str] = (), **options: Any) -> Door:
     """Bind HOST:PORT; port 0 stands for any free port.
 
-    Raises `ConfigError` if that is impossible, or if other machines can reach the address and there
-    is no key.
+    Raises `ConfigError` if the address cannot be bound, or if other machines can reach the address
+    and there is no key.
 
     Args:
-        key: the API key; None if requests need no key. The Host header must then be one of the
-            server's own names.
+        key: the API key; None if requests need no key. Without a key, the Host header of a request
+            must be one of the server's own names.
         origins: see `Access`.
         options: further fields of `Door`.
     """

@@ -172,10 +172,10 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
 
 
 def _begun(message: Mapping[str, Any], setup: Setup) -> str:
-    """Return the beginning of a reply that the model is to continue.
+    """Return the beginning of the reply, which the client has sent and the model continues.
 
-    If the client sent the reply's reasoning, it precedes the content, in the tags that the model
-    uses.
+    If the client has sent reasoning, the result begins with the reasoning, in the tags that the
+    model uses.
     """
     content = str(message["content"])
     thought = message.get("reasoning_content")
@@ -188,8 +188,8 @@ def _begun(message: Mapping[str, Any], setup: Setup) -> str:
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool for the chat template.
 
-    A template writes the fields in the order in which it gets them, and that should be the client's
-    order. So the tool is made from the body, not from the parsed schema.
+    The prompt should have the fields in the client's order. A template writes the fields in the
+    order in which it gets them, so the tool is made from the body, not from the parsed schema.
     """
     fields = {}
     for name, value in function.items():
@@ -225,7 +225,7 @@ def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
 def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
     """Return the options that constrain the text; empty if nothing constrains it.
 
-    A text is constrained to `response_format`, or to a call of a tool if the model must make one.
+    A text is constrained to a call if the model must call a tool, otherwise to `response_format`.
     """
     cause = "response_format"
     schema = None

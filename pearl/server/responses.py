@@ -115,9 +115,10 @@ class ResponsesRequest(SharedRequest):
 
 
 def _renamed(text: str) -> str:
-    """Replace the name of a chat's field at the beginning of `text` by this endpoint's name for it.
+    """Return `text` with this endpoint's name of a field in place of the chat's name.
 
-    `text`: the name of a field, or an error message, which begins with one.
+    For example, messages becomes input. `text` is the name of a chat's field, or an error message
+    that begins with such a name.
     """
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)
@@ -183,10 +184,10 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
-    """Return the assistant's message that the next item is added to.
+    """Return the assistant's message to which the next item is added.
 
-    This is the last message, if it is an assistant's and has none of the fields `ends`. Otherwise a
-    new message is appended.
+    The last of `messages` is returned if it is an assistant's and has none of the fields `ends`.
+    Otherwise, a new message is appended to `messages` and returned.
     """
     last_message = messages[-1] if messages else {}
     if last_message.get("role") != "assistant" or any(last_message.get(end) for end in ends):
@@ -215,9 +216,10 @@ def _output(output: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    """Return the content of a chat's message.
+    """Return an item's content as the content of a chat's message.
 
-    Parts of unknown types are kept, so that the chat's schema refuses them.
+    For example, a part of the type input_text gets the type text. Parts of unknown types are kept,
+    so that the chat's schema refuses them.
     """
     if not isinstance(content, list):
         return content

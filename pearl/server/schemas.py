@@ -385,7 +385,7 @@ _FIELDS: dict[str, Any] = {name: _field_of(name) for name in NUMBERS}
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
     """The fields that all endpoints share.
 
-    Fields that are options of `RequestOptions` have the same bounds as there.
+    A field that is also an option of `RequestOptions` has the bounds of that option.
     """
 
     unserved: ClassVar = FOREIGN_FIELDS["refused"]

@@ -51,9 +51,10 @@ class Service:
     async def text(
         self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
-        """Yield the stream of a text.
+        """Return a context manager whose `async with` block gets the stream of a text.
 
-        The text is queued when the stream is first read. Leaving the block early cancels the text.
+        The text is queued when the stream is first read. If the block is left before the text has
+        ended, the text is cancelled.
 
         Args:
             arrived: when the text's request arrived, a time.monotonic().

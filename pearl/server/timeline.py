@@ -73,11 +73,12 @@ class Timeline:
 
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
-    """Return the events written since the last read, except those of a worker on another host.
+    """Return the events that the workers on this host have written since the last read.
 
     Args:
-        name: the recording's path; each worker writes a file of its own beside it.
-        read: the bytes read so far of each worker's file; this function updates it.
+        name: the path of the recording; each worker writes a file of its own beside this path.
+        read: the number of bytes that have been read of each worker's file. This function updates
+            these numbers.
     """
     events = []
     for path in part_paths(name):

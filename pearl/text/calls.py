@@ -1,8 +1,8 @@
 """Reads calls of tools from text that comes in pieces. Each notation of calls has its own reader.
 
-A reader is a generator over a `Cursor`. It yields None when it needs more text, and a `Part` for
-each part of a call that is certain. It takes text from the cursor only when it knows that the text
-is a call; other text stays there.
+A reader is a generator that reads from a `Cursor`. It yields None when it needs more text, and a
+`Part` as soon as a part of a call is certain. A reader takes only the text of calls from the
+cursor; all other text stays in the cursor.
 """
 
 import ast
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Cursor:
-    """The text of a reply that has come, but has not been read yet.
+    """The part of a reply that has come but has not been read yet.
 
     Attributes:
         is_last: whether no more text will come.
@@ -59,9 +59,9 @@ class Cursor:
         return self._marks.readable(text)
 
     def match(self, expression: str, start: int = 0) -> Generator[None, None, Any]:
-        """Return the match of an expression at `start`; None if there is none.
+        """Return the match of an expression at `start`; None if there is no match.
 
-        Yields until enough text has come to decide that.
+        Yields until enough text has come to tell whether there is a match.
         """
         pattern = self.compiled(expression)
         while True:
@@ -85,9 +85,10 @@ CallReader = Callable[[Cursor, int, Schemas], Reading]
 
 
 def read_tail(cursor: Cursor, expression: str) -> Reading:
-    """Read the end of a call, if it comes next; return whether it is there as a whole.
+    """Read the text that `expression` matches, such as a closing tag, if this text comes next.
 
-    If the reply ends within the end of the call, the incomplete end is read, too.
+    Returns whether the whole text was read. If the reply ends within this text, the part that has
+    come is read, and the result is False.
     """
     match = yield from cursor.match(expression)
     if match is not None:
@@ -146,7 +147,7 @@ _REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the argu
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read a call such as {"name": "add", "arguments": {"a": 1}}.
 
-    The fields may come in any order and be nested in "function".
+    The fields may come in any order, and may be inside an object "function".
     """
     head = yield from cursor.match(_NAMED, lead)
     if head is None:
@@ -178,9 +179,9 @@ def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) -> Reading:
-    """Read an object that is known to be a call only once it is complete.
+    """Wait until a JSON object is complete, and read the object if it is a call.
 
-    `known`: the functions that a call may name; None if it may name any.
+    `known`: the functions that a call may name; None if a call may name any function.
     """
     start = yield from cursor.match(r"\{", lead)
     if start is None:
@@ -421,7 +422,10 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of the property `name`. References within the document are followed."""
+    """Return the schema of the property `name`.
+
+    If that is a reference within `schema`, such as {"$ref": "#/$defs/Point"}, it is followed.
+    """
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
@@ -437,7 +441,7 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; an empty set if it names none."""
+    """Return the JSON types that a schema allows; an empty set if the schema names no type."""
     if not isinstance(schema, Mapping):
         return set()
     stated = schema.get("type", [])
@@ -488,7 +492,11 @@ def _fits(value: Any, types: set[str]) -> bool:
 
 
 def _cut(text: str, schema: Any) -> str:
-    """Return the beginning of a value's JSON text; `text` is what came before the reply ended."""
+    """Return as JSON a value whose end is missing, because the reply ended within the value.
+
+    `text`: the part that has come. For example, `re` of a string becomes `"re`, without a closing
+    quote.
+    """
     types = types_of(schema)
     if types and "string" not in types:
         return text.strip()

@@ -108,10 +108,11 @@ def chat_prompt(
     """Return `render(messages)`, with the messages in a form that the template accepts.
 
     Many templates print a system message only at the beginning, and refuse or leave out a later
-    one. Some refuse any system message. If the template refuses the messages or leaves one out, the
-    text of all system messages is moved to the beginning. If that does not help, the text is moved
-    into the first message of the user. If no form gives a prompt with all of that text, the first
-    form that the template accepts is used. Raises `RequestError` if the template accepts none.
+    system message. Some templates refuse any system message. So three forms are tried in order: the
+    unchanged messages; the text of all system messages at the beginning; this text in the first
+    message of the user. The first form whose prompt has the text of all system messages is used. If
+    there is none, the first form that the template accepts is used. Raises `RequestError` if the
+    template accepts no form.
 
     Args:
         as_plain: changes the text of a user or tool so that no control token is read in it.

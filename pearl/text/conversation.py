@@ -45,7 +45,7 @@ class Conversation:
 
     Args:
         tokenizer: the target's tokenizer.
-        raw: whether each message continues the text as it is, without a chat template.
+        raw: whether the prompt is the plain text of all messages, without a chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:

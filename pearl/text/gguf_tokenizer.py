@@ -139,7 +139,8 @@ def _stated(fields: dict[str, Any]) -> dict[str, Any]:
 def _ends(stated: dict[str, Any]) -> list[int]:
     """Return the ids that end a text, `eos_token_id` first.
 
-    In `stated`, these ids become control tokens, whatever type the file gives them.
+    The function also changes `stated`: these ids become control tokens, whatever type the file
+    gives them.
     """
     tokens = stated["tokens"]
     kinds = list(stated.get("token_type", [_NORMAL] * len(tokens)))
@@ -164,7 +165,10 @@ def _ends(stated: dict[str, Any]) -> list[int]:
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE, and whether texts begin with BOS if the file does not say so."""
+    """Return a byte-level BPE, and whether texts begin with BOS by default.
+
+    A setting in the file takes precedence over this default.
+    """
     pretokenizer = _pretokenizer(stated.get("pre") or "default")
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
@@ -199,7 +203,7 @@ def _pretokenizer(name: str) -> _Pretokenizer:
 def _of_scores(stated: dict[str, Any]) -> Tokenizer:
     """Return sentencepiece's BPE.
 
-    It first merges the two neighbours that make the token of the highest score.
+    In each step, this BPE merges the two neighbours that make the token of the highest score.
     """
     tokens = stated["tokens"]
     kinds = stated["token_type"]
@@ -235,10 +239,10 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return all pairs of words that make another word, by that word's score, the highest first.
+    """Return all pairs of words that make a third word when they are joined.
 
-    For example, ("a", "b") makes "ab". If all of these are words, "abc" is made by ("a", "bc") and
-    by ("ab", "c").
+    The pairs are sorted by the score of the third word, the highest score first. For example, if
+    the words are "a", "c", "ab", "bc" and "abc", then the pairs are ("a", "bc") and ("ab", "c").
     """
     kinds = stated["token_type"]
     scores = stated["scores"]
@@ -311,8 +315,8 @@ def _frame_token(stated: dict[str, Any], name: str) -> dict[str, Any]:
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
     """Raise `ValueError` if the tokenizer differs from the one in the file.
 
-    It must have as many tokens, and encode each special token to its own id. It must decode what it
-    has encoded to the same text (compared in NFC); the texts of about 500 tokens are tried.
+    The tokenizer must have as many tokens as the file, and encode each special token to its own id.
+    The texts of about 500 tokens are encoded and decoded, and must stay the same (compared in NFC).
     """
     tokens = stated["tokens"]
     kinds = stated["token_type"]

@@ -69,8 +69,8 @@ class Guide:
 
     The text may end with guessed tokens, which the target has not verified yet. A guessed token
     that violates the grammar gets probability 0, and no guess after it can be accepted. The parser
-    may also fail on guessed text that is never committed: no token of the model may fit, or the
-    text may exceed a limit. The tokens before the failure remain valid.
+    may also fail on guessed text that is never committed: the model may have no token that fits, or
+    the text may exceed a limit. The tokens before the failure remain valid.
 
     Args:
         make: returns a parser at the beginning of the text.
@@ -114,8 +114,8 @@ class Guide:
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """Return whether each token may follow, [vocab]; None after the text's end or a violation.
 
-        Raises `GrammarError` if the parser has failed. If the cause is that no token of the model
-        fits, it returns all False instead.
+        If the parser has failed because no token of the model fits, the result is all False. Raises
+        `GrammarError` if the parser has failed for another reason.
         """
         import numpy as np
 
@@ -132,7 +132,7 @@ class Guide:
         return mask[:-_EXTRA_IDS]
 
     def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
-        """Return the result of `step`, which is tried again with a new parser if the parser fails.
+        """Return the result of `step`; if the parser fails, try again with a new parser.
 
         The new parser has read the valid tokens. A parser that has failed cannot recover, even if
         the text on which it failed has been rolled back. A copy made before the failure would not
@@ -175,9 +175,10 @@ class Guides:
         self._size = size
 
     def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
-        """Make a guide for a text that ends at the first token of `ends`, which is not part of it.
+        """Make a guide for a text.
 
-        Raises `GrammarError` if the grammar cannot be used.
+        The first token that is in `ends` ends the text, and is not part of the text. Raises
+        `GrammarError` if the grammar cannot be used.
         """
         try:
             from llguidance import LLMatcher

@@ -89,10 +89,11 @@ class MarkedText:
         self._held = ""
 
     def push(self, text: str, token: int | None = None) -> str:
-        """Take a token, and the text that became final with it; return marked text that is certain.
+        """Take the next token and text; return the marked text that is certain now.
 
-        `text` may belong to earlier tokens, because text that could begin a stop string is held
-        back.
+        Args:
+            text: the text that became final with `token`. It may belong to earlier tokens, because
+                text that could begin a stop string is held back.
         """
         if token in self._marks.ids:
             name = self._marks.ids[token]

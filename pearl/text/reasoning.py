@@ -85,8 +85,9 @@ class Tags:
     def continued(self, prompt: str, reply: str) -> str:
         """Return the prompt with `reply`, the beginning of a reply, appended.
 
-        The model continues the reply. If `reply` has no reasoning, the tags in the prompt say so.
-        For example, reasoning that the prompt has opened is closed before `reply`.
+        The model continues the reply. If `reply` has no reasoning, tags put before `reply` tell the
+        model so. For example, if the prompt has opened the reasoning, a closing tag is put before
+        `reply`.
         """
         if self.are_open(prompt):
             if regex.search(rf"{self.start}|{self.end}", reply) is None:
@@ -214,7 +215,7 @@ def is_open_after(
 def end_of(tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int]) -> str:
     """Return the end of a prompt as text.
 
-    Special tokens in the tags are written by their names, which `decode` would leave out.
+    `decode` leaves out special tokens, so the special tokens of the tags are written by name here.
     """
     names = Marks(tags.tokens, tokenizer).ids
     end = ""

@@ -3,8 +3,8 @@
 Stop strings and grammars apply only to the answer, after the reasoning. Reasoning ends with a mark
 such as "</think>". If the vocabulary has a token for the mark, only this token ends the reasoning,
 because the model may quote the mark in other tokens. Otherwise the mark is searched in the text.
-The place depends on the text's tokens alone, so the front and each worker find the same place,
-whatever was proposed.
+Where the reasoning ends depends on the text's tokens alone, so the front and each worker find the
+same end, whatever was proposed.
 """
 
 from pearl.config.options import Reasoning

@@ -297,9 +297,9 @@ class TagParser(ReplyParser):
     def _may_open(self) -> bool:
         """Whether an opening tag at the cursor opens reasoning; otherwise it is text.
 
-        A tag that is a special token always does. Another tag does so at the beginning of the
-        reasoning or content. Once the reply has had reasoning, it also does so at the beginning of
-        a line of the content.
+        A tag that is a special token always opens reasoning. A tag in ordinary tokens opens
+        reasoning at the beginning of the reasoning or content. Once the reply has had reasoning,
+        such a tag also opens reasoning at the beginning of a line of the content.
         """
         if self._is_token:
             return True

@@ -67,8 +67,8 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: the number of ids; some may have no token.
         chat_template: the template's source; empty if there is none.
-        tool_template: the template for requests with tools; empty if `chat_template` is for these,
-            too.
+        tool_template: the template for requests with tools; empty if these requests use
+            `chat_template`, too.
         reasoning_tags: the user's choice of the tags around the model's reasoning; see
             `pearl.text.reasoning`.
     """
@@ -152,8 +152,8 @@ class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each token.
 
     The text that `push` returns is final. An incomplete character is held back, for at most
-    `PATIENCE` tokens. All pieces joined are decode(prompt + tokens) without decode(prompt) at its
-    beginning, except near bytes that are no valid UTF-8.
+    `PATIENCE` tokens. All pieces joined are what decode(prompt + tokens) adds to decode(prompt),
+    except near bytes that are no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -168,7 +168,7 @@ class Detokenizer:
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last `CONTEXT` tokens of the prompt that have text.
 
-        Tokens that only continue a character are removed from their beginning.
+        If the first of these tokens only continue a character, they are left out.
         """
         context = []
         for token in reversed(prompt):
@@ -273,11 +273,11 @@ class StopMatcher:
         return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the text before a stop token, which ends the text; return the text before the stop.
+        """End the text at a token that is a stop; return the rest of the text before the stop.
 
         Args:
             text: the last piece of text before the token.
-            stop: the token's text. It becomes `matched` if no stop string is found in the text.
+            stop: the token's text. It becomes `matched`, unless an earlier stop is found in `text`.
         """
         shown = self.push(text)
         if self.matched is None:
@@ -306,7 +306,7 @@ class StopMatcher:
     def _beginning(self, text: str) -> int:
         """Return the index in `text` from which the rest may be the beginning of a stop.
 
-        The first such index counts; if there is none, the result is len(text).
+        If there are several such indices, the first is returned; if there is none, len(text).
         """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
@@ -320,8 +320,8 @@ class TextStream:
     """The text of one request: the results of `push` and `finish`, joined.
 
     `stopped` becomes true with the first token after which the text contains a stop. Characters
-    that the detokenizer still holds back are searched as well, so that no stop is found a token
-    late. An incomplete character at the end is not searched.
+    that the detokenizer still holds back are searched as well, so that each stop is found with the
+    token that completes it. An incomplete character at the end is not searched.
 
     Args:
         show: special tokens whose names are part of the text; these names are not searched for
@@ -369,15 +369,18 @@ class TextStream:
         return shown
 
     def _push(self, token: int, text: str) -> str:
-        """Take a token's text; return its reasoning, and as much of its answer as holds no stop."""
+        """Take a token's text; return the part of it that is final.
+
+        Reasoning is final. In the answer, text that may be the beginning of a stop is held back.
+        """
         reasoning, answer = self._reasoning.feed(token, text)
         return reasoning + self._matcher.push(answer)
 
     def finish(self) -> str:
         """Return the text still held back, when the request ends without a stop.
 
-        It ends so at EOS, at a limit, or if it is cancelled. An incomplete character is U+FFFD
-        here, and a stop of U+FFFD can match it.
+        A request ends without a stop at EOS, at a limit, or when it is cancelled. An incomplete
+        character becomes U+FFFD; if U+FFFD is a stop string, this character matches it.
         """
         if self.stopped:
             return ""
@@ -388,5 +391,8 @@ class TextStream:
 
 
 def _have_mark(stops: Sequence[str], marks: Sequence[str]) -> bool:
-    """Return whether a stop contains a mark; the stops are then searched in the reasoning, too."""
+    """Return whether any stop contains a mark.
+
+    If one does, all stops are searched in the reasoning, too.
+    """
     return any(mark in stop for stop in stops for mark in marks)

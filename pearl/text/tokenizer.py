@@ -102,7 +102,8 @@ class GenerationDefaults:
     def __str__(self) -> str:
         """Return the settings that a checkpoint changes, such as "temperature 0.6, top_k 20".
 
-        If it decodes greedily, the text begins with "greedy", as in "greedy, max_tokens 99".
+        If the settings are for greedy decoding, the result begins with "greedy", as in "greedy,
+        max_tokens 99".
         """
         parts = []
         if not self.temperature:
@@ -254,9 +255,9 @@ def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[A
     """Return the special tokens that have a name, by name, and a list of those that have none.
 
     Templates may use the names. A token is given as its text, or as a mapping whose `content` is
-    its text. A setting names a token if the setting's name ends in "_token". The setting
-    `extra_special_tokens`, which transformers 5 writes as a mapping or a list, may name tokens in
-    any way.
+    its text. A setting names a token if the setting's name ends in "_token", such as "bos_token".
+    The setting `extra_special_tokens`, which transformers 5 writes, is a mapping, in which a token
+    may have any name, or a list of tokens without names.
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
@@ -435,7 +436,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
-    """Return the end tokens as a configuration file states them; None if none does.
+    """Return the end tokens as a configuration file states them; None if no file states them.
 
     The files are searched in this order: generation_config.json, config.json, and text_config
     within config.json.

@@ -199,9 +199,9 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
 
 
 def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[dict[str, Any]]:
-    """Return the messages with ids of calls that the format's template can read.
+    """Return the messages, with each call's id in the form that the format's template can read.
 
-    They replace the ids that the client has chosen.
+    The new ids replace the ids that the client has chosen.
     """
     if not format.call_id:
         return list(messages)

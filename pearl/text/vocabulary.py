@@ -39,7 +39,7 @@ class Vocabulary:
     Attributes:
         entries: the entry of each id; None for an id without an entry.
         ids: the id of each entry.
-        added: entries that are found in a text before it is split.
+        added: entries that `encode` looks for in a text before it splits the text.
         special: the added entries that have no text.
         decoder: a decoder of the `tokenizers` library; None if entries are joined by spaces.
     """

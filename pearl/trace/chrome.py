@@ -176,8 +176,8 @@ class _MergedRun:
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
         """Yield the draft's records, with the outcomes of drafted tokens added to the forwards.
 
-        The decisions after a forward tell which tokens it drafted, so a forward is yielded after
-        them.
+        Which tokens a forward drafted is known only from the decisions that follow the forward. So
+        each forward is yielded after these decisions.
         """
         forward = None
         for record in records:
@@ -196,7 +196,7 @@ class _MergedRun:
             yield forward
 
     def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
-        """Add to `forward` the outcomes of its drafted tokens, which `decision` has sent."""
+        """Add to `forward` the outcome of each drafted token that `decision` has sent."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # empty if the token was withheld
@@ -330,12 +330,13 @@ def committed(decision: dict[str, Any]) -> list[str]:
 def split_waits(
     records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
 ) -> Iterator[TraceRecord]:
-    """Split each wait at the time when the message that ended it was sent.
+    """Split each wait at the time when the message that the loop waited for was sent.
 
-    From then on, it is a wait for transport. A wait may be interrupted by messages after which the
-    loop still waits, such as the first tokens of a window. So all waits between two pieces of work
-    are split at the time of the last message. If a front sent that message, they are not split,
-    because no earlier message ended the waiting.
+    After this time, the loop waits for transport only. Between two pieces of work the loop may wait
+    several times, because a message such as the first tokens of a window ends a wait, but lets no
+    work begin. The message that lets the work begin is the last one. So all waits between two
+    pieces of work are split at the time when the last message was sent. If a front sent the last
+    message, this time is not recorded, and the waits are not split.
     """
     wait_records: list[TraceRecord] = []
     for record in records:

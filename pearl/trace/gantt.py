@@ -208,9 +208,9 @@ def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
 
 
 def _method(trace: RunTrace) -> str:
-    """Return the decoding method. For pearl, add which options for guesses were on.
+    """Return the decoding method; for pearl, also return which options for guesses were on.
 
-    If the requests had different options, these are left out.
+    The options are left out if they differ between the requests.
     """
     guesses = set()
     for request in trace.requests:

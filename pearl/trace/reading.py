@@ -63,8 +63,9 @@ class RunTrace:
     """One run. All lists are in order of time.
 
     Attributes:
-        target: the slices of the target's loop that lie in no other slice, without requests.
-        draft: the same for the draft's loop. There are several loops if a draft was lost and
+        target: the slices of the target's loop, without slices inside another slice, and without
+            requests.
+        draft: the same slices of the draft's loop, or of several loops if a draft was lost and
             restarted.
         requests: one slice for each request.
     """
@@ -189,9 +190,8 @@ def _outermost(slices: list[Slice]) -> list[Slice]:
     """Return the slices that lie in no other slice, and all decisions of the state machine.
 
     Decisions are always returned, because a decision that takes no (virtual) time may seem to lie
-    in a forward. A forward that ended before its loop requested it has a slice of length 0, which
-    may start together with another slice. Slices that start together are sorted by length, so the
-    empty slice comes first and counts as outermost.
+    in a forward. A forward that ended before its loop requested it has a slice of length 0. If an
+    empty slice starts together with a longer slice, both are returned.
     """
     outermost = []
     latest_end = 0.0

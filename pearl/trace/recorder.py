@@ -120,7 +120,7 @@ class Recorder:
         self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
     def record(self, record: TraceRecord) -> None:
-        """Queue a record. Its `args` may hold events, commands and messages, which are immutable.
+        """Queue a record. Its `args` may hold events, commands and messages: these are immutable.
 
         Records are encoded later, many at once. Encoding is slow right after a forward, because the
         caches are full of the model's weights.

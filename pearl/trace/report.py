@@ -1,7 +1,7 @@
 """Statistics of a trace: busy and waiting time of both workers, and what overlap has saved.
 
-They are sums over the recorded slices of both workers' loops, from the start of the first request
-to the end of the last. Time that no slice covers is reported as `uncovered`.
+The statistics are sums over the recorded slices of both workers' loops, from the start of the first
+request to the end of the last request. Time that no slice covers is reported as `uncovered`.
 """
 
 from collections import Counter, defaultdict
@@ -58,19 +58,19 @@ class Report:
     """The report on one run. Times are seconds; shares are parts of `wall`.
 
     Attributes:
-        wall: from the start of the first request to the end of the last; idle time in between
-            counts.
+        wall: the time from the start of the first request to the end of the last request, with idle
+            time in between.
         overlap: share of the time in which both models were running a forward.
         steps: number of verification forwards, by kind.
         drafted: number of draft tokens: the `judged` and the `discarded` ones.
         judged: number of draft tokens that the target judged: the `accepted` and the `rejected`
             ones.
         prepared: number of tokens drafted in branches, for outcomes that the draft did not expect.
-            If the outcome came and they were judged, they count in `drafted`, too.
+            Prepared tokens that were judged, because the outcome came, count in `drafted`, too.
         forwards: durations of the draft's forwards, and of the target's forwards by number of
             tokens fed.
         ratio: median duration of a verification forward / median duration of a draft forward.
-        alternation: how many seconds the same steps would take at least, one after the other: the
+        alternation: the least time that the same steps would take if the models worked in turn: the
             target's work plus the drafting of the judged tokens, without waits and messages.
         proposals: calls of the proposer, if the target was in another engine.
     """
@@ -222,10 +222,10 @@ def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Return the seconds spent drafting tokens that were judged.
+    """Return the seconds that the draft spent on tokens that were judged.
 
-    These are the forwards and draws of judged tokens, the prefills, and the forwards that drafted
-    no token.
+    The result is the time of the forwards and draws of judged tokens, of prefills, and of forwards
+    that drafted no token.
     """
     seconds = 0.0
     counts = False  # whether the last slice was a forward that counts

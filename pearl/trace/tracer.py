@@ -145,7 +145,8 @@ class Tracer:
     def verified(self, name: str) -> None:
         """Record a judgement or a draw that ends now, within a decision.
 
-        It began when the decision began, or when the last judgement or draw in the decision ended.
+        The slice begins at the end of the previous judgement or draw in the decision. The first
+        slice begins with the decision.
         """
         end = self.clock()
         self.record(LOOP, "busy", name, self._deciding, end)
@@ -230,8 +231,8 @@ class Tracer:
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """Record a draft forward, which runs on a thread of its own.
 
-        It may have begun before the loop requested it. Or it may have begun only after another
-        forward had ended; the time until then is recorded as "hand over".
+        The forward may have begun before the loop requested it. Or the forward may have had to wait
+        until another forward had ended; this wait is recorded as "hand over".
         """
         samples = command.budget > 0
         done = max(start, end - round(event.draw * 1e9)) if samples else end

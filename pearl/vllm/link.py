@@ -39,7 +39,9 @@ Check = Callable[[Hello], str]
 
 
 class ServiceLink:
-    """Connects to a draft service, again after each failure, and hands out arriving messages.
+    """Receives messages from a draft service and sends messages to it.
+
+    The link connects by itself, and connects again after a failure.
 
     Args:
         hello: introduces this side to the service.

@@ -220,7 +220,8 @@ class PearlProposer:
     def _count_ready(self, text: DraftedText, readiness: Readiness) -> None:
         """Count in `readiness` what the draft has ready for this text.
 
-        After a rejection, this also updates how often the draft had prepared for the rejection.
+        If the step has rejected a drafted token, this also updates `_foreseen`: the share of
+        rejections for which the draft had prepared a continuation.
         """
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
@@ -265,9 +266,10 @@ class PearlProposer:
 
 
 def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:
-    """Return the recorder of the trace that `settings` name, if any.
+    """Return this engine's recorder.
 
-    Only the first data-parallel engine is recorded.
+    It records nothing if `settings` name no trace, or if this is not the first data-parallel
+    engine.
     """
     control = "ipc" if settings.address.startswith("ipc://") else settings.address
     about = {

@@ -79,8 +79,8 @@ class StepRecorder(Tracer):
     def sent(self, messages: Sequence[Message], start: int) -> None:
         """Record the sending of each message as a slice of its own.
 
-        When the trace is merged, a wait of the draft is matched with the message that ended the
-        wait.
+        The merge of the trace needs these slices: it matches each wait of the draft with the
+        message that ended the wait.
         """
         end = self.clock()
         for message in messages:
@@ -90,8 +90,8 @@ class StepRecorder(Tracer):
     def proposed(self, start: int, since: int, readiness: Readiness) -> None:
         """Record a call of `propose` that began at `start` and ends now.
 
-        The slice begins at `since`, because the call's decisions and wait before that have slices
-        of their own.
+        The slice begins only at `since`: the decisions and the wait of the call come before
+        `since`, and have slices of their own.
         """
         end = self.clock()
         args = {"seconds": round((end - start) / 1e9, 7)} | asdict(readiness)

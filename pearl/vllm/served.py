@@ -177,7 +177,7 @@ class ServedTexts:
     def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
         """Wait until the service has sent `wanted` tokens for each text.
 
-        Returns False if `seconds` have passed before.
+        Returns False if the tokens have not come within `seconds`.
         """
         deadline = self._recorder.clock() + round(1e9 * seconds)
         with self._lock:
@@ -192,9 +192,9 @@ class ServedTexts:
         return not lacking
 
     def _join(self, context: int, seconds: float) -> None:
-        """Handle a draft that has connected, perhaps not for the first time.
+        """Handle a draft that has connected; its `DraftJoined` has `context` and `seconds`.
 
-        All texts then wait for its slots. `context` and `seconds` are those of `DraftJoined`.
+        The draft may have connected before. In any case, all texts now wait for the draft's slots.
         """
         self.speeds.observe_draft(seconds)
         self._unserved = dict.fromkeys(self.texts)

@@ -26,8 +26,8 @@ class ProposerSettings:
         address: where the draft service listens.
         keys: file of keys; needed if the service is on another host.
         timeout: seconds of silence after which the service counts as lost.
-        ngrams: whether n-grams of the text are proposed in place of the draft's tokens if more of
-            the n-grams are expected to be accepted.
+        ngrams: whether n-grams of the text may be proposed. They take the place of the draft's
+            tokens if more of the n-grams than of the draft's tokens are expected to be accepted.
         trace: the trace file that `pearl trace merge` will make of this engine's part and the
             service's part. Only data-parallel rank 0 records.
     """
@@ -85,7 +85,8 @@ class Place:
         name: the name of this process in the service's log.
         data_rank: the data-parallel rank.
         asks: whether this process requests drafts from the service. If several ranks compute the
-            same requests, only the first does so, because vLLM uses the drafts of that rank.
+            same requests, only the first rank requests drafts, because vLLM uses the drafts of that
+            rank.
     """
 
     name: str
@@ -96,8 +97,8 @@ class Place:
     def of(vllm_config: Any) -> Place:
         """Read the place from vLLM's configuration.
 
-        Raises `ConfigError` if each rank would use drafts of its own, because these could differ
-        from rank to rank.
+        Raises `ConfigError` if each rank would use drafts of its own, because the drafts could
+        differ from rank to rank.
         """
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size

@@ -165,7 +165,8 @@ class DraftedText:
     def proposal(self, most: int) -> Chain:
         """Return up to `most` tokens to verify.
 
-        These are the draft's tokens, or n-grams if more of those are expected to be accepted.
+        The result is n-grams of the text if more of the n-grams than of the draft's tokens are
+        expected to be accepted; otherwise it is the draft's tokens.
         """
         drafted = self._drafted(most)
         expected = sum(drafted.chances)

@@ -29,9 +29,10 @@ class StepSpeeds(Speeds):
     most: int = 1
 
     def best_window(self, beside: int = 0) -> int:
-        """Return the window c: the last committed token and the drafted tokens are counted.
+        """Return the window c, the number of tokens that the target feeds for a request in a step.
 
-        Until speeds have been measured, c is the maximum that vLLM takes.
+        These are the last committed token and the drafted tokens. Until speeds have been measured,
+        c is the maximum that vLLM takes.
         """
         if not self.ratio:
             return self.most + 1
@@ -66,17 +67,17 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
 def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking: int) -> int:
     """Return how many drafted tokens to wait for, if some requests have none; 0 means not to wait.
 
-    Steps are modelled as alternating between two states. In the first, nothing is ready: to wait
-    for n tokens costs n draft forwards, and all requests wait. In the second, a window is ready,
-    because all tokens of the step before were accepted, or because the draft had prepared for the
-    correction. The result is the n with the most tokens per second in the long run. It is 0 if that
-    n gains less than 15% over not waiting.
+    In the model, each step is in one of two states. In the first state, nothing is ready: to wait
+    for n tokens costs n draft forwards, and all requests wait. In the second state, a window is
+    ready, because all tokens of the previous step were accepted, or because the draft had prepared
+    for the correction. The result is the n with the most tokens per second in the long run; it is 0
+    if this n gains less than 15% over not waiting.
 
     Args:
-        foreseen: for which share of rejections the draft has prepared a continuation.
+        foreseen: the share of rejections for which the draft has prepared a continuation.
         most: maximum number of drafted tokens in a window.
         rows: number of requests in the step.
-        lacking: for how many of these nothing is ready.
+        lacking: number of requests for which nothing is ready.
     """
     t_draft = speeds.t_draft
     if not t_draft or not speeds.t_target(rows) or not lacking:
