@@ -121,7 +121,9 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
 
 
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
-    """Return the sets of cores that the target can choose from; empty if there is only one.
+    """Return the sets of cores that the target can choose from; empty if it has no choice.
+
+    It has no choice if there is only one core, or if its device names no cores, as a GPU does not.
 
     Call this before the target is pinned, because `auto` depends on the cores that this process may
     use.
