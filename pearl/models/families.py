@@ -59,8 +59,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: a setting of config.json -> the beginnings of the names of the matrices that have a
-            bias if the setting is true. The setting "" is always true.
+        biases: which matrices have a bias if a setting of config.json is true: the setting -> the
+            beginnings of the matrices' names, such as "mlp_bias" -> ("mlp",). The setting "" is
+            always true.
         head_norms: how queries and keys are normalised (RMS): "each" head alone, "all" heads
             together, or "" for not at all.
         norms: names of a layer's norms before attention, after attention, before the MLP and after
@@ -107,8 +108,8 @@ class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         architecture: llama.cpp's name of the family; "": its files are not read.
-        needed: a key that a file must have, besides those that every file must have -> its setting
-            in config.json.
+        needed: the further keys that a file of this family must have: the key -> its setting in
+            config.json. The keys that files of all families must have are in `checkpoints.gguf`.
         optional: a key that a file may lack -> its setting in config.json. If a size is missing
             that the model does need, the check of the tensors' shapes fails.
         settings: values of config.json for settings that a file does not state.
