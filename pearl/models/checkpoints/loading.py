@@ -405,7 +405,9 @@ def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConf
 
 
 def _unfit_weights(model: Any, loading_info: dict[str, Any]) -> str:
-    """Return what is wrong if weights are in no file, or have another shape there; otherwise "".
+    """Return what is wrong with a model's weights: missing in the files, or of a wrong shape there.
+
+    Return "" if nothing is wrong.
 
     transformers fills missing weights with random numbers, and missing learned buffers with zeros
     or ones.  A missing buffer with other values is no error, because transformers computes such

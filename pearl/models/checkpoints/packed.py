@@ -306,9 +306,9 @@ def matrices(
 ) -> dict[str, Make]:
     """Return functions that load the quantised matrices of a checkpoint, by the weight's name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Modules with the same recipe
-    and the same tensor names have the same layout.  So it is enough to check the first of them,
-    which is loaded at once.
+    Modules with the same recipe and the same tensor names have the same layout.  The first module
+    of each layout is loaded at once, as a check.  Raises `Unread` for a setting or a tensor that is
+    not read here.
 
     Args:
         scheme: the checkpoint's `quantization_config`.
