@@ -109,7 +109,7 @@ class Decode:
     ) -> None:
         """Record the forward of tables of `size` rows.
 
-        It adds sums in the same order as the forward of the smallest tables.
+        The forward adds sums in the same order as that of the smallest tables.
         """
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
