@@ -226,8 +226,8 @@ class DecoderLayers:
         weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
         embedding: [vocab, hidden].
         norm: the weights of the last norm.
-        taps: layers whose inputs are kept as `features`, in that order; the number of layers stands for
-            the states that the last norm reads.
+        taps: numbers of the layers whose inputs are kept as `features`, in the order of `features`.
+            If the model has N layers, the number N stands for the input of the last norm.
         features: [n, len(taps) * hidden], the states that the last forward kept; None if `taps` is
             empty.
         scoring: how positions are scored, with a window for each layer.
