@@ -180,7 +180,7 @@ class DraftWorker:
         self._ready()
 
     def _prepare(self, executor: DraftExecutor, packer: RowPacker, *, is_brief: bool) -> float:
-        """Measure the model and start the thread that computes; return the seconds of a draft token.
+        """Measure the model, start the thread that computes, and return the seconds per token.
 
         Args:
             is_brief: whether to measure only a few forwards.
