@@ -108,8 +108,8 @@ class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         architecture: llama.cpp's name of the family; "": its files are not read.
-        needed: the further keys that a file of this family must have: the key -> its setting in
-            config.json. The keys that files of all families must have are in `checkpoints.gguf`.
+        needed: the keys that files of this family must have, in addition to the keys that the files
+            of all families must have: the key -> its setting in config.json.
         optional: a key that a file may lack -> its setting in config.json. If a size is missing
             that the model does need, the check of the tensors' shapes fails.
         settings: values of config.json for settings that a file does not state.

@@ -10,7 +10,7 @@ from pearl.worker.fronts import Post
 class Recordings:
     """Begins and ends recordings, one at a time, for the fronts that ask for them.
 
-    When both target and draft have begun or ended a recording, the front that asked is told so.
+    A front gets its answer only after both target and draft have begun or ended its recording.
 
     Args:
         post: sends a message to a front.

@@ -237,8 +237,8 @@ class _Builder:
     def _tied_head(self, decoder: Decoder) -> Embedding | Callable[[], Weights]:
         """Return the weight of the output head, for a model whose head is the embedding.
 
-        The head and the embedding are separate modules all the same, because the runner will take
-        the weight out of the head's module.
+        The head gets a module of its own, because the runner will take the weight out of the head's
+        module, and still needs it in the embedding's.
         """
         if OUTPUT in self.stored.matrices:
             return self._weight(OUTPUT)
@@ -325,9 +325,9 @@ class _Source:
     def plain_shapes(self) -> Shapes:
         """Return the shapes of the tensors that are not quantised, by name.
 
-        Tensors of a quantised KV cache are left out.  If config.json says that the output head is
-        the embedding, but the files have an output head, it is left out if it equals the embedding.
-        An output head that differs was trained by itself, and transformers keeps it, too.
+        Tensors of a quantised KV cache are left out.  The files may have an output head although
+        config.json says that the model uses the embedding.  Such a head is left out if it equals
+        the embedding.  Otherwise it was trained by itself, and transformers keeps it, too.
         """
         shapes = {}
         for name, file in self._files.items():

@@ -1,6 +1,7 @@
 """Autotuner: chooses the tile sizes of the decode GEMMs.
 
-The kernels are timed once for each GPU and each shape; the choices are kept in a file."""
+The kernels are timed once for each GPU and each shape; the choices are kept in a file.
+"""
 
 import json
 import logging

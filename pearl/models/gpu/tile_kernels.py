@@ -202,10 +202,10 @@ def add_warps(sums):
 
 @triton.jit
 def multiply_tile(fed, x, norm, w, scales, column, shape):
-    """Multiply BN rows of w [N, K], from row number `column` on, by x [ROWS, K].
+    """Multiply BN rows of w [N, K], which compute the outputs from `column` on, by x [ROWS, K].
 
-    A row of w is a column of the result.  Return two products [BN, ROWS].  The first is that of the
-    BN rows; the second is that of the BN rows that are APART further on, or 0 if APART is 0.
+    Return two products [BN, ROWS].  The first is that of the BN rows; the second is that of the BN
+    rows that are APART further on, or 0 if APART is 0.
 
     Args:
         fed: [ROWS], 0 for padding rows, whose product is not needed; None: there are no padding

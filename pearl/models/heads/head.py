@@ -151,7 +151,7 @@ class Head(Protocol):
     def propose(self, block: Block, slot: int) -> None:
         """Add levels to `block` while it wants more.
 
-        The first level follows the last token that `extend` was given. The call does not change
-        what `lengths` counts as cached.
+        The first level follows the last token that `extend` was given. After the call, the slot's
+        cache holds the same positions as before the call.
         """
         ...

@@ -3,11 +3,10 @@
 What a layer of transformers keeps decides which layer replaces it:
 
 * A layer that keeps keys and values is replaced by `FixedLayer`.  The layer of transformers may
-  keep only the positions of a window or of a chunk; `FixedLayer` keeps all positions.  The model's
-  own mask then covers all of them, because transformers sizes a mask by the positions that the
-  cache layer holds, and it hides the positions outside of the window.  Some models have an indexer,
-  which chooses the positions to attend to; for these models, `FixedLayer` keeps the indexer's keys
-  too.
+  keep only the positions of a window or of a chunk; `FixedLayer` keeps all positions.  transformers
+  sizes the model's own mask by the positions that the cache layer holds.  So the mask covers all
+  positions, and hides those outside of the window.  Some models have an indexer, which chooses the
+  positions to attend to; for these models, `FixedLayer` keeps the indexer's keys too.
 * A layer that keeps the state of a recurrence or a convolution stays, and `Snapshots` copies its
   state.
 * A layer that keeps both is replaced by `HybridLayer`.
@@ -179,8 +178,8 @@ class Snapshots:
 
     After a rollback to a length without a copy, the next forward feeds some earlier tokens again,
     and can take twice as long.  So a copy is made before each forward: it takes a few milliseconds
-    at most.  At most `SNAPSHOTS` copies are kept.  The later lengths are, the closer together are
-    their copies: after a rollback by n tokens, fewer than n tokens are fed again.
+    at most.  At most `SNAPSHOTS` copies are kept.  They are closer together at later lengths, so
+    that after a rollback by n tokens, fewer than n tokens are fed again.
 
     Attributes:
         kept: the copies, by ascending length.
