@@ -107,7 +107,8 @@ class DraftLink:
     def lose(self, why: str) -> None:
         """Give the draft up, and send it the error.
 
-        If the draft is still connected, it exits on this error, and its launcher starts it again.
+        A draft that is still connected exits when it receives the error; its launcher starts it
+        again.
         """
         self._loss = (why, time.monotonic())
         self.post(Error(-1, "DraftLost", why))

@@ -1,4 +1,4 @@
-"""A draft worker as a service: it drafts for any number of targets in other engines, which connect to it.
+"""A draft worker as a service: other engines connect to it, and it drafts for their targets.
 
 The requests of all these targets share the draft's slots.  A draft never decides anything about a text, so an engine
 that leaves, hangs or lies costs the others nothing but the slots of its requests.

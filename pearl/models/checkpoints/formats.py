@@ -69,7 +69,7 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
     """Return a reader of Q4_K or Q5_K, in which 32 weights share a scale and a least weight.
 
-    8 such groups share one factor for their scales, and one for their least weights.
+    8 such groups share two factors: one for their scales, and one for their least weights.
     """
 
     def read(block: torch.Tensor) -> QuantisedMatrix:

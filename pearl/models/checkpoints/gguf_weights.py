@@ -57,7 +57,7 @@ class GgufWeights:
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight, dequantised if it is quantised.
 
-        It stays mapped if neither its numbers, nor its dtype, nor its device change.
+        A weight that is needed as it is in the file, on the CPU, stays mapped and is not copied.
         """
         tensor = self._tensors[name]
         rows = self._rows(name)

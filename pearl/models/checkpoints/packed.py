@@ -66,8 +66,8 @@ def _integers(
 ) -> QuantisedMatrix:
     """Return the matrix of weights that are given as unsigned integers.
 
-    Integers of up to 4 bits are kept as they are. From larger ones, and from their zero points, 2 ** (bits - 1) is
-    subtracted, so that they fit into int8.
+    Integers of up to 4 bits are kept as they are. From larger integers, and from their zero points,
+    2 ** (bits - 1) is subtracted, so that the integers fit into int8.
 
     Args:
         steps: [out, in], uint8, the integers; each has `bits` bits.

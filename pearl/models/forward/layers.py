@@ -365,8 +365,8 @@ class DecoderLayers:
     ) -> dict[str, Rope]:
         """Return cosines and sines of `positions` [n] for each of the layers' ropes, by its name.
 
-        The first half of the sines is negated, because rotating a vector swaps its halves and
-        negates one of them, while `roll` only swaps them. So rotated(x) = x * cos + roll(x) * sin.
+        They are for the formula rotated(x) = x * cos + roll(x) * sin, where roll(x) swaps the two
+        halves of x. The first half of the sines is negated, because a rotation subtracts there.
 
         Args:
             rotary: the model's rope module, such as `checkpoints.rope.RotaryEmbedding`.

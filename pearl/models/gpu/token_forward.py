@@ -373,7 +373,7 @@ class _TableForward:
         product: Product,
         cut: Cut,
     ) -> None:
-        """Launch a product for every layer that has one of this shape, to time it."""
+        """Launch a product for every layer that has a product of this shape, to time the cut."""
         for launch in self._products[product]:
             launch(cut)
 
