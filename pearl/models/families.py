@@ -70,8 +70,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             None: a norm rounds its input before the weights are applied, as in Llama.
         fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
             it.
-        default_window: the attention window of all layers if config.json has neither sliding_window nor layer_types;
-            0: unlimited. None: all layers have full attention if config.json has no layer_types.
+        default_window: the attention window of all layers, for a config.json with neither
+            sliding_window nor layer_types; 0: unlimited. None: in models of this family, all layers
+            have full attention if config.json has no layer_types.
         scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
         has_multipliers: whether config.json has multipliers of embeddings, scores, residuals and
             logits, as Granite's has.

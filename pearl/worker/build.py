@@ -409,7 +409,7 @@ def tensor_channel(
 ) -> Callable[[int], TensorChannel] | None:
     """Return a function that opens the tensor channel for a vocabulary size.
 
-    Return None if there is no tensor channel, so that dense distributions are sent as frames.
+    Without a tensor channel, return None: dense distributions are then sent as frames.
     """
     config = settings.config
     kind = settings.tensors or config.tensors
