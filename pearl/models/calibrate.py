@@ -21,9 +21,8 @@ _MOST_DRAFTS = 200
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
     """Time forwards that are fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
 
-    If the runner has CUDA graphs of two sizes, also time forwards of as many tokens as fit the
-    smaller graph, of one token more, and of as many as fit the larger graph.  The cache is empty
-    afterwards.
+    If the runner has CUDA graphs of two sizes, such as 16 and 64 rows, forwards of 16, 17 and 64
+    tokens are timed too.  The cache is empty afterwards.
 
     Args:
         brief: whether the times are known already. The model is then run only once, and no times

@@ -59,8 +59,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: a setting of config.json -> the beginnings of the names of the matrices that have a
-            bias if the setting is true. The setting "" is always true.
+        biases: which matrices have a bias if a setting of config.json is true: the setting -> the
+            beginnings of the matrices' names, such as "mlp_bias" -> ("mlp",). The setting "" is
+            always true.
         head_norms: how queries and keys are normalised (RMS): "each" head alone, "all" heads
             together, or "" for not at all.
         norms: names of a layer's norms before attention, after attention, before the MLP and after
@@ -69,8 +70,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             None: a norm rounds its input before the weights are applied, as in Llama.
         fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
             it.
-        default_window: the attention window of all layers if config.json has neither sliding_window nor layer_types;
-            0: unlimited. None: all layers have full attention if config.json has no layer_types.
+        default_window: the attention window of all layers, for a config.json with neither
+            sliding_window nor layer_types; 0: unlimited. None: in models of this family, all layers
+            have full attention if config.json has no layer_types.
         scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
         has_multipliers: whether config.json has multipliers of embeddings, scores, residuals and
             logits, as Granite's has.
@@ -107,8 +109,8 @@ class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         architecture: llama.cpp's name of the family; "": its files are not read.
-        needed: a key that a file must have, besides those that every file must have -> its setting
-            in config.json.
+        needed: the keys that files of this family must have, in addition to the keys that the files
+            of all families must have: the key -> its setting in config.json.
         optional: a key that a file may lack -> its setting in config.json. If a size is missing
             that the model does need, the check of the tensors' shapes fails.
         settings: values of config.json for settings that a file does not state.

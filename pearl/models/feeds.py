@@ -68,9 +68,9 @@ def parent_rows(parents: Sequence[int], first: int) -> list[int]:
 
 
 def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
-    """Return whether `path` is a path in a tree from the slot's sequence on.
+    """Return whether the nodes of `path` can continue the slot's sequence, in their order.
 
-    Its first node must follow the sequence, and each node must be the parent of the next.
+    The first node must follow the sequence, and each node must be the parent of the next.
     """
     expected_parent = -1
     for node in path:

@@ -31,10 +31,10 @@ class Capabilities:
             drafting head; 0: it keeps none. See `ForwardRunner`.
         together: whether the feeds of several slots are one forward. Otherwise they are computed
             one after the other.
-        prompt_piece: number of a prompt's positions that are computed together. Another text can
-            reuse the cache of a prompt only in whole pieces, because positions after these may have
-            been computed in another way, with other bits. 1: it can reuse the cache up to any
-            position.
+        prompt_piece: number of a prompt's positions that are computed together, as a piece. Another
+            text can reuse the cache of a prompt only in whole pieces, because positions after the
+            last whole piece may have been computed in another way, with other bits. 1: another text
+            can reuse the cache up to any position.
     """
 
     slots: int = 1

@@ -2,7 +2,7 @@
 
 OpenMP starts a team of threads for each thread that calls torch. The team spins between two
 operations, and its threads wait for each other at the end of each operation. If another process
-holds the core of one of them, the others wait for milliseconds.
+holds the core of one thread, the whole team waits for milliseconds.
 """
 
 from __future__ import annotations

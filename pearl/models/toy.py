@@ -195,7 +195,8 @@ def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 
         spec: such as "toy" or "toy:vocab=32,alpha=0.8,seed=1,context=4096". With coin=1 the model
             is one of a `coin_pair`, else of an `alpha_pair`.
         role: "target" or "draft".
-        texts: number of texts at a time. In further slots, a draft prepares for other outcomes.
+        texts: number of texts at a time. The runner has a slot for each text, and a few slots more
+            for a draft's branches.
     """
     options = toy_options(spec)
     make_pair = coin_pair if options.coin else alpha_pair

@@ -168,7 +168,10 @@ def _has_room(directory: Path) -> bool:
 
 
 def _short_directory() -> Path:
-    """Return this user's own directory in /tmp. Raises `ConfigError` if others could enter it, or it cannot be made."""
+    """Return this user's own directory in /tmp.
+
+    Raises `ConfigError` if the directory cannot be made, or if other users could enter it.
+    """
     directory = Path(SHORT_DIRECTORY.format(user=os.geteuid()))
     with suppress(OSError):
         directory.mkdir(mode=0o700)

@@ -83,7 +83,7 @@ class Connection(Endpoint, Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether the connection has not been cut off yet."""
+        """Whether the connection can still be used; false once it was cut off."""
         ...
 
 

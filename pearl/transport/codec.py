@@ -59,9 +59,10 @@ _OF_TARGET = (
 
 
 def _wire_row(row: object) -> WireRow:
-    """Return what the header holds for a distribution.
+    """Return the header's entry for a distribution.
 
-    It is the row itself if the row is sparse, otherwise a marker that says where the row is sent.
+    The entry is the distribution itself if it is sparse. Otherwise it is a marker that says whether
+    the distribution is sent as a frame or over the tensor channel.
     """
     if isinstance(row, PackedRow):
         return FRAME if row.ids is None else SparseRow(row.ids, row.probs)

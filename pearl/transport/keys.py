@@ -61,7 +61,10 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file. Raises `ConfigError` if it is no key file, or if other users may read or change it."""
+    """Return the keys in a file.
+
+    Raises `ConfigError` for a file that holds no keys, or that other users may read or change.
+    """
     try:
         # Opened without blocking, because it may be a pipe. It is checked after it was opened, so
         # that the file that is read is the one that was checked.

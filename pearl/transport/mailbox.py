@@ -28,8 +28,9 @@ class Mailbox:
 
     Args:
         outgoing: applied to each message before it is sent.
-        incoming: applied in the thread to each received message. `receive` returns its result, or the `ProtocolError`
-            or `TransportError` that it raises; if the result is None, `receive` returns nothing for this message.
+        incoming: applied in the thread to each received message. `receive` returns the result of
+            `incoming`, or the `ProtocolError` or `TransportError` that `incoming` raised. If the
+            result is None, `receive` returns nothing for this message.
     """
 
     def __init__(

@@ -163,7 +163,8 @@ class NcclGroup:
 class TorchrunStore:
     """The store that torchrun keeps for its workers, through which ranks exchange addresses.
 
-    Keys are prefixed with the run's id and its restart count, so a restarted run reads none of an earlier attempt.
+    Keys are prefixed with the run's id and its restart count. So a restarted run does not read the
+    addresses of an earlier attempt.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:

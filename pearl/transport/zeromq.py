@@ -193,7 +193,10 @@ class _Socket:
         return arrivals
 
     def _pass_on(self) -> None:
-        """Wake the waiting thread if more can be read; the file descriptor signals it only once."""
+        """Wake the waiting thread if more messages can be read.
+
+        ZeroMQ's file descriptor would not wake it, because it signals new messages only once.
+        """
         if _is_readable(self._socket):
             self._rouse()
 
@@ -283,8 +286,8 @@ class ZmqConnection(_Socket):
     """The end that connects. Until the listener exists, messages wait in the queue.
 
     It does not reconnect after a disconnection, because another engine might answer. If the
-    listener refuses the connection, `receive` returns this error once, because no message will ever
-    come.
+    listener refuses the connection, `receive` returns a `TransportError` once, because no message
+    will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
@@ -337,7 +340,7 @@ class ZmqConnection(_Socket):
 
     @property
     def connected(self) -> bool:
-        """Whether the connection has not been cut off yet; true before there is a listener."""
+        """Whether the connection can still be used; true also before there is a listener."""
         with self._lock:
             self._check_monitor()
         return not self._failure

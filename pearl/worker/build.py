@@ -294,8 +294,9 @@ def _draft_vocabulary(
 ) -> tuple[Translation | None, Tokenizer, ModelConfig]:
     """Return (translation, tokenizer, model) for the token ids that the draft sends to the target.
 
-    `tokenizer` defines these ids. It is the tokenizer of `model`, which is the draft or the target. `translation`
-    converts between these ids and the ids that the draft computes with; it is None if the two are the same.
+    `model` is the model whose ids are sent, the draft or the target; `tokenizer` is its tokenizer.
+    `translation` converts between the ids that are sent and the ids that the draft computes with.
+    It is None if no ids need to be converted.
     """
     trust = config.trust_remote_code
     if is_head(config.draft):
@@ -408,7 +409,7 @@ def tensor_channel(
 ) -> Callable[[int], TensorChannel] | None:
     """Return a function that opens the tensor channel for a vocabulary size.
 
-    Return None if there is no tensor channel, so that dense distributions are sent as frames.
+    Without a tensor channel, return None: dense distributions are then sent as frames.
     """
     config = settings.config
     kind = settings.tensors or config.tensors

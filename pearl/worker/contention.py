@@ -30,9 +30,9 @@ class CoreWait:
         self._before = thread_times()
 
     def share(self) -> float:
-        """Return the share of the time since construction for which a computing thread waited.
+        """Return the longest wait of a computing thread, as a share of the time since construction.
 
-        It is that of the thread that waited longest.
+        For example, it is 0.1 if a thread waited 1 s in 10 s, and no other thread waited longer.
         """
         seconds = max(1e-9, time.monotonic() - self._began)
         return min(1.0, longest_wait(self._before, thread_times()) / seconds)

@@ -66,7 +66,7 @@ class DraftWorker:
         slots: how many requests are drafted for at the same time.
         beat: called by the loop every `heartbeat_seconds` with 0, and before long work with the
             seconds that the work may take.
-        computes: called once in the thread that computes.
+        computes: called once in the thread that computes, before its first forward.
         piece: see `Capabilities.prompt_piece`.
     """
 
@@ -180,7 +180,7 @@ class DraftWorker:
         self._ready()
 
     def _prepare(self, executor: DraftExecutor, packer: RowPacker, *, is_brief: bool) -> float:
-        """Measure the model and start the thread that computes; return the seconds of a token.
+        """Measure the model, start the thread that computes, and return the seconds per token.
 
         Args:
             is_brief: whether to measure only a few forwards.

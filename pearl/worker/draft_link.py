@@ -107,7 +107,8 @@ class DraftLink:
     def lose(self, why: str) -> None:
         """Give the draft up, and send it the error.
 
-        If the draft is still connected, it exits on this error, and its launcher starts it again.
+        A draft that is still connected exits when it receives the error; its launcher starts it
+        again.
         """
         self._loss = (why, time.monotonic())
         self.post(Error(-1, "DraftLost", why))
@@ -224,9 +225,10 @@ class DraftLink:
     def examined(self, peer: Peer, message: Message) -> Message:
         """Check a message of the draft, and make tensors of its distributions.
 
-        Draft tokens from another peer are ignored, because a few bytes could become a row of the
-        whole vocabulary for each token. This method runs in the mailbox's thread, and waits there
-        for announced rows while the loop computes.
+        If the message comes from a peer that is not the draft, its tokens are ignored. Otherwise
+        any peer could fill the memory, because a few bytes can stand for a row of the whole
+        vocabulary. This method runs in the mailbox's thread, and waits there for announced rows
+        while the loop computes.
 
         Raises `RemoteProtocolError` for a token id that the target lacks, or a row that is no
         distribution, and `TransportError` if announced rows do not come.
@@ -271,8 +273,8 @@ class DraftLink:
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
         """Return the message, without its distributions if the request's rule does not need them.
 
-        Return None if the request was not opened, so that no draft can know it. Raises
-        `RemoteProtocolError` if the rule needs distributions and they are missing.
+        Return None if this target has not opened the request. Raises `RemoteProtocolError` if the
+        rule needs distributions and they are missing.
         """
         needs = self._executor.needs_rows(message.request)
         if needs and not message.rows:
@@ -286,9 +288,9 @@ class DraftLink:
     def _receive_announced(self, count: int) -> torch.Tensor:
         """Receive `count` announced rows at once, [count, vocab].
 
-        Rows of outdated messages are received too, so that later rows are not taken for them.
-        Raises `RemoteProtocolError` for a row that is no distribution, and `TransportError` if the
-        rows do not come.
+        The rows of outdated messages are received too, because the channel delivers rows in the
+        order in which they were sent. Raises `RemoteProtocolError` for a row that is no
+        distribution, and `TransportError` if the rows do not come.
         """
         channel = self._channel  # the loop may close it at any time
         if channel is None:

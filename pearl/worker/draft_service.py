@@ -1,4 +1,4 @@
-"""A draft worker as a service: it drafts for any number of targets in other engines, which connect to it.
+"""A draft worker as a service: other engines connect to it, and it drafts for their targets.
 
 The requests of all these targets share the draft's slots.  A draft never decides anything about a text, so an engine
 that leaves, hangs or lies costs the others nothing but the slots of its requests.
@@ -62,8 +62,8 @@ class DraftService(DraftWorker):
 
     Args:
         hello: introduces the draft; `vocab_size` and `vocab_digest` are those of the draft's tokenizer.
-        digest: computes the digest of the draft's first n ids, which is compared with that of an
-            engine that has n ids.
+        digest: digest(n) is the digest of the first n ids of the draft's vocabulary. If an engine's
+            vocabulary has n ids, its digest must be equal to digest(n).
         executor: computes the drafts.
         slots: how many requests are drafted for at the same time; further requests are refused for
             now.
@@ -144,7 +144,7 @@ class DraftService(DraftWorker):
         self._mail.send(Heartbeat(self._num_forwards, "calibrated", 1, self._seconds), peer)
 
     def _misfit(self, hello: Hello) -> str:
-        """Return why the draft cannot serve this engine; "" if nothing here speaks against it."""
+        """Return why the draft cannot serve this engine; "" if `hello` shows no reason."""
         if hello.version != PROTOCOL_VERSION:
             return f"it speaks version {hello.version} of the wire, this draft {PROTOCOL_VERSION}"
         if hello.role is not Role.TARGET:

@@ -69,7 +69,7 @@ class DraftHealth:
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
-        """Note a draft's seconds per token; return whether this is its first such message."""
+        """Note the draft's seconds per token; return whether it reports them for the first time."""
         is_news = not self._is_calibrated
         self._is_calibrated = True
         self._usual_pace = seconds
@@ -83,7 +83,7 @@ class DraftHealth:
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
-        """Note that tokens have come, so that target and draft do not wait for each other."""
+        """Note that tokens have come: target and draft do not wait for each other."""
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:

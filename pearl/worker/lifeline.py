@@ -28,8 +28,8 @@ _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is kill
 def _continue_when_orphaned() -> None:
     """Let the kernel send SIGCONT when the launcher dies, so that even a stopped worker ends.
 
-    The kernel sends the signal when the *thread* that created this process ends, which may be
-    earlier. SIGCONT does no harm to a process that is not stopped.
+    The kernel sends the signal when the *thread* that created this process ends. The launcher may
+    live longer than this thread, but SIGCONT does no harm to a process that is not stopped.
     """
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -106,9 +106,9 @@ def shared_gpus(config: EngineConfig) -> str:
 def pin(config: EngineConfig, role: ModelRole) -> None:
     """Pin this thread, and the threads that it will start, to the cores of the worker's device.
 
-    The host threads of a GPU are pinned to the cores that the other worker leaves. If one of them
-    shared a core with the other worker's forward, the forward would have to wait for it.  Threads
-    that are already running, such as those of the sockets, stay unpinned.
+    The host threads of a GPU are pinned to the cores that the other worker leaves. If a host thread
+    shared a core with the other worker's forward, the forward would have to wait for the thread.
+    Threads that are already running, such as those of the sockets, stay unpinned.
     """
     cores = settled(config, role).cores
     if cores is not None:
@@ -121,7 +121,9 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
 
 
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
-    """Return the sets of cores that the target can choose from; empty if there is only one.
+    """Return the sets of cores that the target can choose from; empty if it has no choice.
+
+    It has no choice if there is only one core, or if its device names no cores, as a GPU does not.
 
     Call this before the target is pinned, because `auto` depends on the cores that this process may
     use.

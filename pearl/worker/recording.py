@@ -10,7 +10,7 @@ from pearl.worker.fronts import Post
 class Recordings:
     """Begins and ends recordings, one at a time, for the fronts that ask for them.
 
-    A front is told once both target and draft have begun or ended its recording.
+    A front gets its answer only after both target and draft have begun or ended its recording.
 
     Args:
         post: sends a message to a front.

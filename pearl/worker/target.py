@@ -329,7 +329,10 @@ class TargetWorker:
         self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
-        """Go on without the draft. If this worker is ending, report no loss, because both end."""
+        """Go on without the draft.
+
+        If this worker is ending, report no loss, because then the draft is meant to end too.
+        """
         if self._stopping():
             self._draft.close()
             return

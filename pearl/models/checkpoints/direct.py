@@ -78,8 +78,8 @@ class UnsupportedWeights(Unsupported):
 class Weight(nn.Module):
     """A module with a weight and perhaps a bias: a linear layer, a norm, or the embedding.
 
-    A quantised matrix is made only when `weight` is first read, because it takes a byte for each
-    weight until it is laid out for our products.
+    A quantised matrix is made only when `weight` is first read.  Until the matrix is laid out for
+    our products, it takes a byte for each of its weights.
 
     Args:
         weight: the weight, or a function that makes it.
@@ -235,9 +235,10 @@ class _Builder:
         return decoder
 
     def _tied_head(self, decoder: Decoder) -> Embedding | Callable[[], Weights]:
-        """Return the weight of the output head of a model that ties it to the embedding.
+        """Return the weight of the output head, for a model whose head is the embedding.
 
-        The head gets a module of its own, because the runner will take the weight away from it.
+        The head gets a module of its own, because the runner will take the weight out of the head's
+        module, and still needs it in the embedding's.
         """
         if OUTPUT in self.stored.matrices:
             return self._weight(OUTPUT)
@@ -324,9 +325,9 @@ class _Source:
     def plain_shapes(self) -> Shapes:
         """Return the shapes of the tensors that are not quantised, by name.
 
-        Tensors of a quantised KV cache are left out.  If the model ties its output head, a head in
-        the files is left out too, provided that it equals the embedding.  Any other head was
-        trained by itself, and transformers does not tie it either.
+        Tensors of a quantised KV cache are left out.  The files may have an output head although
+        config.json says that the model uses the embedding.  Such a head is left out if it equals
+        the embedding.  Otherwise it was trained by itself, and transformers keeps it, too.
         """
         shapes = {}
         for name, file in self._files.items():
@@ -391,7 +392,7 @@ class _StackedSource(_Source):
         return tensor[place.rows].contiguous()
 
     def _part(self, place: _Slice, suffix: str) -> torch.Tensor:
-        """Return the expert's part of the stack whose name is that of `place` with `suffix`."""
+        """Return an expert's part of a stack. The stack's name is `place.stack` plus `suffix`."""
         stack = f"{place.stack}{suffix}"
         tensor: torch.Tensor = self._opened[self._files[stack]].get_slice(stack)[place.expert]
         return tensor

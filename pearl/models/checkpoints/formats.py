@@ -33,7 +33,8 @@ def _bits(block: torch.Tensor) -> torch.Tensor:
 def fields(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Split words of 32 bits [..., n] into unsigned fields [..., n * 32 / bits].
 
-    The field in a word's lowest bits comes first, unless `order` lists the numbers of the fields.
+    Field 0 has a word's lowest bits.  The fields of a word are returned in the order 0, 1, 2 ... or
+    as `order` says: with 0, 4, 1 ..., for example, field 4 comes second.
     """
     shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
@@ -68,7 +69,7 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
     """Return a reader of Q4_K or Q5_K, in which 32 weights share a scale and a least weight.
 
-    8 such groups share one factor for their scales, and one for their least weights.
+    8 such groups share two factors: one for their scales, and one for their least weights.
     """
 
     def read(block: torch.Tensor) -> QuantisedMatrix:

@@ -279,9 +279,9 @@ def _reader_of(file: Path) -> Any:
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[Any], list[int], list[Any]]:
-            """Return the parts of a field, as gguf-py's method does.
+            """Return the parts of a field, as gguf-py's method does, with two differences.
 
-            But the numbers of an array are a single part, and strings come without their lengths.
+            The numbers of an array are a single part, and strings come without their lengths.
             """
             kind = GGUFValueType(raw_type)
             if kind != GGUFValueType.ARRAY or self.byte_order != "I":

@@ -57,7 +57,7 @@ class GgufWeights:
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight, dequantised if it is quantised.
 
-        It stays mapped if neither its numbers, nor its dtype, nor its device change.
+        A weight that is needed as it is in the file, on the CPU, stays mapped and is not copied.
         """
         tensor = self._tensors[name]
         rows = self._rows(name)
@@ -130,7 +130,10 @@ class GgufWeights:
 
 
 def _taken(weights: dict[str, torch.Tensor], stem: str, part: str) -> torch.Tensor:
-    """Remove the weights of one part of all experts, and return them as a stack in the order of the experts."""
+    """Remove the weights whose names begin with `stem` and end with `part`; return their stack.
+
+    For example, `part` is ".up_proj.weight".  The stack has the weights of expert 0, expert 1 ...
+    """
     names = [name for name in weights if name.startswith(stem) and name.endswith(part)]
     return torch.stack([weights.pop(name) for name in names])
 

@@ -405,7 +405,9 @@ def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConf
 
 
 def _unfit_weights(model: Any, loading_info: dict[str, Any]) -> str:
-    """Return what is wrong if weights are in no file, or have another shape there; otherwise "".
+    """Return what is wrong with a model's weights: missing in the files, or of a wrong shape there.
+
+    Return "" if nothing is wrong.
 
     transformers fills missing weights with random numbers, and missing learned buffers with zeros
     or ones.  A missing buffer with other values is no error, because transformers computes such
@@ -500,11 +502,11 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
 def steady_positions(config: Any) -> int | None:
     """Return how many positions a text may have before its length changes the rope's angles.
 
-    Return None if the length never changes them.  Where it does, transformers chooses the angles of
-    each forward by the forward's largest position: a "longrope" has long or short factors, a
-    "dynamic" rope a growing base.  But keys in the cache keep their old angles.  So the logits
-    would depend on how the text was cut into forwards, that is, on method, window and chunks of the
-    prompt.
+    Return None if the length never changes the angles.  The length changes the angles of a
+    "longrope", which has long or short factors, and of a "dynamic" rope, whose base grows.  For
+    such a rope, transformers chooses the angles of each forward by the forward's largest position,
+    but keys in the cache keep their old angles.  So the logits would depend on how the text was cut
+    into forwards, that is, on method, window and chunks of the prompt.
     """
     ropes = _changing_ropes(config)
     if not ropes:

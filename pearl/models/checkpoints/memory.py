@@ -224,8 +224,8 @@ def cache_bytes(config: Config, positions: int, item: int) -> int:
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
     """Return a line that says how much memory the model needs.
 
-    If this is a large share of the memory, the line also says how much memory there is.  Return ""
-    if the need is below 1 GB, or if the need or the memory is unknown.
+    If the need is a large share of the memory, the line also says how much memory there is.  Return
+    "" if the need is below 1 GB, or if the need or the memory is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.

@@ -66,8 +66,8 @@ def _integers(
 ) -> QuantisedMatrix:
     """Return the matrix of weights that are given as unsigned integers.
 
-    Integers of up to 4 bits are kept as they are. From larger ones, and from their zero points, 2 ** (bits - 1) is
-    subtracted, so that they fit into int8.
+    Integers of up to 4 bits are kept as they are. From larger integers, and from their zero points,
+    2 ** (bits - 1) is subtracted, so that the integers fit into int8.
 
     Args:
         steps: [out, in], uint8, the integers; each has `bits` bits.
@@ -306,9 +306,9 @@ def matrices(
 ) -> dict[str, Make]:
     """Return functions that load the quantised matrices of a checkpoint, by the weight's name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Modules with the same recipe
-    and the same tensor names have the same layout.  So it is enough to check the first of them,
-    which is loaded at once.
+    Modules with the same recipe and the same tensor names have the same layout.  The first module
+    of each layout is loaded at once, as a check.  Raises `Unread` for a setting or a tensor that is
+    not read here.
 
     Args:
         scheme: the checkpoint's `quantization_config`.

@@ -218,7 +218,7 @@ class Native:
         weights: weights for which `takes` returns true.
 
     Attributes:
-        scratch: floats of working memory that a product needs for each row.
+        scratch: size of the working memory that a product needs for each row, in floats.
         rounds_rows: whether rows really are rounded to 8 bits.
     """
 
@@ -390,7 +390,10 @@ def _loaded() -> ctypes.CDLL:
 
 
 def computes(*tensors: Embedding) -> bool:
-    """Return whether `normalise`, `gated` and `attend` take tensors of these devices and dtypes."""
+    """Return whether `normalise`, `gated` and `attend` can compute with all of these tensors.
+
+    Their devices and dtypes decide.
+    """
     if library() is None:
         return False
     return all(tensor.device.type == "cpu" and tensor.dtype in _DTYPES for tensor in tensors)
@@ -471,9 +474,10 @@ class Attention(ctypes.Structure):
 
 
 def attend(arguments: Attention) -> None:
-    """Compute the attention of rows; write `out`, and the rows' keys and values.
+    """Compute the attention of rows, and write it to `out`.
 
-    These are written to `new_keys` and `new_values`, and for chains to the cache too.
+    The rows' keys and values are written to `new_keys` and `new_values`. Those of chains are also
+    written to the cache.
     """
     _loaded().pearl_attend(ctypes.byref(arguments))
 

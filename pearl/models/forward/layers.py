@@ -226,8 +226,8 @@ class DecoderLayers:
         weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
         embedding: [vocab, hidden].
         norm: the weights of the last norm.
-        taps: layers whose inputs are kept as `features`, in that order; the number of layers stands for
-            the states that the last norm reads.
+        taps: numbers of the layers whose inputs are kept as `features`, in the order of `features`.
+            If the model has N layers, the number N stands for the input of the last norm.
         features: [n, len(taps) * hidden], the states that the last forward kept; None if `taps` is
             empty.
         scoring: how positions are scored, with a window for each layer.
@@ -365,8 +365,8 @@ class DecoderLayers:
     ) -> dict[str, Rope]:
         """Return cosines and sines of `positions` [n] for each of the layers' ropes, by its name.
 
-        The first half of the sines is negated, because rotating a vector swaps its halves and
-        negates one of them, while `roll` only swaps them. So rotated(x) = x * cos + roll(x) * sin.
+        They are for the formula rotated(x) = x * cos + roll(x) * sin, where roll(x) swaps the two
+        halves of x. The first half of the sines is negated, because a rotation subtracts there.
 
         Args:
             rotary: the model's rope module, such as `checkpoints.rope.RotaryEmbedding`.

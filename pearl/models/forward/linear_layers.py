@@ -136,7 +136,7 @@ class KernelMatrix:
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants that a product's kernel takes from the matrix: all of them but N."""
+        """Return the constants that a product's kernel takes from the matrix, but without N."""
         return self.options() | {
             "K": self.shape[1],
             "BIAS": self.bias is not None,
@@ -299,7 +299,7 @@ def for_kernels(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> KernelMatrix:
-    """Lay out several matrices for our GPU kernels, as one with their outputs side by side.
+    """Join several matrices into one for our GPU kernels, with their outputs side by side.
 
     Matrices that are quantised in different ways are converted to steps of 8 bits. All are
     dequantised if one of them does not fit into such steps, or is not quantised.

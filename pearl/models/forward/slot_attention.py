@@ -243,10 +243,10 @@ class BlockMask(NamedTuple):
     Attributes:
         windows: for each layer, the attention window in positions; 0: a row sees all positions
             before the block.
-        is_causal: for each layer, whether a row does not see later rows of the block.
-        has_one_start: whether a window ends just before the block, so that all rows see the same
-            positions there. Otherwise, as usual, a row's window ends with its own position and
-            counts it.
+        is_causal: for each layer, whether later rows of the block are hidden from a row.
+        has_one_start: where a window ends. If true, the windows of all rows end just before the
+            block, so that all rows see the same positions before the block. If false, the window
+            of a row ends with the row's own position, as in ordinary layers.
     """
 
     windows: tuple[int, ...]

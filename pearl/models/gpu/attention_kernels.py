@@ -32,8 +32,8 @@ class AttentionShape(NamedTuple):
 
     Attributes:
         ROWS: rows of the table.
-        R: number of pairs of a tile's row and a query head that shares one key-value head, rounded
-            up to a power of two.
+        R: number of queries that a tile has for one key-value head, rounded up to a power of two:
+            rows of a tile times query heads that share the key-value head.
         HQ, HK: number of query heads, number of key-value heads.
         D: dimensions of a head.
         WIDE: D rounded up to a power of two; numbers beyond D are 0.
@@ -181,9 +181,10 @@ def _attend_part(query, positions, keys, values, start, path, begin, high, scale
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """Return the fields of tile number `t`, a `row_table.TableTile`.
+    """Return the fields of tile number `t`, a `row_table.TableTile`, with two changes.
 
-    In place of the field `parts`, return the number of the tile's parts, `parts` - `begin`.
+    The field `parts` is replaced by `parts` - `begin`, which is how many parts the tile has.  The
+    field `apart` is true or false.
     """
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     begin = tl.load(at + 7).to(tl.int32)

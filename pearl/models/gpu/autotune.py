@@ -1,4 +1,7 @@
-"""Autotuner: chooses tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
+"""Autotuner: chooses the tile sizes of the decode GEMMs.
+
+The kernels are timed once for each GPU and each shape; the choices are kept in a file.
+"""
 
 import json
 import logging

@@ -76,7 +76,10 @@ class Prompts:
         return self._replay()
 
     def forward(self, feed: Feed) -> Rows:
-        """Return the logits that the feed asks for, and the states for a head of all its tokens."""
+        """Return the logits that the feed asks for, and the states that a drafting head reads.
+
+        The states are those of all tokens of the feed; None if no head reads states.
+        """
         start = self._slots.lengths[feed.slot]
         end = start + len(feed.tokens)
         logits: list[torch.Tensor] = []
@@ -98,7 +101,7 @@ class Prompts:
         piece: Feed,
         start: int,
     ) -> Rows:
-        """Return the logits that a piece asks for, and for all its rows the states for a head.
+        """Return the logits that a piece asks for, and the states of all its rows for a head.
 
         The output head multiplies `FED` rows at a time, from a multiple of `FED` on, so that a row's logits
         always come from the same kernel.

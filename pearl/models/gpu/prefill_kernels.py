@@ -5,8 +5,8 @@ The kernels read the slot, the start and the number of tokens from the device's 
 
 A row's bits depend only on its position and its sequence. Blocks of keys are counted from position 0 and
 added one after the other; a block or a position that a row does not see adds exactly zero. Blocks that all
-rows of a tile see are computed without a mask. This changes no bits: a mask replaces scores before any
-arithmetic on them, and leaves the others as they are.
+rows of a tile see are computed without a mask. This changes no bits: a mask replaces the scores of
+hidden positions before any arithmetic on scores, and does not change those of visible positions.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ Record = Callable[[Callable[[], Rows]], Callable[[], Rows]]
 
 
 def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> Rows:
-    """Concatenate the logits and the hidden states of a forward's pieces.
+    """Concatenate the logits of a forward's pieces, and the hidden states of the pieces.
 
-    The results are copies, unless there is a single piece: its logits are returned as they are.
+    The results are copies, with one exception: the logits of a single piece are not copied.
     """
     rows = logits[0]
     if len(logits) > 1:

@@ -77,10 +77,10 @@ class TablePiece(NamedTuple):
 
 
 def visible(position: int) -> int:
-    """Return the number of positions over which the parts of a row at `position` are spread.
+    """Return the least power of two above `position`, but at least `_LEAST_VISIBLE`.
 
-    It is the least power of two above `position`, and at least `_LEAST_VISIBLE`. For example, it is
-    1024 for position 600.
+    For example, it is 1024 for position 600. This number decides the length of a row's parts, so
+    that neighbouring rows mostly have parts of the same length.
     """
     return max(_LEAST_VISIBLE, 1 << position.bit_length())
 

@@ -37,8 +37,9 @@ class TileShape(NamedTuple):
         ROWS: rows of x.
         NORMS: whether x is multiplied by the weights of a norm.
         BITS, GROUP, EXTRA, OFFSET: see `linear_layers.KernelMatrix`.
-        APART: if positive, BN further columns are multiplied too, which are this far from the first
-            ones. If the first ones are columns of gate, the further ones are columns of up.
+        APART: 0, or the distance in columns from the BN columns to BN further columns, which are
+            multiplied too. For example, the columns are those of gate, and the further columns
+            those of up.
         OVERLAPS: see `product_kernels`.
     """
 
@@ -109,7 +110,7 @@ def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
 
 @triton.jit
 def _load_scales(scales, starts, columns, shape):
-    """Load scales [S, BN, groups]: for each of `starts` [S], those of the next BK inputs."""
+    """Load the scales [S, BN, groups] of S runs of BK inputs, which begin at `starts` [S]."""
     BK: constexpr = shape.BK
     GROUP: constexpr = shape.GROUP
     COUNT: constexpr = BK // GROUP if GROUP < BK else 1
@@ -179,7 +180,10 @@ def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
 
 @triton.jit
 def _load_both(scales, starts, columns, shape):
-    """Load the scales of the columns, and of the columns APART further on, if any."""
+    """Load the scales of `columns`, and those of the columns that are APART further on.
+
+    If APART is 0, return the scales of `columns` twice.
+    """
     near = _load_scales(scales, starts, columns, shape)
     far = near
     if shape.APART:
@@ -198,10 +202,10 @@ def add_warps(sums):
 
 @triton.jit
 def multiply_tile(fed, x, norm, w, scales, column, shape):
-    """Multiply BN columns, which are the rows of w [N, K] from number `column` on, by x [ROWS, K].
+    """Multiply BN rows of w [N, K], which compute the outputs from `column` on, by x [ROWS, K].
 
-    Return two products [BN, ROWS]: one of these columns, and one of the columns APART further on.
-    The second is 0 if APART is 0.
+    Return two products [BN, ROWS].  The first is that of the BN rows; the second is that of the BN
+    rows that are APART further on, or 0 if APART is 0.
 
     Args:
         fed: [ROWS], 0 for padding rows, whose product is not needed; None: there are no padding
@@ -403,9 +407,10 @@ def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape)
 
 @triton.jit
 def _places(H: constexpr, shape):
-    """Return (row, start of the warp's inputs, inputs of the lane) for lanes in the order of a right side.
+    """Return which inputs each lane loads, for lanes in the order of the right side (see `_right`).
 
-    The inputs of a lane are counted from the start of its warp's inputs.
+    Return (row, start, inputs): a lane loads `inputs` of `row`, counted from `start`, the first
+    input of the lane's warp.
     """
     S: constexpr = shape.S
     BK: constexpr = shape.BK

@@ -109,7 +109,7 @@ class Decode:
     ) -> None:
         """Record the forward of tables of `size` rows.
 
-        It adds sums in the same order as the forward of the smallest tables.
+        The forward adds sums in the same order as that of the smallest tables.
         """
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
@@ -373,7 +373,7 @@ class _TableForward:
         product: Product,
         cut: Cut,
     ) -> None:
-        """Launch a product for every layer that has one of this shape, to time it."""
+        """Launch a product for every layer that has a product of this shape, to time the cut."""
         for launch in self._products[product]:
             launch(cut)
 

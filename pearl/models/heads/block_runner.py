@@ -27,7 +27,7 @@ from pearl.models.runner import Capabilities, check_feeds
 
 
 class _Rows(Block):
-    """A `Block` that takes its tokens from a list, and keeps the logits after the last of them."""
+    """A `Block` that takes its tokens from a list, and keeps the logits after the last token."""
 
     def __init__(self, ids: torch.Tensor, tokens: Sequence[int]) -> None:
         super().__init__(ids, self._given, 0, len(tokens) + 1)
@@ -93,8 +93,8 @@ class BlockRunner(StatesRunner):
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
         """See `StatesRunner.extend`.
 
-        If states of positions before `start` are missing, the head drops those it has, and keeps
-        only the states from `start` on.
+        If states of positions before `start` are missing, the head drops all states that it has
+        read, and begins again with the states from `start` on.
         """
         head = self.head
         text = self._texts[slot]

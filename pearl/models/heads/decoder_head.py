@@ -124,8 +124,9 @@ class DecoderHead(DraftHead):
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """Widen each window by the number of guesses, so that guesses do not move its start.
 
-    Heads are trained like this: in speculators' trainer, a token keeps seeing the states that it
-    saw in the first step, and in each further step it also sees all guesses since.
+    For example, with a window of 8 tokens and 2 guesses, the window becomes 10.  Heads are trained
+    like this: in speculators' trainer, the window of the first step stays visible in all further
+    steps, and the guesses of these steps are visible in addition.
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)

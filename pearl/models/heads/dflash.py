@@ -104,7 +104,8 @@ class BlockSettings:
         """Read config.json. Raises `ValueError` for settings that are not supported.
 
         Args:
-            computed: names of further settings that may be true.
+            computed: names of settings that may be true for heads of this kind, in addition to
+                those that may be true for every DFlash head.
             samples_from_anchor: whether heads of this kind that SpecForge trained sample from the
                 anchor. speculators writes this into config.json.
         """
@@ -321,8 +322,8 @@ class DFlashHead:
         """Run a block that continues a slot; return its states [size, hidden] after the last norm.
 
         Args:
-            anchor: the block's first token. It takes the position after those whose target states
-                are cached in the slot.
+            anchor: the block's first token. Its position is `lengths[slot]`, the first one for
+                which the slot has no states of the target.
         """
         layers = self._layers
         settings = self._settings

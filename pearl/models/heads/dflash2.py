@@ -4,8 +4,8 @@ It is a DFlash head with two changes.
 
 First, each attention and each MLP has a convolution before it and another after it.  A convolution
 sums a row of the block and the rows before it, with a coefficient for each distance and channel.
-The coefficient is a weight plus a number that is computed from the row, one for each group of
-channels.
+The coefficient is a weight plus a number that is computed from the row; all channels of a group
+have the same number.
 
 Second, a selector chooses among each row's likeliest tokens, the candidates.  It adds a score to
 each candidate's logit: the dot product of successor[candidate] with predecessor[token before] *

@@ -259,7 +259,14 @@ def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
 
 
 def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
-    """Return the name that a tensor has, or would have, in this checkpoint."""
+    """Return the checkpoint's name of a tensor whose name in speculators is `name`.
+
+    For "layers.0.x" it is "midlayer.x" if the checkpoint has a "midlayer".  The checkpoint need not
+    have the tensor.
+
+    Args:
+        in_file: speculators' name of a tensor -> its name in the checkpoint.
+    """
     has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
     if has_midlayer and name.startswith(_FIRST):
         return _MIDLAYER + name.removeprefix(_FIRST)

@@ -127,7 +127,8 @@ class Head(Protocol):
 
     Attributes:
         ids: [logits], the target's token id for each logit. A head may have a smaller vocabulary than its target.
-        lengths: number of positions in each slot whose hidden states are cached. Lower it to drop the last ones.
+        lengths: for each slot, number of positions whose hidden states are cached. To drop the last
+            positions of a slot, lower its number.
         context: positions that a slot has room for.
         deepest: most tokens of a proposal.
     """
@@ -148,8 +149,9 @@ class Head(Protocol):
         ...
 
     def propose(self, block: Block, slot: int) -> None:
-        """Add levels to `block` while it wants more, after the last token that `extend` was given.
+        """Add levels to `block` while it wants more.
 
-        The slot's cache is afterwards as before.
+        The first level follows the last token that `extend` was given. After the call, the slot's
+        cache holds the same positions as before the call.
         """
         ...

@@ -1,7 +1,8 @@
 """What the kinds of heads have in common: decoder layers that a config.json describes, and checks of tensors.
 
-A head's layers are ordinary decoder layers of our own forward pass.  Whatever a head has and we do not compute
-raises `ValueError`, because a head that is read wrongly only guesses badly and says nothing.
+A head's layers are ordinary decoder layers of our own forward pass.  Whatever a head has and we do
+not compute raises `ValueError`.  Without this error nobody would notice: the head would only guess
+badly.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def check_switches(settings: Iterable[Config], computed: Collection[str]) -> Non
 
     Args:
         settings: the tables of the config.json.
-        computed: the names that may be true, in addition to those that change no result.
+        computed: names of settings that we compute, and that may therefore be true. Settings that
+            change no result may always be true.
     """
     for part in settings:
         for name, value in part.items():
@@ -185,7 +187,10 @@ def shapes_of_biases(needed: Shapes) -> Shapes:
 
 
 def check_biases(tensors: Tensors, layers: int) -> None:
-    """Raise `ValueError` if matrices are computed as one, and only some of them have a bias."""
+    """Raise `ValueError` if a layer has a bias for some of the matrices that are joined into one.
+
+    For example, q_proj, k_proj and v_proj are joined: all three must have a bias, or none.
+    """
     for number in range(layers):
         for group in _TOGETHER:
             biases = [f"layers.{number}.{name}.bias" for name in group]

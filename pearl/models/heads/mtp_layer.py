@@ -6,10 +6,12 @@ the token's embedding and h the state.  Then the decoder layer reads input_proj 
 hidden_layernorm h].  The layer's output passes `final_layernorm`, and the target's output matrix
 makes logits of it.  When a drafted token is read next, the same output serves as h.
 
-Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.  In
-speculators' trainer, the rows for a text's second guesses attend to each other, as do those for the
-third guesses, and so on.  Engines instead let each guess attend to one cache, in which the text's
-tokens were read with the target's states.  This head does the same.
+Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.
+
+Training and drafting differ in what a guess attends to.  In speculators' trainer, a text's second
+guesses attend to its second guesses, its third guesses to its third guesses, and so on.  In
+engines, all guesses attend to one cache, in which the text's tokens were read with the target's
+states.  This head does as engines do.
 
 Source: "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025; speculators 0.9.0.
 """

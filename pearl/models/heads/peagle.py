@@ -99,7 +99,7 @@ class Waiting(NamedTuple):
     """The last tokens that a slot was given, which the next proposal computes together with its mask rows.
 
     Attributes:
-        start: how many tokens the slot had before them.
+        start: number of tokens in the slot before `tokens`.
         tokens: [n].
         states: [n, hidden], for each token the target's hidden states of the token before it, projected to `hidden`.
     """
@@ -144,7 +144,10 @@ class PeagleHead:
         self.lengths[slot] = start + len(tokens)
 
     def _compute(self, slot: int) -> None:
-        """Cache the last tokens that the slot was given, except those that were dropped since."""
+        """Cache keys and values of the last tokens that `extend` was given.
+
+        Tokens that were dropped in the meantime, by a lower length, are left out.
+        """
         start, tokens, states = self._last[slot]
         end = self.lengths[slot]
         if end > start:

@@ -2,11 +2,11 @@
 
 What a layer of transformers keeps decides which layer replaces it:
 
-* A layer that keeps keys and values, of all positions, of a window or of a chunk, is replaced by
-  `FixedLayer`, which keeps all positions.  transformers sizes a mask by the positions that the
-  cache layer holds, so the model's own mask still hides those outside of its window.  Some models
-  have an indexer, which chooses the positions to attend to; for these, `FixedLayer` keeps the
-  indexer's keys too.
+* A layer that keeps keys and values is replaced by `FixedLayer`.  The layer of transformers may
+  keep only the positions of a window or of a chunk; `FixedLayer` keeps all positions.  transformers
+  sizes the model's own mask by the positions that the cache layer holds.  So the mask covers all
+  positions, and hides those outside of the window.  Some models have an indexer, which chooses the
+  positions to attend to; for these models, `FixedLayer` keeps the indexer's keys too.
 * A layer that keeps the state of a recurrence or a convolution stays, and `Snapshots` copies its
   state.
 * A layer that keeps both is replaced by `HybridLayer`.
@@ -53,7 +53,8 @@ class FixedLayer(DynamicLayer):
 
     Attributes:
         keys, values: views of the valid positions. Some models read these attributes directly (Dory).
-        indexer_position_ids: positions of the indexed keys [.., filled], which a model appends to (Qwen4-Exp).
+        indexer_position_ids: [.., filled], the positions of the indexer's keys; the model itself
+            appends to them (Qwen4-Exp).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -175,10 +176,10 @@ class _Snapshot(NamedTuple):
 class Snapshots:
     """Copies of the recurrent layers' state at a few earlier lengths, for rollbacks.
 
-    A copy is made before each forward, because it takes a few milliseconds at most, while a forward
-    that feeds an earlier token again can take twice the time.  At most `SNAPSHOTS` copies are kept,
-    more of them at later lengths, so that after a rollback by n tokens fewer than n tokens are fed
-    again.
+    After a rollback to a length without a copy, the next forward feeds some earlier tokens again,
+    and can take twice as long.  So a copy is made before each forward: it takes a few milliseconds
+    at most.  At most `SNAPSHOTS` copies are kept.  They are closer together at later lengths, so
+    that after a rollback by n tokens, fewer than n tokens are fed again.
 
     Attributes:
         kept: the copies, by ascending length.

@@ -241,10 +241,10 @@ class HFRunner(ModelRunner):
             )
 
     def _continues(self, tokens: list[int]) -> bool:
-        """Return whether a forward of two tokens goes on from all recurrent state.
+        """Return whether a forward of two tokens reads all of the recurrent state before them.
 
-        Mamba's does not. To find out, each kind of state is changed in turn; if a change leaves the
-        logits as they are, the forward did not read that state.
+        Mamba's forward does not. To find out, each kind of state is changed in turn; if a change
+        leaves the logits as they are, the forward did not read that state.
         """
         rows: list[torch.Tensor] = []
         kinds = [""]  # the kind of state that each trial disturbs; "": none
@@ -279,9 +279,9 @@ class HFRunner(ModelRunner):
 def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the cosine similarity [n] of each row of `rows` and the same row of `expected`, both [n, vocab].
 
-    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  A column does not
-    count if a logit in it is infinite, or all its logits are the same, because a mask's -1e9 would
-    outweigh all others.
+    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  Two sorts of
+    columns are left out: those with an infinite logit, and those whose logits are all the same.
+    A model may set the logits of some tokens to -1e9, which would outweigh all other logits.
     """
     pair = torch.stack((rows, expected)).double()
     fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
