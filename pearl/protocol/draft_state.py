@@ -39,7 +39,7 @@ class DraftState:
 
     Args:
         context: the draft model's context length; 0 if there is no draft.
-        window: the window length c to begin with: the last one of the request that ended last.
+        window: the window length c to begin with: that of the request that ended last, at its end.
     """
 
     def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
@@ -158,11 +158,12 @@ class DraftState:
         return window
 
     def grant(self) -> int:
-        """Return the first position that the draft may not draft. This only grows within an epoch.
+        """Return the first position that the draft may not draft: the draft's limit.
 
-        Also choose the window c anew at every 8th call. c changes only here, where the draft gets a
-        new limit; otherwise the target could wait for tokens beyond the draft's limit. If the text
-        depends on c, c stays as first chosen, so that the text is reproducible.
+        Within an epoch the limit only grows. Every 8th call also chooses the window c anew. c
+        changes only here, where the draft gets a new limit. If c changed at other times, the target
+        could wait for tokens beyond the draft's limit. If the text depends on c, c stays as first
+        chosen, so that the text is reproducible.
         """
         request = self._request
         keeps = request.method.bonus and not request.options.commits_draws

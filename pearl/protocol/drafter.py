@@ -57,7 +57,7 @@ class DraftMachine(Machine):
             request.
         context: how many tokens a slot holds; positions from `context` on are never drafted.
         machines: the machines of all slots, this one included.
-        piece: see `Capabilities.prompt_piece`.
+        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
     """
 
     role: ClassVar[str] = "draft"
@@ -262,7 +262,8 @@ class DraftMachine(Machine):
     def _forward(self, do: Do, hedge: int = 0) -> None:
         """Start a forward that continues the text.
 
-        If `hedge` is positive, the forward continues branches of at most `hedge` tokens instead.
+        If `hedge` is positive, the forward continues branches instead of the text. Each branch then
+        gets at most `hedge` tokens.
         """
         assert self.begun is not None
         seq = self.sequence
@@ -366,7 +367,7 @@ class Drafter:
     Args:
         context: how many tokens a slot holds.
         slots: how many requests are drafted for side by side.
-        piece: see `Capabilities.prompt_piece`.
+        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
@@ -401,8 +402,9 @@ class Drafter:
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
         """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
 
-        If no slot is free, successive calls return one machine after the other. The target has then
-        ended one of the running requests, but that request's `Finish` message is still on its way.
+        No slot is free if the target has ended a running request whose `Finish` message is still on
+        its way. The draft cannot know which request that is. So successive calls then return one
+        machine after the other.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:

@@ -60,8 +60,8 @@ class Forwarded(OfRequest, frozen=True):
         beside: number of tokens in the same forward that are not of this request's text: tokens of
             other requests, or the window of Lookahead decoding. None if any part of a prompt was
             fed.
-        fed: the command's tokens and the guesses that were fed with them. None if the command's
-            tokens were fed alone.
+        fed: the tokens of the `Forward` command, and the guesses that were fed with them. None if
+            no guesses were fed.
     """
 
     seconds: float = 0.0
@@ -114,7 +114,7 @@ class DraftGone(Struct, frozen=True):
 
 
 class Failed(OfRequest, frozen=True):
-    """A result of the model cannot be used, which ends this request and no other.
+    """A result of the model cannot be used. This request ends, and no other.
 
     `kind` is the name of a class in `pearl.errors`.
     """
@@ -212,8 +212,8 @@ class Guess(Struct, frozen=True):
     """What the executor needs to guess, without the draft model, which tokens may follow the text.
 
     Attributes:
-        base: length of the part of the text that earlier `Guess`es gave and that has not changed
-            since. In a request's first `Guess` this is the length of the prompt.
+        base: number of the text's first tokens that the executor has already, from the prompt and
+            from earlier `Guess`es. If the text has changed since, only those before the change.
         tokens: the text's tokens from position `base` on.
         committed: number of committed tokens. Guesses may follow the last committed token and any
             pending token.

@@ -9,8 +9,8 @@ is the same as the target alone.
 A text is generated in stretches of at least 24 tokens, each with one way.  Most stretches use the
 best way so far; a trial uses another way for one stretch.  A comparison divides the trial's rate by
 the rate of the neighbouring stretches, which use the best way.  A way becomes the best way once the
-mean of its comparisons is half a standard error above that of the best way.  The rate that measured
-forward times predict for a way counts as its first comparison.
+mean of its comparisons shows it to be faster, by at least half the standard error of this mean.  A
+rate may also be predicted from measured forward times.  It counts as the way's first comparison.
 
 A trial costs the time of changing the way, and more if its stretch is slower.  A way is tried only
 if this cost is a small share of the text that is left, or of the tokens generated since its last
@@ -111,7 +111,7 @@ class Auto:
     Attributes:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
-        ways: all ways, in the order of first trials.
+        ways: all ways, in the order in which they are first tried.
         untimed: the way for texts that depend on what is proposed (as under rule ratio). Such a
             text uses this way from start to end.
         estimates: the estimate of each way.
@@ -211,8 +211,8 @@ class Auto:
                 stands for the rate of `ngram` until a stretch of `ngram` has been timed.
             one_core: estimated tokens per second of the target alone on one core; 0 if unknown.
             has_draft: whether there is a draft.
-            predicted: tokens per second of ways with a draft, predicted from measured forward
-                times. They count for ways that were never compared.
+            predicted: maps ways with a draft to tokens per second, which are predicted from
+                measured forward times. They are used for ways that were never compared.
         """
         self._reference = self._trial = None
         self._comparisons.clear()
@@ -269,10 +269,10 @@ class Auto:
     def end(self) -> None:
         """End the text.
 
-        The last stretch counts if it has at least half of a stretch's tokens and steps. If no
-        stretch of the best way has followed the last trial, the trial is compared with the best
-        way's last stretch in this text. If there is no such stretch either, the trial is compared
-        with the best way's usual rate.
+        The last stretch counts if it has at least half the tokens and half the steps of a whole
+        stretch. The last trial may not have been compared, because no stretch of the best way has
+        followed it. It is then compared with the best way's last stretch in this text. If the text
+        has no stretch of the best way, it is compared with the best way's usual rate.
         """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()

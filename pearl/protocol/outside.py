@@ -1,8 +1,9 @@
 """How a draft service drafts for another engine, such as vLLM, which verifies the draft tokens.
 
 The other engine reports the tokens that it has committed.  It may sample with any settings, but the
-draft is always greedy.  The engine accepts a draft token with the target's probability of that
-token.  As far as the draft can tell, this probability is highest for the draft's likeliest token.
+draft is always greedy.  This is best also for sampling: the engine accepts a draft token with the
+target's probability of that token.  As far as the draft can tell, this probability is highest for
+the draft's own likeliest token.
 """
 
 from pearl.config.options import RequestOptions

@@ -24,8 +24,8 @@ class Tally:
 
     Attributes:
         num_cached_tokens: prompt tokens whose KV cache entries were reused from an earlier request.
-        num_prefill_tokens: tokens committed before the first step after the prefill. The prefill's
-            last logits give one token.
+        num_prefill_tokens: tokens committed before the first step after the prefill. This is one
+            token, drawn from the prefill's last logits, or none.
         num_draft_tokens: draft tokens that reached the target, judged or not.
         num_judged_draft_tokens: draft tokens that were accepted or corrected. All other draft
             tokens were discarded after an earlier rejection.

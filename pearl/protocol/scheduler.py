@@ -51,10 +51,11 @@ class Batch(Generic[_Command]):
         """Return how many seconds to delay the forward, so that more requests can join it.
 
         The requests in `waiting` still wait for draft tokens. One draft forward serves several
-        requests, so their tokens arrive almost together. If a request joins this forward, it need
-        not wait until the forward ends, which saves the request t_target. But the delay holds up
-        every request that is ready now. So the delay is at most t_target * waiting / ready: in sum
-        it then costs no more than it can save. It is also at most 1.2 draft forwards.
+        requests, so their tokens arrive almost together. A request that misses this forward waits
+        until the forward ends. If the request joins the forward, it saves this time, t_target. But
+        the delay holds up every request that is ready now. So the delay is at most t_target *
+        (number of waiting requests) / (number of ready requests): its total cost is then no more
+        than it can save. The delay is also at most as long as 1.2 draft forwards.
 
         Args:
             waiting: numbers of the requests that wait for draft tokens.
@@ -91,7 +92,7 @@ class Scheduler:
 
     Args:
         slots: number of sequences that the target's runner holds.
-        piece: see `Capabilities.prompt_piece`.
+        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(self, slots: int = 1, piece: int = 1) -> None:

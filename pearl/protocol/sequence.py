@@ -8,8 +8,9 @@ _BASE = 1_000_003_579_127
 
 
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
-    """Return the rolling polynomial hash of a prefix with hash `digest` followed by `tokens`.
+    """Append `tokens` to a prefix whose hash is `digest`; return the hash of the longer prefix.
 
+    The hash is a rolling polynomial hash.
     Takes O(1) time per token. The hash is below 2**61; the hash of no tokens is 0.
     """
     for token in tokens:
@@ -31,7 +32,7 @@ class TokenSequence:
     Pending tokens are drafted and not judged yet.
 
     Args:
-        piece: see `Capabilities.prompt_piece`.
+        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
 
     Attributes:
         tokens: all tokens, the committed ones first.

@@ -114,7 +114,10 @@ class ForwardTimes:
         self._sorted = None
 
     def settle(self) -> None:
-        """Treat all times measured so far as if they had been passed as `known`."""
+        """Treat all times measured so far as if they had been passed as `known`.
+
+        So no size counts as measured only once (see `observe`), or as not fed lately (see `hoped`).
+        """
         self._once.clear()
         self._seen.clear()
         self._forwards = 0
@@ -212,7 +215,7 @@ Times = tuple[tuple[Annotated[int, Meta(ge=1)], Seconds], ...]
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured speeds of a pair of models on its devices. A later engine can start with them.
+    """The measured speeds of a pair of models, with which a later engine of the pair can start.
 
     The speeds are taken while no text is being generated.
 
@@ -340,8 +343,8 @@ class Speeds:
     def best_window(self, beside: int = 0) -> int:
         """Return the window c, in tokens, for which the expected tokens per second are highest.
 
-        If target forwards took equally long for any number of tokens, this would be the speed ratio
-        (PEARL, Theorem 1). Return a default if either model's speed is unknown.
+        If target forwards took equally long for any number of tokens, the best window would be the
+        speed ratio (PEARL, Theorem 1). Return a default if either model's speed is unknown.
 
         Args:
             beside: number of tokens of other requests in the target's forwards.
@@ -380,7 +383,7 @@ class Speeds:
     def _windows(self, t_target: float) -> range:
         """Return the windows to choose from, up to about twice the speed ratio.
 
-        With longer windows the time of drafting alone sets the pace.
+        With longer windows the time of drafting alone sets the pace, so they gain nothing.
         """
         # Limited before rounding: the ratio may be infinite.
         return range(1, 1 + int(min(MAX_WINDOW, 2 * t_target / self.t_draft + 2)))
