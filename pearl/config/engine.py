@@ -303,7 +303,7 @@ class ModelConfig:
     Attributes:
         spec: the model as users name it: a directory, a hub id, and so on (see
             `EngineConfig.target`).
-        device: the device as users write it; `place` is the parsed device.
+        device: the device as users write it; the property `place` is the parsed device.
     """
 
     spec: str

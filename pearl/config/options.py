@@ -366,8 +366,9 @@ class RequestOptions(Record, frozen=True):
     def switched(self, name: str) -> Self:
         """Return a copy with another method, for one text.
 
-        Settings that belong to the old method get their defaults again. The rule stays the same. If
-        the rule is `coupled`, the default of method auto, a seed gives the same text as before.
+        Settings that belong to the old method get their defaults again. The rule stays the same.
+        Method auto has the rule `coupled` by default. With this rule, a seed gives the same text
+        under the other method.
         """
         if name == self.method:
             return self
@@ -438,7 +439,11 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def guesses(self) -> dict[str, int]:
-        """The options that `AS_PUBLISHED` names, by name; the method's default replaces None."""
+        """The limits on guesses, siblings and branches; maps an option's name to its value.
+
+        The options are those in `AS_PUBLISHED`. For an option that is None, the value is the
+        method's default.
+        """
         bounds = {}
         for name in AS_PUBLISHED:
             bounds[name] = getattr(self, name)
@@ -448,9 +453,9 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def gamma_in_use(self) -> int | None:
-        """`gamma` or, if that is None under method sd with a stop policy, `CAP`.
+        """The option `gamma`, or `CAP` if `gamma` is None and method sd has a stop policy.
 
-        `CAP` is a bound that windows seldom reach under a stop policy.
+        `CAP` (in `pearl.spec.stops`) is a bound that windows seldom reach under a stop policy.
         """
         if self.gamma is None and self.method == "sd" and self.draft_stop != FIXED:
             return CAP
