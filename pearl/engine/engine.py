@@ -34,7 +34,7 @@ class Engine:
 
     An engine can be used only in the process that made it, not in a fork of that process.
 
-        with Engine() as engine:                         # the embedded pair
+        with Engine() as engine:  # target and draft are the small models that PEARL contains
             print(engine.generate(["Hello!"])[0].text)
 
     Args:

@@ -72,8 +72,9 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
 def _check_dtype(model: ModelConfig) -> None:
     """Raise `ModelError` for settings that a model cannot have if transformers runs it.
 
-    Only our own forward can round weights (int8, int4) and their inputs (setting `rows`), and only
-    its logits do not depend on how many tokens are fed together (setting `exact`).
+    These settings need PEARL's own forward pass. It can round weights (int8, int4) and their inputs
+    (setting `rows`), and its logits do not depend on how many tokens are fed together (setting
+    `exact`).
     """
     if model.rounding and model.forwards == "transformers":
         raise ModelError(

@@ -16,12 +16,15 @@ class Recording:
     """Starts and stops recordings, one at a time. Raises `TraceError` if a recording cannot begin or end.
 
     Args:
-        post, wait_until: these methods of the `Client`. The client puts the target's answers into
-            `answer`.
+        post, wait_until: the methods `Client.post` and `Client.wait_until`.
         directory: the engine's directory. Each worker writes its part of the recording to a file in
             this directory.
         is_taken: whether the workers already write a trace of the whole run. If so, `start` raises
             `TraceError`.
+
+    Attributes:
+        answer: what the target has answered to the last request to begin or end a recording. The
+            client sets it when the answer comes; None before.
     """
 
     def __init__(

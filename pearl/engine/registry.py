@@ -129,10 +129,10 @@ def running_engines() -> list[Card]:
 
 
 def engines_named(name: str) -> list[Card]:
-    """Return the cards of running engines that `name` names.
+    """Return the cards of the running engines with this name.
 
-    `name` is the id of the process that launched them or, if there is no such process, the
-    directory of one engine.
+    `name` may be the id of a process: the result is all engines that this process has launched. If
+    the process has launched none, `name` is read as the directory of one engine.
     """
     engines = [card for card in running_engines() if str(card.pid) == name]
     if not engines:

@@ -60,8 +60,8 @@ class Options(TypedDict, total=False):
     prefix: the beginning of the reply, for a prompt of token ids that ends with it. For a `Chat`,
         set `Chat.prefix` instead.
     preview: whether pieces have draft tokens too, which are not judged yet (`Piece.preview`).
-    raw: whether to take a text prompt as it is, which is the default. If False, the chat template
-        is applied, if there is one.
+    raw: whether to take a text prompt as it is; True by default. If False, the chat template is
+        applied, if there is one.
     show: special tokens that are to appear in the text by name.
     """
 
