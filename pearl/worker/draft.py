@@ -67,7 +67,7 @@ class DraftWorker:
         beat: called by the loop every `heartbeat_seconds` with 0, and before long work with the
             seconds that the work may take.
         computes: called once in the thread that computes, before its first forward.
-        piece: see `Capabilities.prompt_piece`.
+        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ class DraftLink:
 
     Args:
         channel: opens the tensor channel. It is used only for the first draft, because a process
-            group cannot be rejoined. None: distributions come as frames.
+            group cannot be rejoined. None if there is no such channel: distributions then come as
+            frames of messages.
         send: sends a message to the draft at once.
         post: lets the mailbox's thread send a message to the draft.
         handle: handles an event of the protocol.

@@ -58,7 +58,7 @@ def packed(message: Message, waited: float = 0.0) -> Message:
     """Return the message as it is sent, with its distributions as bytes.
 
     Args:
-        waited: the seconds that the draft has waited so far, which draft tokens report.
+        waited: the seconds that the draft has waited so far; see `DraftTokens.waited`.
     """
     if not isinstance(message, DraftTokens) or not (message.rows or waited):
         return message

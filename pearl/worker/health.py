@@ -83,7 +83,7 @@ class DraftHealth:
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
-        """Note that tokens have come: target and draft do not wait for each other."""
+        """Note that tokens have come; so target and draft are not both waiting for each other."""
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
@@ -92,7 +92,8 @@ class DraftHealth:
         A draft may send signs of life, and yet no tokens of a request.
 
         Args:
-            waiting: request -> (committed tokens, committed and pending tokens).
+            waiting: maps the number of each waiting request to (number of committed tokens, number
+                of committed and pending tokens).
             now: the current time in seconds.
         """
         progress = {}

@@ -58,7 +58,8 @@ class Lifeline:
     def watch(self, directory: Path) -> None:
         """Start a thread that ends this process once the launcher is gone.
 
-        Before that, it removes `directory`, the engine's directory with the sockets.
+        Before the thread ends the process, it removes `directory`, the engine's directory with the
+        sockets.
         """
         self._watcher = threading.Thread(
             target=self._watch, args=(directory,), daemon=True, name="lifeline"

@@ -123,7 +123,8 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
     """Return the sets of cores that the target can choose from; empty if it has no choice.
 
-    It has no choice if there is only one core, or if its device names no cores, as a GPU does not.
+    The target has no choice if there is only one core, or if its device names no cores. A GPU, for
+    example, names none.
 
     Call this before the target is pinned, because `auto` depends on the cores that this process may
     use.
@@ -141,7 +142,7 @@ def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
 
 
 def equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
-    """Return part number `which` of `of` equal parts of the cores.
+    """Divide the cores into `of` equal parts; return part number `which`, counted from 0.
 
     If the cores cannot be divided equally, the first parts have one core more. If there are fewer
     cores than parts, some parts have the same core.

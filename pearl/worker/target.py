@@ -84,7 +84,8 @@ class TargetWorker:
 
     Args:
         ready: called once, when requests can be served.
-        channel: opens the tensor channel to the draft; None: dense distributions come as frames.
+        channel: opens the tensor channel to the draft. None if there is no such channel: dense
+            distributions then come as frames of messages.
         profile: known speeds of the pair; None if none are known.
         measured: called with the measured speeds once requests can be served, but only if `profile`
             is None.
@@ -307,7 +308,10 @@ class TargetWorker:
         speeds.target.settle()
 
     def _handle_draft(self, event: object) -> None:
-        """Handle an event of the protocol that follows from a message of the draft."""
+        """Handle an event that `DraftLink` has made from a message of the draft.
+
+        If the event says that a draft has joined, admit the draft.
+        """
         self._handle(event)
         if isinstance(event, DraftJoined):
             self._admit_draft(event.seconds)
