@@ -47,8 +47,8 @@ class Endpoint(Protocol):
         """Return up to `MAX_BATCH` messages, oldest first.
 
         Wait at most `timeout` seconds for the first message; if `timeout` is 0, do not wait. In
-        place of malformed input, return the error that it caused. That a peer has vanished is
-        noticed by `send` only.
+        place of malformed input, return the error that it caused. Only `send` notices that a peer
+        has vanished.
         """
         ...
 
@@ -101,8 +101,8 @@ class TensorChannel(Protocol):
         """Return the next `count` rows in the order sent, float32 [count, vocab].
 
         Call it only for rows that a message has announced. If the rows do not come before the
-        channel's deadline, the channel is dead from then on. Raises `TransportError` then, and
-        whenever the channel is dead.
+        channel's deadline, the channel is dead from then on. Raises `TransportError` if the channel
+        is dead or dies during the call.
         """
         ...
 

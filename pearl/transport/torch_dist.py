@@ -107,9 +107,10 @@ class ProcessGroupChannel:
 class NcclGroup:
     """A group of two GPUs of one machine. It has a CUDA stream of its own, so that no forward waits for a row.
 
-    It has not been run on a machine with two GPUs yet; tests marked `gpu` would do so. While a row
-    is sent or received, a kernel waits on the device until the other side takes part. Because this
-    can block the device, the class is used only if the user asks for it with `--tensors nccl`.
+    This class has not been run on a machine with two GPUs yet. On such a machine, the tests marked
+    `gpu` run it. While a row is sent or received, a kernel waits on the device until the other side
+    takes part. Because this can block the device, the class is used only if the user asks for it
+    with `--tensors nccl`.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:

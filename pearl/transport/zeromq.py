@@ -195,7 +195,8 @@ class _Socket:
     def _pass_on(self) -> None:
         """Wake the waiting thread if more messages can be read.
 
-        ZeroMQ's file descriptor would not wake it, because it signals new messages only once.
+        Without this call the thread could sleep on, because ZeroMQ's file descriptor signals new
+        messages only once.
         """
         if _is_readable(self._socket):
             self._rouse()
