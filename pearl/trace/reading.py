@@ -65,8 +65,8 @@ class RunTrace:
     Attributes:
         target: the slices of the target's loop, without slices inside another slice, and without
             requests.
-        draft: the same slices of the draft's loop, or of several loops if a draft was lost and
-            restarted.
+        draft: likewise, the slices of the draft's loop. If a lost draft was restarted, they come
+            from several loops.
         requests: one slice for each request.
     """
 

@@ -231,8 +231,9 @@ class Tracer:
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """Record a draft forward, which runs on a thread of its own.
 
-        The forward may have begun before the loop requested it. Or the forward may have had to wait
-        until another forward had ended; this wait is recorded as "hand over".
+        The forward may have begun before the loop requested it, at `start`; it is then recorded
+        from `start` on. Or the forward may have had to wait until another forward had ended; this
+        wait is recorded as "hand over".
         """
         samples = command.budget > 0
         done = max(start, end - round(event.draw * 1e9)) if samples else end
