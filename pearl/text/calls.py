@@ -147,7 +147,8 @@ _REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the argu
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read a call such as {"name": "add", "arguments": {"a": 1}}.
 
-    The fields may come in any order, and may be inside an object "function".
+    The fields may come in any order, and may be inside an object "function". `lead` is the index in
+    the cursor's text where the call begins, here and in the other readers.
     """
     head = yield from cursor.match(_NAMED, lead)
     if head is None:
@@ -156,9 +157,11 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _read_named(cursor: Cursor, head: Any, rest: str) -> Reading:
-    """Read the rest of a call, of which `head` has matched the text up to the arguments.
+    """Read a call whose text up to the arguments has been matched.
 
-    `rest`: an expression for the text after the arguments, which may be missing.
+    Args:
+        head: this match; its group is the function's name.
+        rest: an expression for the text after the arguments, which may be missing.
     """
     name = cursor.readable(head.group(1))
     yield Part(cursor.take(head.end()), name)
@@ -424,7 +427,8 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
     """Return the schema of the property `name`.
 
-    If that is a reference within `schema`, such as {"$ref": "#/$defs/Point"}, it is followed.
+    If `schema` has only a reference for the property, such as {"$ref": "#/$defs/Point"}, return
+    the schema to which the reference points within `schema`.
     """
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
@@ -456,7 +460,7 @@ def types_of(schema: Any) -> set[str]:
 
 
 def typed(text: str, schema: Any) -> str:
-    """Return the value that a model wrote as `text`, as JSON of a type that the schema allows.
+    """Convert a value that a model wrote as `text` to JSON of a type that the schema allows.
 
     For example the text 3 becomes 3 if the schema says integer, and "3" if it says string.
     """

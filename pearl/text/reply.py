@@ -67,7 +67,7 @@ class ReplyParser(ABC):
         schemas: the functions of the request.
         is_open: whether the prompt has opened the reasoning.
         is_forced: whether the answer must be a call, whose beginning may be in the prompt.
-        max_calls: how many calls are returned, while any further calls are dropped; None for no limit.
+        max_calls: maximum number of calls to return; further calls are dropped. None for no limit.
 
     Attributes:
         events: the events of the latest piece.

@@ -122,7 +122,8 @@ class FileTokenizer(Tokenizer):
     One of the templates may be for tools ("tool_use").
 
     Args:
-        encodes: whether to read the merges now, and not only when the first text is encoded.
+        encodes: whether to read the merges at once. Otherwise they are read when the first text is
+            encoded.
 
     Attributes:
         eos: id of the end token that the tokenizer's own files name; None if they name none.
