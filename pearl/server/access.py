@@ -64,10 +64,11 @@ class Access:
     def _check_origin(self, request: Request) -> None:
         """Raise 403 for a request from a web page of another origin.
 
-        The browser would hide the answer from the page, but the server would have computed it. The
-        check reads headers that only browsers send, and that pages cannot change. If the browser
-        sends Sec-Fetch-Site, this header decides. Otherwise, the page is the server's own if the
-        Origin header names the same host as the Host header, which a proxy may have changed.
+        Without this check, the server would compute the answer, although the browser then hides it
+        from the page. The check reads headers that only browsers send, and that pages cannot
+        change. If the browser sends Sec-Fetch-Site, this header decides. Otherwise the page is the
+        server's own if the headers Origin and Host name the same host. This is less reliable,
+        because a proxy may have changed the Host header.
         """
         origin = request.headers.get("origin")
         if origin is None:

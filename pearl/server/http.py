@@ -194,7 +194,7 @@ class CompletionWriter(ReplyWriter):
     """Writes replies of /v1/completions, whose objects share an id, a time and a model.
 
     Args:
-        spell: returns a token's bytes in UTF-8, for log probabilities.
+        spell: returns a token's bytes in UTF-8. Only `ChatWriter` uses it, for log probabilities.
     """
 
     _ID = "cmpl-"

@@ -26,7 +26,8 @@ def log_request(
     Args:
         what: the method and the path.
         arrived: when the request arrived, a time.monotonic().
-        usage: the usage that the client gets; None if the request's texts did not end.
+        usage: the field `usage` of the reply. None or empty if the reply has no such field, because
+            an error came or the client disconnected before all texts were complete.
     """
     seconds = time.monotonic() - arrived
     line = f"{what} {status} model={model} seconds={seconds:.2f}"

@@ -120,7 +120,8 @@ class TextRequest:
 
         Args:
             room: how many tokens the context can hold after the prompt. The server's default of
-                max_tokens is reduced to this; a max_tokens in the request is not.
+                max_tokens is reduced to `room`. A max_tokens in the request is not reduced, because
+                `check_fits` has refused one that exceeds `room`.
         """
         max_tokens = self.params.max_tokens
         if max_tokens is not None and not self.limit_field:
