@@ -46,10 +46,10 @@ class ChatSession:
     Attributes:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which
             ends the program.
-        figures: method -> the figures of its finished replies.
+        figures: maps each decoding method to the statistics of the replies decoded with it.
         has_legend: whether the meaning of the colours has been printed.
-        stats: whether all figures are printed below each reply; otherwise only a line with the main
-            ones.
+        stats: whether all figures are printed below each reply. If not, only a line with the main
+            figures is printed.
         attachments: files that the next message begins with.
         is_attached: whether the engine was started by another program, or under torchrun.
         remembers: whether the conversation is saved when the chat ends.
@@ -125,9 +125,9 @@ class ChatSession:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """Wait for the first piece of the reply, and return it; meanwhile a line shows the wait.
+        """Wait for the first piece of the reply, and return it in a list; show the wait in a line.
 
-        Without a screen there is no such line. The function then returns no piece at once.
+        If there is no screen to show it on, return an empty list without waiting.
         """
         if not self._is_screen:
             return []

@@ -31,8 +31,8 @@ _MODEL = click.argument("model")
 def list_models(as_json: bool) -> None:
     """List the models on this machine's disk.
 
-    These are the models in the hub's cache, and the embedded pair. The column "forward" is inferred from the model's
-    family; pearl show checks it.
+    These are the models in the hub's cache, and the pair of small models that PEARL contains. The
+    column "forward" is inferred from the model's family; pearl show checks it.
     """
     from pearl.models.checkpoints.hub import size_text
     from pearl.models.checkpoints.stored import stored

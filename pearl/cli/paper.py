@@ -126,7 +126,7 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
 
 
 def _optimal_lengths() -> Report:
-    """Return PEARL's figure 2b for the embedded pair."""
+    """Return figure 2b of the paper PEARL, measured with the pair of models in this package."""
     from pearl.lab.studies.lengths import step_by_step
 
     tasks = read_sets((), 1, default=_SETS[1:])

@@ -1,8 +1,8 @@
 """Reads lines from the user's terminal in a chat, and watches keys during a reply.
 
-Ctrl-C is always read as a key, because as a signal it would not reach the chat under torchrun.
-There this process has no controlling terminal: the signal of Ctrl-C would go to torchrun's agent,
-and the signal of a resize (SIGWINCH) to no process.
+Ctrl-C is always read as a key. As a signal it would not reach the chat under torchrun, where this
+process has no controlling terminal: torchrun's agent would get the signal instead. For the same
+reason, no process gets the signal of a resize (SIGWINCH).
 """
 
 from __future__ import annotations
