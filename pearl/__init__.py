@@ -2,7 +2,7 @@
 
 from pearl import Engine, SamplingParams
 
-with Engine() as engine:  # the embedded pair
+with Engine() as engine:  # target and draft are the small models that PEARL contains
     for piece in engine.stream("Explain gravity to a beginner.", SamplingParams(max_tokens=64)):
         print(piece.text, end="", flush=True)
 """

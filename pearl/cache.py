@@ -83,8 +83,8 @@ def cache_directory() -> Path:
 def stamp(files: Iterable[Path]) -> str:
     """Return a hash, in 16 hexadecimal digits, of the path, size and modification time of each file.
 
-    The hash also covers `FORMAT` and the version of the package `tokenizers`, which converts the
-    files.
+    The hash also covers the number `FORMAT` of this module, and the version of the package
+    `tokenizers`. Both tell which code has converted the files.
 
     Raises `OSError` if a file cannot be read.
     """
@@ -120,8 +120,8 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
 def _build(final: Path, build: Build, progress: Progress) -> None:
     """Build in a temporary directory next to `final`, then rename it.
 
-    A temporary directory that is there already is removed. It was left by a process that was
-    killed, because the caller holds the lock.
+    The caller holds the lock, so no other process is building this directory now. A temporary
+    directory that is there already was left by a killed process, and is removed.
     """
     root = final.parent
     for leftover in root.glob(f".{final.name}.*"):

@@ -16,7 +16,7 @@ WORK = _GROUPS["work"]
 
 
 def style_sheet() -> str:
-    """Return `SOURCES` and `WORK` as CSS variables.
+    """Return the colours of tokens' sources and of kinds of work as CSS variables.
 
     For example, "--token-accepted: #2a9d4a; ... --work-prefill: #7b6fc4; ... ".
     """

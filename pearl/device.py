@@ -65,7 +65,7 @@ class Device:
     def __or__(self, device: Device) -> Device:
         """Return one device that has the GPUs of this device and of `device`.
 
-        If neither has GPUs, the result has the cores of both, or all cores if one is not pinned.
+        If neither has GPUs, the result has the cores of both, or all cores if either is not pinned.
         """
         gpus = set(self.gpus + device.gpus)
         if gpus:

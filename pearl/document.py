@@ -70,9 +70,9 @@ def parse_yaml(text: str) -> Any:
 
 @contextmanager
 def damaged(file: object, kind: type[PearlError]) -> Iterator[None]:
-    """Turn `_SHAPE_ERRORS` inside the block into an error of class `kind`.
+    """Turn the errors that unexpected values of a file cause inside the block into a `kind`.
 
-    Unexpected values in `file` cause these errors. The message says that `file` is damaged.
+    Examples are KeyError and TypeError. The message of the new error says that `file` is damaged.
     """
     try:
         yield
