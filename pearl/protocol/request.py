@@ -42,8 +42,8 @@ class Tally:
             draft confirmed an n-gram guess, which saved it a forward; "branch" if they belong to a
             branch that was prepared for the outcome of a rejection.
         num_draft_stops: windows that the stop policy ended early.
-        num_rejections: draft tokens that were corrected. Counted only if the rule sees the draft's
-            distributions, which rule coupled does not.
+        num_rejections: draft tokens that were corrected. They are counted only if the rule sees the
+            draft's distributions. Rule coupled does not see them.
         num_foreseen_rejections: rejections for which the draft had already sent the branch that
             continues the correction.
         num_foreseen_bonuses: bonus tokens for which the draft had already sent the branch that

@@ -68,8 +68,8 @@ class ForwardTimes:
     Args:
         known: (size, seconds) of each size that was measured before.
         like: times of the same model on other cores. If a size was measured only on the other
-            cores, its time is estimated as its time there times a factor. The factor is (sum of the
-            times here) / (sum of the times there), summed over the sizes measured here.
+            cores, its time there is multiplied by a factor to estimate its time here. The factor is
+            (sum of the times here) / (sum of the times there), over the sizes measured here.
     """
 
     def __init__(
