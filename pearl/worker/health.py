@@ -78,7 +78,7 @@ class DraftHealth:
     def announced(self, seconds: float) -> None:
         """Allow the draft to be silent during work that should take `seconds`.
 
-        It may be silent for four times as long, but at most for ten times `timeout`.
+        The draft may be silent for four times as long, but at most for ten times `timeout`.
         """
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
@@ -132,7 +132,7 @@ class DraftHealth:
     def stalled(self, work: str, awaited: bool) -> bool:
         """Note a heartbeat of the draft; return whether the target must send the prefix again.
 
-        It must if target and draft wait for each other, because then a message was lost.
+        The target must do so if target and draft wait for each other: a message was then lost.
 
         Args:
             work: the draft's state.
