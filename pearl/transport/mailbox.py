@@ -78,7 +78,7 @@ class Mailbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `receive(0)` would return nothing. It is cheap, and any thread may read it."""
+        """Whether `receive(0)` would return nothing. Any thread may ask this often: it is cheap."""
         return self._inbox.empty()
 
     def close(self) -> None:
