@@ -321,8 +321,8 @@ def plain(value: object) -> Any:
     """Return a value as lists and dicts, so that it can be encoded as JSON.
 
     Commands and messages become dicts with the name of their class under "type". Distributions are
-    left out, because they are big. This is written by hand, because microseconds count in a
-    worker's loop.
+    left out, because they are big. The conversion is written by hand for speed, because
+    microseconds count in a worker's loop.
     """
     kind: Any = type(value)
     if kind in _SIMPLE:
