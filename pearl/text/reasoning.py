@@ -117,9 +117,10 @@ HARMONY = TAGS["harmony"]
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by name, the entries with a mark that occurs in a chat template.
+    """Return those entries of a registry that have a mark which occurs in a chat template.
 
-    `registry`: `TAGS` or `tools.FORMATS`; each entry has `marks`.
+    `registry`: `TAGS` or `tools.FORMATS`. It maps a name to an entry with the attribute `marks`, as
+    the result does.
     """
     entries = {}
     for name, entry in registry.items():

@@ -154,7 +154,7 @@ class ReplyParser(ABC):
         self.events.append(Event(kind, self._marks.readable(source), text))
 
     def _separate(self, kind: Kind, text: str) -> None:
-        """Emit white space between two parts, which stands for no characters of the reply."""
+        """Emit white space between two parts. It stands for no characters of the reply."""
         if text:
             self.events.append(Event(kind, "", text))
 

@@ -253,12 +253,12 @@ def _added_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Return the special tokens that have a name, by name, and a list of those that have none.
+    """Return {name: special token} for tokens with a name, and a list of the tokens without one.
 
     Templates may use the names. A token is given as its text, or as a mapping whose `content` is
     its text. A setting names a token if the setting's name ends in "_token", such as "bos_token".
-    The setting `extra_special_tokens`, which transformers 5 writes, is a mapping, in which a token
-    may have any name, or a list of tokens without names.
+    transformers 5 also writes the setting `extra_special_tokens`. This is either a mapping from any
+    names to tokens, or a list of tokens without names.
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
