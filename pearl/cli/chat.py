@@ -44,8 +44,8 @@ class ChatSession:
     """A conversation with an engine, and its settings, which the slash commands change.
 
     Attributes:
-        keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which
-            ends the program.
+        keys: whether Ctrl-C is read as a key; it then ends a reply. Otherwise Ctrl-C is a signal,
+            and ends the program.
         figures: maps each decoding method to the statistics of the replies decoded with it.
         has_legend: whether the meaning of the colours has been printed.
         stats: whether all figures are printed below each reply. If not, only a line with the main
