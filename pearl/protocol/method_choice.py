@@ -272,7 +272,7 @@ class Auto:
         The last stretch counts if it has at least half the tokens and half the steps of a whole
         stretch. The last trial may not have been compared, because no stretch of the best way has
         followed it. The trial is then compared with the best way's last stretch in this text. If
-        the text has no stretch of the best way, the trial is compared with its usual rate.
+        the text has no such stretch, the trial is compared with the usual rate of the best way.
         """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()
