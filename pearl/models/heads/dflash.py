@@ -83,7 +83,7 @@ class BlockSettings:
 
     Attributes:
         forward: how decoder layers of the drafter's model family are computed.
-        layer: the configuration of the drafter's layers, as a whole model's config.json would state it.
+        layer: the configuration of the drafter's layers, as in a whole model's config.json.
         size: number of rows of a block.
         mask_token: the token id of all rows but the anchor's.
         first: the first row that guesses a token: 0 if heads sample from the anchor, else 1.

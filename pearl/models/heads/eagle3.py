@@ -95,7 +95,7 @@ class HeadSettings:
 
     Attributes:
         forward: how decoder layers of the head's model family are computed.
-        layer: the configuration of the head's layers, as a whole model's config.json would state it.
+        layer: the configuration of the head's layers, as in a whole model's config.json.
         input_norms: the norms that the target's states pass before `fc`, in this order.  Each entry
             names a norm's weights: one tensor if the norm is over the states of all layers
             together, or a tensor for each layer if each layer's states are normalised alone.
