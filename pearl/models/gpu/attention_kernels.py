@@ -327,8 +327,9 @@ def add_parts(
 ):
     """Compute out [ROWS, HQ * D] from the outputs of `attend`, added in the order of the parts.
 
-    SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
-    Grid: (query heads, ROWS / TILE_ROWS).
+    SINKS: whether heads have attention sinks. `sinks` [HQ] is then one more score in the softmax of
+    each head, to which no value belongs.
+    Grid: (query heads, ROWS / TILE_ROWS), where TILE_ROWS is the most rows of a tile.
     """
     WIDE: constexpr = triton.next_power_of_2(D)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)

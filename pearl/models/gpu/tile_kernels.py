@@ -306,7 +306,10 @@ def _of_column(numbers, WORDS: constexpr):
 
 @triton.jit
 def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr):
-    """Return the weights of steps [M, inputs] with the scales [M] of their groups. Steps are OFFSET too large."""
+    """Return the weights of steps [M, inputs], which have the scales [M].
+
+    A weight is computed from its step, OFFSET and EXTRA as `linear_layers.KernelMatrix` says.
+    """
     ONE: constexpr = 0x3F803F80 if WORDS else 1.0
     less = tl.full((1,), -OFFSET, kind)
     if EXTRA == 2:
