@@ -1,6 +1,7 @@
 """The base class of heads that draft token by token.
 
-Such a head has decoder layers.  PEARL's own forward pass computes these layers, not transformers.
+Such a head has decoder layers.  They are computed by PEARL's own forward pass, and not by
+transformers.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def _check_tensors(
     """Raise `ValueError` if a tensor is missing, superfluous or of another shape.
 
     Args:
-        in_file: speculators' name of a tensor -> its name in the checkpoint.
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
     """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
@@ -265,7 +265,7 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
     have the tensor.
 
     Args:
-        in_file: speculators' name of a tensor -> its name in the checkpoint.
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
     """
     has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
     if has_midlayer and name.startswith(_FIRST):

@@ -147,7 +147,7 @@ class PeagleHead:
     def _compute(self, slot: int) -> None:
         """Compute the last tokens that `extend` was given, and cache their keys and values.
 
-        Tokens are left out if `lengths` was lowered in the meantime, so that it excludes them.
+        If the slot's length was lowered in the meantime, tokens beyond it are left out.
         """
         start, tokens, states = self._last[slot]
         end = self.lengths[slot]

@@ -1,8 +1,9 @@
 """XPress: a block drafter whose refiner makes each token of a block depend on the tokens before it.
 
-It is a DFlash head with a refiner, which adds a bias to the logits of each row.  A row proposes
-one token.  Let h be the row's state after the last norm, g the mean of h over the block, and e the
-embedding of the token before the proposed one:
+It is a DFlash head with a refiner, which adds a bias to the logits of each row.  A row's token is
+the one that it proposes; if the anchor's row proposes none, its token is the anchor.  Let h be a
+row's state after the last norm, g the mean of h over the block, and e the embedding of the token
+before the row's token:
 
     a = in_proj [down_h h, down_g g, e]
     x = a + sum over rows j up to this one of mix[row, j] * a_j
