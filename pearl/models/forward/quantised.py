@@ -82,9 +82,9 @@ class QuantisedMatrix:
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
-        """Return the matrix with other rows: `change` cuts or reorders the rows of one tensor.
+        """Return the matrix after `change` has cut or reordered its rows.
 
-        It is applied to each tensor that has numbers for each row.
+        `change` is called with each tensor that has numbers for each row.
         """
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.of_rows().items()}
         return replace(self, **tensors)

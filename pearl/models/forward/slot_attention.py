@@ -36,8 +36,8 @@ class NativeAttention:
         states: if there are trees, (keys, values) of all rows for each layer, because those of
             trees are not in the slots yet; else None.
         given: the arguments that all layers share; `keys` and `values` are those of the first layer.
-        strides: how many numbers one layer's keys lie after those of the layer before, in the cache
-            and in the rows' new keys.
+        strides: two distances, counted in numbers: from one layer's keys to the next layer's keys
+            in the cache, and the same in the rows' new keys (0 if there are no trees).
 
     Args:
         table: see `Layout`.
