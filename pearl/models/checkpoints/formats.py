@@ -111,7 +111,10 @@ _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def paired(pairs: torch.Tensor) -> torch.Tensor:
-    """Unpack bytes [out, ...] into steps of 4 bits [out, in]: a byte's low half is the first."""
+    """Unpack bytes [out, ...] into steps of 4 bits [out, in].
+
+    Each byte holds two steps, the first in its low half.
+    """
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 

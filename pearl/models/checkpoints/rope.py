@@ -85,9 +85,8 @@ def frequencies(rope: Mapping[str, Any], config: Config) -> Frequencies:
     """Return the frequencies of one rope.
 
     Without scaling they are theta ** (-2 i / dim) for i < dim / 2, where dim is how many numbers
-    of a head are rotated. For a longrope, the result holds
-    for texts up to the length at which the frequencies change. Raises `KeyError` or another error
-    if `rope` lacks a setting.
+    of a head are rotated. For a longrope, the result holds for texts up to the length at which the
+    frequencies change. Raises `KeyError` or another error if `rope` lacks a setting.
     """
     kind = rope["rope_type"]
     if kind == "default":
