@@ -45,7 +45,7 @@ class Prompts:
             self._replay = record(self._work)
 
     def _work(self) -> Rows:
-        """Compute the piece whose tokens and place the buffer `_inputs` holds.
+        """Compute a piece. The buffer `_inputs` holds its slot, its start and its tokens.
 
         Return the last layer's states [rows, hidden], and the hidden states that a head reads.
         """

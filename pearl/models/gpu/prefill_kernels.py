@@ -183,8 +183,8 @@ def attend(
         outer: cap * log2(e), with scale and cap as in `attention.Scoring`.
         WINDOW: the layer's window, see `attention.Scoring`; 0: there is none.
         CAPS: whether there is a cap.
-        SINKS: whether heads have attention sinks. `sinks` [HQ] is then one more score in the
-            softmax of each head, to which no value belongs.
+        SINKS: whether heads have attention sinks. If so, `sinks` [HQ] adds one score to each head's
+            softmax, and no value belongs to this score.
     """
     shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)
     head = tl.program_id(0)
