@@ -280,7 +280,7 @@ class Native:
             self._keep("table", weights.table + fields.offset)
 
     def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
-        """Lay out in panels all tensors that have numbers for each row.
+        """Return the weights with each tensor that has numbers for each row cut into `panels`.
 
         Also set the fields of the struct `Weights` that say how the weights are stored.
         """
