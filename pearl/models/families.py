@@ -168,7 +168,10 @@ GGUF = {
 
 
 def is_of_own_forward(config: Config) -> bool:
-    """Return whether the model of a config.json, or its language model, is of a family in `OWN_FORWARD`."""
+    """Return whether our own forward has the family of the model that a config.json describes.
+
+    For a multimodal model, the family of its language model counts.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
         return bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
@@ -280,7 +283,9 @@ def rotated(forward: Forward, config: Config, dim: int) -> int:
 
 
 def dimensions(config: Config) -> dict[str, int]:
-    """Return the sizes that `MATRICES` names, such as queries = num_attention_heads * head_dim.
+    """Return the sizes of a layer's matrices, by the names that the table `MATRICES` uses.
+
+    For example, "queries" is num_attention_heads * head_dim.
 
     Args:
         config: as in config.json, with `head_dim`.

@@ -24,7 +24,7 @@ class Capabilities:
         slots: number of sequences that the runner holds at the same time.
         tree_nodes: the most tokens of a tree; 0: the runner takes no trees.
         launches: whether a forward of few tokens returns before the device has computed it. If so,
-            its tokens may be a tensor that the device has not computed yet.
+            the tokens that are fed may be a tensor that the device has not computed yet.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence
             was cut into chains nor on the other feeds of the forward.
         features: width of the hidden states that the runner keeps for each token fed, for a

@@ -2,9 +2,10 @@
 
 A pair made with one seed has a chosen acceptance rate alpha.  In every context the target's
 distribution lives on one half of the vocabulary, and draft = alpha * target + (1 - alpha) * rival,
-where the rival lives on the other half.  So the sum of min(target, draft) is exactly alpha, and
-under the ratio rule acceptance is i.i.d. with rate alpha.  A pair with `coin=1` has this rate under
-every rule and at every temperature, greedy included: see `coin_pair`.
+where the rival lives on the other half.  So the sum of min(target, draft) is exactly alpha.  The
+ratio rule accepts a token with probability min(1, target / draft); under this rule acceptance is
+i.i.d. with rate alpha.  A pair with `coin=1` has this rate under every rule and at every
+temperature, greedy included: see `coin_pair`.
 """
 
 from collections.abc import Callable, Sequence

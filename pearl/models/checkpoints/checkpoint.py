@@ -1,4 +1,7 @@
-"""Finds the files of a named model: the embedded pair, a directory, a GGUF file or the hub's.
+"""Finds the files of a named model: in a directory, a GGUF file, the hub or the embedded pair.
+
+The embedded pair is a small target and a draft for it, which every installation can get without
+the hub (see `embedded`).
 
 This module must not import torch, because the user's process, which holds no model, uses it to find
 a tokenizer.
@@ -64,10 +67,10 @@ fetched: dict[tuple[str, bool], Path] = {}
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
     """Return the directory of the model named `spec`.
 
-    A name is "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.  The embedded
-    models, and the directory that describes a .gguf file, are built if they are not in the cache.
-    A model of the hub is fetched.  Raises `ModelError` if there is no such model, or it cannot be
-    fetched or built.
+    A name is "embedded" or "embedded-draft" (see `embedded`), a directory, a .gguf file or a
+    `HubName`.  The embedded models, and the directory that describes a .gguf file, are built if
+    they are not in the cache.  A model of the hub is fetched.  Raises `ModelError` if there is no
+    such model, or it cannot be fetched or built.
 
     Args:
         weights: see `pull`.

@@ -33,7 +33,8 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
     Raises `ModelError` for a model that is not on this machine.
 
     Args:
-        spec: a name as in `stored`, or as `resolve_checkpoint` takes it.
+        spec: the name of a model on disk, as `stored.stored` lists it, or any name that
+            `resolve_checkpoint` takes.
     """
     path = _path(spec, progress)
     if not (path / "config.json").is_file():

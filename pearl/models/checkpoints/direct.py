@@ -119,7 +119,8 @@ def read_decoder(
         dtype: the dtype of the weights; None: the checkpoint's own.
         keeps_bits: whether quantised matrices are kept, as `QuantisedMatrix`.  Otherwise they are
             dequantised to `dtype`.
-        only: the weights to read, out of `EMBEDDING` and `OUTPUT`; empty: all weights of the model.
+        only: names of the weights to read: the embedding's (`EMBEDDING`), the output matrix's
+            (`OUTPUT`) or both; empty: all weights of the model.
     """
     config = _config(directory)
     scheme = config.pop("quantization_config", None)
@@ -237,8 +238,8 @@ class _Builder:
     def _tied_head(self, decoder: Decoder) -> Embedding | Callable[[], Weights]:
         """Return the weight of the output head, for a model whose head is the embedding.
 
-        The head gets a module of its own, because the runner will take the weight out of the head's
-        module, and still needs it in the embedding's.
+        The head and the embedding are two modules, which both hold this weight. The runner will
+        take the weight out of the head's module, and still needs the one in the embedding's module.
         """
         if OUTPUT in self.stored.matrices:
             return self._weight(OUTPUT)

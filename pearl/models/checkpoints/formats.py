@@ -1,4 +1,7 @@
-"""Converts quantised weights of GGUF files, and weights in MXFP4, to `QuantisedMatrix`."""
+"""Converts quantised weights of GGUF files, and weights in MXFP4, to `QuantisedMatrix`.
+
+A quantised weight is stored as a small number, its "step"; scales make weights of the steps.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -108,7 +111,10 @@ _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def paired(pairs: torch.Tensor) -> torch.Tensor:
-    """Unpack bytes [out, ...] into steps [out, in]. The low half of a byte is the first of two."""
+    """Unpack bytes [out, ...] into steps of 4 bits [out, in].
+
+    Each byte holds two steps, the first in its low half.
+    """
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 

@@ -324,7 +324,8 @@ def family_of(architecture: str, stated: Fields) -> Family:
     Raises `ValueError` if a needed field is missing, or a value is not supported.
 
     Args:
-        stated: the fields of the file's architecture, without its prefix.
+        stated: the fields whose names begin with the architecture's name, such as
+            "llama.block_count", by the rest of the name ("block_count").
     """
     experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
@@ -537,7 +538,8 @@ def _numbers(file: Path, tensor: Tensor) -> Any:
 def _llama3(base: float, divisors: Any) -> dict[str, Any]:
     """Return the Llama 3.1 scaling that divides the frequencies by `divisors` [head_dim / 2].
 
-    Raises `ValueError` if no factor gives these divisors.
+    The scaling's `factor` is the greatest divisor.  Raises `ValueError` if the scaling with this
+    factor does not give these divisors.
     """
     import torch
 

@@ -57,7 +57,7 @@ class GgufWeights:
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight, dequantised if it is quantised.
 
-        A weight that is needed as it is in the file, on the CPU, stays mapped and is not copied.
+        On the CPU, a weight that needs no conversion is a view of the mapped file, not a copy.
         """
         tensor = self._tensors[name]
         rows = self._rows(name)

@@ -409,9 +409,9 @@ def _unfit_weights(model: Any, loading_info: dict[str, Any]) -> str:
 
     Return "" if nothing is wrong.
 
-    transformers fills missing weights with random numbers, and missing learned buffers with zeros
-    or ones.  A missing buffer with other values is no error, because transformers computes such
-    buffers (frequencies, masks) from the configuration.
+    transformers fills missing weights with random numbers, and missing buffers that were learned
+    with zeros or ones.  It computes other missing buffers, such as frequencies and masks, from the
+    configuration.  So a missing buffer counts as an error only if it is all zeros or all ones.
 
     Args:
         loading_info: what `from_pretrained` returns with `ignore_mismatched_sizes`.

@@ -139,8 +139,8 @@ def _loaded_weights(
     """Estimate the size of loaded weights whose files have `size` bytes.
 
     Quantised weights stay quantised, and the others become `dtype`.  There are two exceptions.
-    transformers dequantises experts in MXFP4, which take 17 / 32 bytes a number, to bfloat16.  Our
-    own forward dequantises the embedding of a GGUF file if it runs on a GPU.
+    transformers dequantises experts in MXFP4 to bfloat16; in the file they take 17 / 32 bytes a
+    number.  On a GPU, our own forward dequantises the embedding of a GGUF file.
     """
     scheme = config.get("quantization_config")
     is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
@@ -272,8 +272,9 @@ def _room(device: torch.device, gpus: int) -> int | None:
 def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots: int) -> int:
     """Return how many slots beyond `slots` would still fit into the device's memory; 0 if unknown.
 
-    Raises `ModelError` if `slots` do not fit on a CPU. Call this before the cache is allocated,
-    because the allocation itself would not fail: the kernel assigns pages only as the cache fills.
+    On a CPU, raises `ModelError` if `slots` slots do not fit. The allocation of the cache would not
+    raise an error there, because the kernel assigns pages only as the cache fills. So call this
+    before the cache is allocated. On a GPU the allocation itself fails.
 
     Args:
         slot_bytes: size of a slot of `context` tokens; 0: unknown.

@@ -1,6 +1,7 @@
 """Converts quantised weights, as other tools write them into safetensors files, to `QuantisedMatrix`.
 
-`recipes` decides which layout a module has. This module reads the layouts.
+A linear layer's weights are several tensors in the file. Their layout differs between tools:
+`recipes` decides which layout a layer has, and the functions here read it.
 """
 
 import json
@@ -224,7 +225,10 @@ def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read groups of 16 weights with a scale in e4m3, which is divided by one number for the whole matrix."""
+    """Read NVFP4, in which 16 weights share a scale in e4m3.
+
+    All scales of the matrix are divided by the same number.
+    """
     steps = paired(tensors.of("weight_packed"))
     scales = tensors.of("weight_scale")
     divisor = tensors.of("weight_global_scale")

@@ -51,8 +51,9 @@ class RotaryEmbedding(nn.Module):
 def parameters_of_rope(config: Config) -> dict[str, Any] | None:
     """Return the `rope_parameters` of a config.json.
 
-    In the notation before transformers 5, they are made from `rope_theta` and `rope_scaling`.
-    Return None if the file has both `rope_parameters` and `rope_scaling`.
+    A file in the notation before transformers 5 has `rope_theta` and `rope_scaling` instead; the
+    parameters are then made from these two.  Return None for a file that has both
+    `rope_parameters` and `rope_scaling`.
     """
     rope = config.get("rope_parameters")
     scaling = config.get("rope_scaling")
@@ -83,9 +84,9 @@ def rope_of(config: Config) -> RotaryEmbedding | None:
 def frequencies(rope: Mapping[str, Any], config: Config) -> Frequencies:
     """Return the frequencies of one rope.
 
-    Without scaling they are theta ** (-2 i / dim) for i < dim / 2. For a longrope, the result holds
-    for texts up to the length at which the frequencies change. Raises `KeyError` or another error
-    if `rope` lacks a setting.
+    Without scaling they are theta ** (-2 i / dim) for i < dim / 2, where dim is how many numbers
+    of a head are rotated. For a longrope, the result holds for texts up to the length at which the
+    frequencies change. Raises `KeyError` or another error if `rope` lacks a setting.
     """
     kind = rope["rope_type"]
     if kind == "default":

@@ -76,7 +76,7 @@ def _repositories() -> list[Any]:
 
 
 def _embedded() -> list[Path]:
-    """Return the directories of the embedded pair."""
+    """Return the cached directories of the target and the draft that `embedded` makes."""
     return [file.parent for file in cache_directory().glob("smollm2-*/config.json")]
 
 

@@ -23,8 +23,8 @@ NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 class _Postponed(Loader):
     """Executes a module when one of its names is first read, not when it is imported.
 
-    `importlib.util.LazyLoader` would also execute it when `inspect` searches all modules for a file,
-    and `import torch` calls for such a search.
+    A module that `importlib.util.LazyLoader` postpones is also executed when `inspect` asks all
+    modules for their files. `import torch` makes `inspect` do so, and so would execute the kernels.
     """
 
     def __init__(self, loader: Loader) -> None:

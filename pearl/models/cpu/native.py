@@ -181,8 +181,8 @@ def takes(weights: Weights) -> bool:
 def takes_inputs(count: int) -> bool:
     """Return whether `Native` can multiply by a matrix with `count` inputs.
 
-    It reads inputs in groups of `_LEAST`. If `count` were no multiple of this, it would read past
-    the end of a row.
+    `count` must be a multiple of 8, because the C code reads inputs in groups of 8. With another
+    `count`, it would read past the end of a row.
     """
     return count % _LEAST == 0
 
@@ -280,7 +280,7 @@ class Native:
             self._keep("table", weights.table + fields.offset)
 
     def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
-        """Lay out in panels all tensors that have numbers for each row.
+        """Return the weights with each tensor that has numbers for each row cut into `panels`.
 
         Also set the fields of the struct `Weights` that say how the weights are stored.
         """
@@ -350,15 +350,19 @@ class Native:
 
 
 def _grouped(rows: torch.Tensor, together: int) -> torch.Tensor:
-    """Put inputs before lanes: [panels, lanes, in] -> [panels, in / together, lanes, together]."""
+    """Reorder the numbers of panels, so that `together` inputs of each row are neighbours.
+
+    [panels, lanes, in] -> [panels, in / together, lanes, together], where the lanes are the rows
+    of a panel.
+    """
     count, lanes, _ = rows.shape
     return rows.view(count, lanes, -1, together).transpose(1, 2)
 
 
 def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
-    """Pack the steps of several inputs into words: see `pearl_pack`.
+    """Pack the steps of several inputs into words, as `pearl_pack` in `products.c` describes.
 
-    [panels, lanes, in] -> [panels, in * bits / 32, lanes]
+    [panels, lanes, in] -> [panels, in * bits / 32, lanes], where the lanes are the rows of a panel.
     """
     count, lanes, inputs = steps.shape
     words = torch.empty(count, inputs * bits // 32, lanes, dtype=torch.int32)
@@ -474,10 +478,10 @@ class Attention(ctypes.Structure):
 
 
 def attend(arguments: Attention) -> None:
-    """Compute the attention of rows, and write it to `out`.
+    """Compute the attention of rows.
 
-    The rows' keys and values are written to `new_keys` and `new_values`. Those of chains are also
-    written to the cache.
+    The result, and the rows' keys and values, go to the addresses `out`, `new_keys` and
+    `new_values` in the arguments. Keys and values of chains are also written to the cache.
     """
     _loaded().pearl_attend(ctypes.byref(arguments))
 

@@ -24,7 +24,8 @@ class Scoring(NamedTuple):
             own.
         scale: the multiplier of a query's product with a key.
         cap: see `cap_scores`.
-        sinks: for each layer [heads], a score that takes part in the head's softmax but has no value; empty: none.
+        sinks: for each layer, the scores [heads] of the heads' attention sinks. A sink's score is
+            one more score in its head's softmax, but no value belongs to it. Empty: there are none.
     """
 
     windows: tuple[int, ...]
@@ -41,8 +42,9 @@ class Scoring(NamedTuple):
 def plan_no_shapes(device: torch.device) -> None:
     """Turn cuDNN's attention off in this process, if `device` is a GPU.
 
-    torch 2.13 prefers it on Hopper GPUs, where it takes 42 to 440 ms to plan for every new length. Every
-    prompt, and every decoding step of a forward that is not recorded, has a new length.
+    torch 2.13 prefers cuDNN's attention on Hopper GPUs, where cuDNN plans for 42 to 440 ms whenever
+    a new length comes. Each prompt has a new length. So has each decoding step, unless our forward
+    is recorded as a CUDA graph.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

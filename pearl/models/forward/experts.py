@@ -24,7 +24,8 @@ class Experts:
 
     Args:
         lay_out: makes a matrix of linear layers; see `linear_layers.matrix`.
-        kernels: whether our GPU kernels compute forwards of `FED` rows.
+        kernels: whether our GPU kernels compute forwards of 16 rows (`recordings.FED`). All other
+            forwards are computed expert by expert.
 
     Attributes:
         each: (gate_up, down) of each expert.

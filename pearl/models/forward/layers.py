@@ -208,9 +208,9 @@ def norm_weights(
     forward: Forward,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a norm's weights, promoted to a dtype that holds their own numbers and those of `dtype`.
+    """Return a norm's weights in the dtype to which torch promotes their own dtype and `dtype`.
 
-    If the family has a `norm_shift`, it is added, and the weights are float32.
+    If the family has a `norm_shift`, the shift is added, and the result is float32.
     """
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
@@ -242,7 +242,8 @@ class DecoderLayers:
         is_native: whether our C computes the layers. Otherwise matrices are laid out for our GPU
             kernels, and queries and keys are rotated in the dtype of rows.
         rounds_rows: see `linear_layers.matrix`.
-        family: (forward, configuration) of a model that `described` does not know.
+        family: (forward, configuration) of `model`; None: its class and its own configuration
+            say both.
         output: the matrix that computes logits; None: the output matrix of `model`.
         progress: called with the number of layers that are laid out.
     """
@@ -486,7 +487,8 @@ class DecoderLayers:
     ) -> torch.Tensor:
         """Return hidden + multiplier * normalise(product(x)).
 
-        If `norm` is None, the product is not normalised.
+        The multiplier is `residual` of the model's `Scales`. If `norm` is None, the product is not
+        normalised.
         """
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:

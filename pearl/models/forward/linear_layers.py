@@ -51,9 +51,9 @@ class KernelMatrix:
 
     Weights that are not quantised are stored as they are, [out, in]. Quantised weights are stored
     as small numbers ("steps") and scales. Steps of 8 bits are [out, in], int8 or float8_e4m3fn.
-    Steps of 4 bits are packed into bytes [out, in / 2]. For example, if `packed_together` is 32,
-    byte 0 of a row holds input 0 in its lower half and input 16 in its upper half, and byte 15
-    holds inputs 15 and 31.
+    Steps of 4 bits are packed into bytes [out, in / 2], in groups of 32 or 16 inputs; the function
+    `packed_together` says which. For example, with groups of 32 inputs, byte 0 of a row holds input
+    0 in its lower half and input 16 in its upper half, and byte 15 holds inputs 15 and 31.
 
     Attributes:
         weight: the weights or steps.
@@ -136,7 +136,11 @@ class KernelMatrix:
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants that a product's kernel takes from the matrix, but without N."""
+        """Return the kernel constants that the matrix determines, except the number of outputs.
+
+        The caller adds the number of outputs, because it is the half of the matrix's outputs if
+        one kernel computes gate and up.
+        """
         return self.options() | {
             "K": self.shape[1],
             "BIAS": self.bias is not None,
@@ -208,9 +212,13 @@ class KernelMatrix:
 
 
 def packed_together(inputs: int, group: int) -> int:
-    """Return how many inputs share a group of packed bytes in `KernelMatrix`: 32 or 16.
+    """Return how many inputs of 4 bits a `KernelMatrix` packs as a group: 32 or 16.
 
-    Return 0 if neither fits the number of inputs and the group of a scale.
+    Return 0 if neither fits.
+
+    Args:
+        inputs: number of the matrix's inputs.
+        group: number of inputs that share a scale.
     """
     for size in (32, 16):
         if inputs % (4 * size) == 0 and group % size == 0:
@@ -232,8 +240,8 @@ def matrix(
 
     Args:
         dtype: the dtype of the model, and so of most rows.
-        is_native: whether to lay the weights out for our C, if it takes their number of inputs.
-            Otherwise they are laid out for our GPU kernels.
+        is_native: whether to lay the weights out for our C. If it is false, or if our C does not
+            take this number of inputs, they are laid out for our GPU kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
         wide: whether our C returns float32 results, whatever the dtype of the rows.
         rounds_rows: whether our C rounds rows to 8 bits; see `native.Native`.
@@ -412,7 +420,7 @@ def gated(gate_up: torch.Tensor, name: str = "silu") -> torch.Tensor:
     """Return activation(gate) * up of columns [gate, up]: [n, 2 * inner] -> [n, inner].
 
     Args:
-        name: one of `_ACTIVATIONS`.
+        name: the activation, one of the names in the table `_ACTIVATIONS` below, such as "silu".
     """
     if name in _NATIVE_ACTIVATIONS and native.computes(gate_up):
         return native.gated(gate_up, name == "gelu")

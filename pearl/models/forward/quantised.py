@@ -67,7 +67,7 @@ class QuantisedMatrix:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The properties that matrices must have in common to be `stacked`."""
+        """The properties that matrices must have in common, so that `stacked` can join them."""
         table = None if self.table is None else tuple(self.table.tolist())
         return (
             self.steps.dtype,
@@ -82,7 +82,10 @@ class QuantisedMatrix:
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
-        """Return the matrix with `change`, which cuts or reorders rows, applied to `of_rows`."""
+        """Return the matrix after `change` has cut or reordered its rows.
+
+        `change` is called with each tensor that has numbers for each row.
+        """
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.of_rows().items()}
         return replace(self, **tensors)
 
@@ -217,7 +220,7 @@ def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
 
 
 def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
-    """Concatenate the rows of matrices that `are_alike`.
+    """Concatenate the rows of matrices. `are_alike` must be true for any two of the matrices.
 
     Args:
         rows: the number of rows of all parts together. If it is given, `parts` may be an iterator,
@@ -242,7 +245,10 @@ def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> Quanti
 
 
 def are_alike(left: Weights, right: Weights) -> bool:
-    """Return whether two matrices with the same inputs can be `stacked` or, as tensors, joined."""
+    """Return whether the rows of two matrices with the same inputs can be concatenated.
+
+    For quantised matrices, `stacked` does so.
+    """
     if not isinstance(left, QuantisedMatrix) or not isinstance(right, QuantisedMatrix):
         return type(left) is type(right)
     if left.kind != right.kind:

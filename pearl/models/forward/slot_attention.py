@@ -36,7 +36,8 @@ class NativeAttention:
         states: if there are trees, (keys, values) of all rows for each layer, because those of
             trees are not in the slots yet; else None.
         given: the arguments that all layers share; `keys` and `values` are those of the first layer.
-        strides: distances from one layer to the next, in numbers: in the cached keys, and in the new keys.
+        strides: two distances, counted in numbers: from one layer's keys to the next layer's keys
+            in the cache, and the same in the rows' new keys (0 if there are no trees).
 
     Args:
         table: see `Layout`.
@@ -244,9 +245,9 @@ class BlockMask(NamedTuple):
         windows: for each layer, the attention window in positions; 0: a row sees all positions
             before the block.
         is_causal: for each layer, whether later rows of the block are hidden from a row.
-        has_one_start: where a window ends. If true, the windows of all rows end just before the
-            block, so that all rows see the same positions before the block. If false, the window
-            of a row ends with the row's own position, as in ordinary layers.
+        has_one_start: whether the windows of all rows end just before the block, so that all rows
+            see the same positions before it. Otherwise each row's window ends with the row's own
+            position, as in ordinary layers.
     """
 
     windows: tuple[int, ...]

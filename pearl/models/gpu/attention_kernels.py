@@ -57,7 +57,7 @@ class AttentionShape(NamedTuple):
 
 @triton.jit
 def _turned(source, positions, inside, norm, scale, cos, sin, eps, shape):
-    """Load queries or keys [rows, WIDE], normalise them, and rotate them to their positions.
+    """Load queries or keys [rows, WIDE], normalise them, and apply the rope of their positions.
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
 
@@ -327,8 +327,9 @@ def add_parts(
 ):
     """Compute out [ROWS, HQ * D] from the outputs of `attend`, added in the order of the parts.
 
-    SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
-    Grid: (query heads, ROWS / TILE_ROWS).
+    SINKS: whether heads have attention sinks. If so, `sinks` [HQ] adds one score to each head's
+    softmax, and no value belongs to this score.
+    Grid: (query heads, ROWS / TILE_ROWS), where TILE_ROWS is the most rows of a tile.
     """
     WIDE: constexpr = triton.next_power_of_2(D)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)

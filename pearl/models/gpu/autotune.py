@@ -85,8 +85,9 @@ _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 def one_at_a_time() -> Iterator[None]:
     """Hold this machine's lock for timing kernels.
 
-    Target and draft start at the same time, often on one GPU, and would disturb each other's times.
-    Go on without the lock if another process holds it for `_PATIENCE` seconds.
+    Target and draft start at the same time, often on one GPU. Without the lock, each would disturb
+    the times that the other measures. If another process holds the lock for five minutes, go on
+    without it.
     """
     directory = cache_directory()
     with suppress(OSError):

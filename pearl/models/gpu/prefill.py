@@ -45,7 +45,7 @@ class Prompts:
             self._replay = record(self._work)
 
     def _work(self) -> Rows:
-        """Compute the piece in `_inputs`.
+        """Compute a piece. The buffer `_inputs` holds its slot, its start and its tokens.
 
         Return the last layer's states [rows, hidden], and the hidden states that a head reads.
         """
@@ -59,9 +59,10 @@ class Prompts:
         slot: int,
         start: int,
     ) -> Rows:
-        """Return what `_work` computes for all rows of a piece, padding included.
+        """Compute a piece, and return the same as `_work`.
 
-        The results are in buffers that the next piece overwrites.
+        The results have a row for each of the piece's `PREFILL` rows, padding included. They are in
+        buffers that the next piece overwrites.
         """
         inputs = self._inputs
         count = len(tokens)
@@ -103,8 +104,8 @@ class Prompts:
     ) -> Rows:
         """Return the logits that a piece asks for, and the states of all its rows for a head.
 
-        The output head multiplies `FED` rows at a time, from a multiple of `FED` on, so that a row's logits
-        always come from the same kernel.
+        The output head multiplies `FED` (16) rows at a time, and begins at a multiple of 16. So a
+        row's logits always come from the same kernel.
         """
         hidden, features = self._hidden_states(piece.tokens, piece.slot, start)
         if not piece.rows:

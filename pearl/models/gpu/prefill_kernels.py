@@ -183,7 +183,8 @@ def attend(
         outer: cap * log2(e), with scale and cap as in `attention.Scoring`.
         WINDOW: the layer's window, see `attention.Scoring`; 0: there is none.
         CAPS: whether there is a cap.
-        SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
+        SINKS: whether heads have attention sinks. If so, `sinks` [HQ] adds one score to each head's
+            softmax, and no value belongs to this score.
     """
     shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)
     head = tl.program_id(0)

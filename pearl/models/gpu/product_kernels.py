@@ -157,7 +157,7 @@ def multiply(
     ADDS: the product, times `multiplier`, is added to `out`.
     SQUARES: the sums of squares of `out` are stored in `squares`.
     BITS: bits of a weight; if below 16, w and scales are those of a `linear_layers.KernelMatrix`.
-    BK, S: see `TileShape`.
+    BK, S: see `tile_kernels.TileShape`.
     """
     tile = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -187,7 +187,7 @@ def multiply(
 
 @triton.jit
 def _activated(gate, GELU: constexpr):
-    """Return the activation of the gate: with GELU Gemma's tanh GELU, otherwise SiLU."""
+    """Return the activation of the gate: the tanh GELU (as in Gemma) if GELU is true, else SiLU."""
     if GELU:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1 - 1 / (tl.exp(2 * inner) + 1))

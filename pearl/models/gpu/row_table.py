@@ -77,7 +77,7 @@ class TablePiece(NamedTuple):
 
 
 def visible(position: int) -> int:
-    """Return the least power of two above `position`, but at least `_LEAST_VISIBLE`.
+    """Return the least power of two above `position`, but at least 512.
 
     For example, it is 1024 for position 600. This number decides the length of a row's parts, so
     that neighbouring rows mostly have parts of the same length.

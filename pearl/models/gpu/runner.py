@@ -68,7 +68,8 @@ class KernelRunner(ForwardRunner):
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
         """Make and check the kernels for row tables and the kernels for prompts.
 
-        The latter are None if they do not take heads of the model's size.  Raises `KernelsUnfit`.
+        The kernels for prompts are None if they do not take heads of the model's size.  Raises
+        `KernelsUnfit`.
         """
         dim = self.layers.heads.dim
         prompts: Prompts | None = None

@@ -306,7 +306,10 @@ def _of_column(numbers, WORDS: constexpr):
 
 @triton.jit
 def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr):
-    """Return the weights of steps [M, inputs] with the scales [M] of their groups. Steps are OFFSET too large."""
+    """Return the weights of steps [M, inputs], which have the scales [M].
+
+    A weight is computed from its step, OFFSET and EXTRA as `linear_layers.KernelMatrix` says.
+    """
     ONE: constexpr = 0x3F803F80 if WORDS else 1.0
     less = tl.full((1,), -OFFSET, kind)
     if EXTRA == 2:
@@ -365,7 +368,7 @@ def _half_of(
 def _left(lanes, S: constexpr, KEPT: constexpr):
     """Arrange the weights of each lane as the left side of a product.
 
-    [BN * S * 4, J] -> [S, BN, 4 * J]; for lanes see `_multiply_packed`.
+    [BN * S * 4, J] -> [S, BN, 4 * J]. For lanes and the constants see `_multiply_packed`.
     """
     B: constexpr = lanes.shape[0] // (S * 32)
     J: constexpr = lanes.shape[1]
@@ -377,7 +380,7 @@ def _left(lanes, S: constexpr, KEPT: constexpr):
 def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
     """Arrange the inputs of each lane as the right side of a product, the rows' side.
 
-    [ROWS * H * S * 4, 8] -> [S, 32 * H, ROWS]
+    [ROWS * H * S * 4, 8] -> [S, 32 * H, ROWS]. For the constants see `_multiply_packed`.
     """
     B: constexpr = lanes.shape[0] // (H * S * 32)
     parts = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
@@ -457,6 +460,9 @@ def _multiply_packed(fed, x, norm, w, scales, column, shape):
     them in its registers. Tensors are [lanes, inputs of a lane], with the lanes in the order that
     tensor cores need on the left side of a product. So nothing passes through shared memory, and no
     warp waits for another. Rows are loaded in the order that tensor cores need on the right side.
+
+    A lane's inputs are two halves of J = BK / 8 inputs, and H is J / 8. In both orders, KEPT
+    successive inputs of a lane stay together.
     """
     K: constexpr = shape.K
     BN: constexpr = shape.BN

@@ -109,7 +109,7 @@ class Decode:
     ) -> None:
         """Record the forward of tables of `size` rows.
 
-        The forward adds sums in the same order as that of the smallest tables.
+        This forward adds sums in the same order as the forward of the smallest tables.
         """
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
@@ -199,7 +199,8 @@ class Decode:
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
         """Return for each feed the float32 logits that it asks for, and the states for a head.
 
-        The latter are the hidden states of the feed's tokens that a drafting head reads, if any.
+        The states are those hidden states of the feed's tokens that a drafting head reads; None if
+        no head reads states.
         The logits may be in buffers that the next forward overwrites. Keys and values are written
         to the slots, but the slots' lengths do not change.
         """
@@ -384,7 +385,7 @@ class _TableForward:
         arguments: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        """Launch a kernel or, with `_is_compiling`, only compile it."""
+        """Launch a kernel or, while `_choose` compiles all kernels, only compile this one."""
         constants = constants | self._constants
         if self._is_compiling:
             kernel.warmup(*arguments, grid=grid, **constants)
@@ -394,7 +395,7 @@ class _TableForward:
     # ---- the steps of a forward ----
 
     def _plan(self) -> None:
-        """Add all steps of the forward."""
+        """Make the list of the forward's steps, which `launch` executes in order."""
         layers = self._layers
         self._add(
             product_kernels.embed,
@@ -422,7 +423,7 @@ class _TableForward:
         *arguments: Any,
         **constants: Any,
     ) -> None:
-        """Add the launch of a kernel."""
+        """Add the launch of a kernel to the forward's steps."""
         self._steps.append(partial(self._start, kernel, grid, arguments, constants))
 
     def _add_features(self, number: int) -> None:
@@ -467,8 +468,8 @@ class _TableForward:
     ) -> None:
         """Add the steps that add a product to the hidden state.
 
-        If there is no norm, the product's own kernel adds it. Otherwise the product is stored in
-        `_part`, and a second kernel normalises and adds it.
+        If there is no norm, the kernel that computes the product also adds it. Otherwise this
+        kernel stores the product in the buffer `_part`, and a second kernel normalises and adds it.
 
         Args:
             squares: receives the sums of squares of the hidden state.
@@ -538,7 +539,7 @@ class _TableForward:
         arguments: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        """Add the launch of a product, with the cut that is chosen for its shape."""
+        """Add the launch of a product to the forward's steps, with the cut chosen for its shape."""
         product = Product(name, weights.shape, tuple(weights.options().items()), self.size)
 
         def launch(cut: Cut) -> None:

@@ -65,11 +65,13 @@ class _Text:
 
 
 class BlockRunner(StatesRunner):
-    """Drafts with the rows of blocks. The logits depend on when states arrive, as those of a `HeadRunner`.
+    """Drafts with the rows of blocks.
+
+    As in a `HeadRunner`, the logits depend on when the target's states arrive.
 
     Args:
         head: a head whose cache has room for `slots` texts.
-        vocab_size: the target's.
+        vocab_size: number of the target's token ids.
     """
 
     def __init__(self, head: DFlashHead, vocab_size: int, slots: int) -> None:

@@ -1,4 +1,8 @@
-"""The base class of heads that draft token by token with decoder layers of our own forward."""
+"""The base class of heads that draft token by token.
+
+Such a head has decoder layers.  They are computed by PEARL's own forward pass, and not by
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,10 @@ class DecoderHead(DraftHead):
         windows: the attention window of each layer, in tokens; 0: none.
 
     Args:
-        forward: how the family of the layers is computed.
+        forward: how layers of this model family are computed.
         layer: the configuration of the layers, in the form that a whole model's config.json has.
-        tensors: the head's tensors, by the names that speculators gives them. If the embedding or
-            the output matrix is missing, the target's is used.
+        tensors: the head's tensors, by the names that the package speculators gives them. If the
+            embedding or the output matrix is missing, the target's is used.
         rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 
@@ -98,9 +102,10 @@ class DecoderHead(DraftHead):
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """Cache keys and values of tokens [n] that continue a slot; return the tokens' outputs.
+        """Compute tokens [n] that continue a slot, and return their outputs [n, hidden].
 
-        For the arguments see `ChainHead.read`.
+        The keys and values of the tokens are added to the cache.  For the arguments see
+        `ChainHead.read`.
         """
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:

@@ -82,8 +82,8 @@ class BlockSettings:
     """The settings of a block drafter in its config.json.
 
     Attributes:
-        forward: how the family of its decoder layers is computed.
-        layer: the configuration of these layers, in the form that a whole model's config.json has.
+        forward: how decoder layers of the drafter's model family are computed.
+        layer: the configuration of the drafter's layers, as in a whole model's config.json.
         size: number of rows of a block.
         mask_token: the token id of all rows but the anchor's.
         first: the first row that guesses a token: 0 if heads sample from the anchor, else 1.
@@ -152,8 +152,8 @@ class BlockSettings:
 def _layers_of(config: Config) -> tuple[Forward, dict[str, Any]]:
     """Return how a head's layers are computed, and their settings as in a model's config.json.
 
-    They are computed as Qwen3's layers without biases in the MLP, even if config.json names Llama.
-    Raises `ValueError` for layers that are not computed.
+    The layers are computed as those of Qwen3 without biases in the MLP, even if config.json names
+    Llama.  Raises `ValueError` for layers that PEARL cannot compute.
     """
     if config.get("is_causal") is not None:
         raise ValueError("its config.json sets is_causal, which is not computed: remove it")
@@ -228,7 +228,7 @@ class DFlashHead:
     """The weights of a head, and a cache for each slot; see `Head`.
 
     Args:
-        tensors: the head's tensors, by the names that speculators gives them.
+        tensors: the head's tensors, by the names that the package speculators gives them.
         rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 

@@ -1,11 +1,13 @@
 """DSpark: a block drafter whose tokens depend on each other, and that predicts their acceptance.
 
-It is a DFlash head with two small additions.  The "Markov head" adds a bias to the logits of each
-row, which depends on the token before.  The "confidence head" predicts the probability that the
-target accepts the row's token.
+It is a DFlash head with two small additions.  A block has a row for each token that it proposes
+(see `dflash`).  The "Markov head" adds a bias to the row's logits; the bias depends on the token
+before the proposed one.  The "confidence head" predicts the probability that the target accepts the
+row's token.
 
-The Markov head has two matrices with a row for each token, w1 and w2.  Let h be the state of a block's
-row, and e the row of w1 for the token before.  The bias is w2 x, and x depends on the kind of head:
+The Markov head has two matrices w1 and w2, each with a vector [rank] for each token.  Let h be the
+state of a block's row, and e the vector that w1 has for the token before.  The bias is w2 x, and x
+depends on the kind of head:
 
 - vanilla: x = e
 - gated: x = sigmoid(gate_proj [h, e]) * e
@@ -163,7 +165,7 @@ class DSparkHead(DFlashHead):
                 return
 
     def _embedded(self, token: int) -> torch.Tensor:
-        """Return the row of a token in w1 [rank]; it is empty if there is no Markov head."""
+        """Return the vector [rank] that w1 has for a token; empty if there is no Markov head."""
         if not self._dspark.rank:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         return self._tensors[_W1][token]

@@ -94,8 +94,8 @@ class HeadSettings:
     """The settings of a head in its config.json.
 
     Attributes:
-        forward: how the family of the head's decoder layers is computed.
-        layer: the configuration of these layers, in the form that a whole model's config.json has.
+        forward: how decoder layers of the head's model family are computed.
+        layer: the configuration of the head's layers, as in a whole model's config.json.
         input_norms: the norms that the target's states pass before `fc`, in this order.  Each entry
             names a norm's weights: one tensor if the norm is over the states of all layers
             together, or a tensor for each layer if each layer's states are normalised alone.
@@ -174,10 +174,10 @@ def _layers_of(
 ) -> tuple[Forward, dict[str, Any]]:
     """Return how a head's layers are computed, and their settings as in a model's config.json.
 
-    Raises `ValueError` for layers that are not computed.
+    Raises `ValueError` for layers that PEARL cannot compute.
 
     Args:
-        names: the names that speculators gives the head's tensors.
+        names: the names that the package speculators gives the head's tensors.
     """
     kind = config.get("model_type", "qwen3")
     if not is_of_speculators:  # one Llama layer, whatever model type the file names
@@ -234,7 +234,7 @@ def _check_tensors(
     """Raise `ValueError` if a tensor is missing, superfluous or of another shape.
 
     Args:
-        in_file: speculators' name of a tensor -> its name in the checkpoint.
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
     """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
@@ -265,7 +265,7 @@ def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
     have the tensor.
 
     Args:
-        in_file: speculators' name of a tensor -> its name in the checkpoint.
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
     """
     has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
     if has_midlayer and name.startswith(_FIRST):
@@ -287,8 +287,8 @@ class Eagle3Head(DecoderHead):
     """See `DecoderHead`.
 
     Args:
-        tensors: the head's tensors, by the names that speculators gives them.  If the embedding is
-            missing, the target's is used.
+        tensors: the head's tensors, by the names that the package speculators gives them.  If the
+            embedding is missing, the target's is used.
     """
 
     def __init__(

@@ -52,8 +52,9 @@ Level = list[HeadToken]  # of one position: the head's own draw first, then the 
 class Block:
     """Tokens that a head proposes after a text, each with its runners-up.
 
-    A head adds logits for one position after another.  Each token is drawn from them with the random
-    numbers of the target's own draw.
+    A head adds logits for one position after another.  The block draws a token from each position's
+    logits.  The target will draw its own token for this position with the same random numbers, so
+    that the two tokens often agree.
 
     Attributes:
         levels: the tokens proposed for each position.
@@ -128,7 +129,7 @@ class Head(Protocol):
     Attributes:
         ids: [logits], the target's token id for each logit. A head may have a smaller vocabulary than its target.
         lengths: for each slot, number of positions whose hidden states are cached. To drop the last
-            positions of a slot, lower its number.
+            positions of a slot, lower the slot's entry.
         context: positions that a slot has room for.
         deepest: most tokens of a proposal.
     """

@@ -1,8 +1,8 @@
 """What the kinds of heads have in common: decoder layers that a config.json describes, and checks of tensors.
 
-A head's layers are ordinary decoder layers of our own forward pass.  Whatever a head has and we do
-not compute raises `ValueError`.  Without this error nobody would notice: the head would only guess
-badly.
+A head's layers are ordinary decoder layers, which our own forward pass computes.  If a head has
+anything that we do not compute, a `ValueError` is raised.  Without this error nobody would notice:
+the head would only guess badly.
 """
 
 from __future__ import annotations
@@ -210,7 +210,10 @@ def token_ids(tensors: Tensors, count: int, device: torch.device) -> torch.Tenso
 
 
 def decoder_of(layer: Config, tensors: Tensors, embedding: Embedding) -> Decoder:
-    """Return a head's layers, last norm and output matrix as a model, for `DecoderLayers`."""
+    """Return a model made of a head's layers, last norm and output matrix.
+
+    `DecoderLayers` takes it like a whole model.
+    """
     decoder = Decoder(SimpleNamespace(**layer))
     decoder.place("model.embed_tokens", Weight(embedding))
     for name, tensor in tensors.items():

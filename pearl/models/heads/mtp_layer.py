@@ -8,10 +8,10 @@ makes logits of it.  When a drafted token is read next, the same output serves a
 
 Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.
 
-Training and drafting differ in what a guess attends to.  In speculators' trainer, a text's second
-guesses attend to its second guesses, its third guesses to its third guesses, and so on.  In
-engines, all guesses attend to one cache, in which the text's tokens were read with the target's
-states.  This head does as engines do.
+Training and drafting differ in what a guess attends to.  speculators' trainer makes a first guess,
+a second guess and so on after each token of a text.  There a second guess attends only to second
+guesses, and a third guess only to third guesses.  In engines, every guess attends to one cache, in
+which the text's tokens were read with the target's states.  This head does as engines do.
 
 Source: "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025; speculators 0.9.0.
 """
@@ -58,7 +58,7 @@ def target_layers(config: Config) -> tuple[int, ...] | None:
 def layer_of(config: Config) -> tuple[Forward, dict[str, Any]]:
     """Return how the layer is computed, and its settings as those of a model with one layer.
 
-    Raises `ValueError` for a layer that is not computed.
+    Raises `ValueError` for a layer that PEARL cannot compute.
     """
     inner = config["transformer_layer_config"]
     kind = inner.get("model_type")

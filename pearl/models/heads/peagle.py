@@ -86,7 +86,8 @@ def make(
 def _as_trained(config: Config) -> Config:
     """Return the settings with which the head was trained.
 
-    SpecForge's trainer ignores the rope scaling of config.json, so for its heads it is removed.
+    SpecForge's trainer ignores the rope scaling that config.json states.  So the scaling is removed
+    from the settings of SpecForge's heads.
     """
     if "speculators_model_type" in config:
         return config
@@ -144,9 +145,9 @@ class PeagleHead:
         self.lengths[slot] = start + len(tokens)
 
     def _compute(self, slot: int) -> None:
-        """Cache keys and values of the last tokens that `extend` was given.
+        """Compute the last tokens that `extend` was given, and cache their keys and values.
 
-        Tokens that were dropped in the meantime, by a lower length, are left out.
+        If the slot's length was lowered in the meantime, tokens beyond it are left out.
         """
         start, tokens, states = self._last[slot]
         end = self.lengths[slot]

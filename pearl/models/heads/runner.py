@@ -24,7 +24,8 @@ class _Text:
         length: number of tokens.
         target_end: the first `target_end` positions have states of the target.
         state_end: the first `state_end` positions have states, of the target or of the head.
-        read: the head has read the first `read` tokens with the newest states of their positions.
+        read: the first `read` tokens need not be read again. The head has read them, and no newer
+            states for them have arrived since then.
     """
 
     length: int = 0
@@ -69,7 +70,7 @@ class HeadRunner(StatesRunner):
 
     Args:
         head: a head whose cache has room for `slots` texts.
-        vocab_size: the target's.
+        vocab_size: number of the target's token ids.
     """
 
     def __init__(self, head: DraftHead, vocab_size: int, slots: int) -> None:

@@ -1,7 +1,9 @@
 """XPress: a block drafter whose refiner makes each token of a block depend on the tokens before it.
 
-It is a DFlash head with a refiner, which adds a bias to the logits of each row.  Let h be a row's state
-after the last norm, g the mean of h over the block, and e the embedding of the token before the row's:
+It is a DFlash head with a refiner, which adds a bias to the logits of each row.  A row's token is
+the one that it proposes; if the anchor's row proposes none, its token is the anchor.  Let h be a
+row's state after the last norm, g the mean of h over the block, and e the embedding of the token
+before the row's token:
 
     a = in_proj [down_h h, down_g g, e]
     x = a + sum over rows j up to this one of mix[row, j] * a_j
@@ -107,7 +109,7 @@ class XPressHead(DFlashHead):
                 return
 
     def _of_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the part of each row's input that depends on no token [size, 2 * rank]."""
+        """Return [down_h h, down_g g] for each row of a block, as one tensor [size, 2 * rank]."""
         mean = states.mean(0, keepdim=True).expand_as(states)
         return torch.cat((self._project("down_h", states), self._project("down_g", mean)), -1)
 

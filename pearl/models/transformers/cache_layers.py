@@ -306,7 +306,10 @@ class CacheSizes(NamedTuple):
 
 
 def cache_sizes(model: PreTrainedModel, item: int) -> CacheSizes:
-    """Feed one token to a model, which may be on the device "meta", and return the `sizes_of` its cache layers."""
+    """Return the sizes of a model's cache, as `sizes_of` measures them after one token was fed.
+
+    The model may be on the device "meta".  `item` is as in `sizes_of`.
+    """
     layers = layers_of(model.config, 1)
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)

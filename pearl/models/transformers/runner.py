@@ -103,7 +103,8 @@ class HFRunner(ModelRunner):
         """The cache's layers of keys and values.
 
         They are read anew each time, because the first forward of some models appends further
-        layers: Dory's appends one for each loop.
+        layers to the cache.  Dory, for example, runs some of its layers several times, and appends
+        cache layers for each further time.
         """
         return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
 
@@ -316,9 +317,10 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Return whether a token's logits do not depend on later tokens.
+    """Return whether a model is causal: a token's logits do not depend on later tokens.
 
-    GPT-NeoX's do not, although its configuration says otherwise.
+    The model is run to find out, because a configuration can be wrong: GPT-NeoX is causal, but its
+    configuration says `is_decoder=False`.
     """
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     with torch.inference_mode():
