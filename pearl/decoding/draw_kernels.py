@@ -35,7 +35,7 @@ def _log_exponentials(key, ids):
 
 @triton.jit
 def _first_of_block(logits, keys, rate, best, V, BLOCK: constexpr):
-    """Write to best [n, 2, blocks] the logarithm of each block's least time, and its token.
+    """Write each block's winner to best [n, 2, blocks]: the logarithm of its time, and its token.
 
     `rate` is 1 / temperature.
     """
@@ -53,7 +53,7 @@ def _first_of_block(logits, keys, rate, best, V, BLOCK: constexpr):
 
 @triton.jit
 def _first_of_row(best, draws, blocks, MANY: constexpr):
-    """Write to draws [n, 2], for each row of `best`, the least logarithm and its token."""
+    """Write each row's winner to draws [n, 2]: the logarithm of its time, and its token."""
     row = tl.program_id(0)
     block = tl.arange(0, MANY)
     scores = tl.load(best + row * 2 * blocks + block, mask=block < blocks, other=_INF)

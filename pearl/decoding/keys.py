@@ -61,8 +61,8 @@ def exponentials(
     """Return independent draws from Exp(1), one for each token id; none is 0 or infinite.
 
     The draw for an id does not depend on which other ids are passed. The device of `ids` computes
-    the draws (float64), and this function does not wait for it. Devices may round the logarithm
-    differently.
+    the draws (float64), and this function does not wait for it. A draw is minus the logarithm of a
+    uniform number, and devices may round this logarithm differently.
 
     Args:
         key: one key, or the `key_column` [n, 1] of several keys; the result is then [n, len(ids)].

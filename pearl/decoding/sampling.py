@@ -345,10 +345,10 @@ def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
     """Return the ids of the `count` largest logits and of a few others; None if that does not pay.
 
-    The method is a two-level top-k, which takes a third of the time of `topk`.  Let `least` be the
-    `count`-th largest of the maxima of all blocks.  Then `count` blocks have a logit of at least
-    `least`, so the `count` largest logits are at least `least`.  If many logits equal `least`, it
-    does not matter which of them are returned.
+    The method is a two-level top-k, which takes a third of the time of `topk`.  The logits are
+    divided into blocks of `_BLOCK`.  Let `least` be the `count`-th largest of the blocks' maxima.
+    Then `count` blocks have a logit of at least `least`, so the `count` largest logits are at least
+    `least`.  If many logits equal `least`, it does not matter which of them are returned.
     """
     if (
         not logits.is_cpu

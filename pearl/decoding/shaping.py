@@ -21,7 +21,7 @@ MakeGuide = Callable[[str, Sequence[int]], Any]
 
 
 class Shaper:
-    """Shapes the logits of one text, whose tokens it keeps as the model is fed them.
+    """Shapes the logits of one text, and keeps the text's tokens that the model has been fed.
 
     Args:
         prompt: the tokens with which the text begins.

@@ -88,7 +88,10 @@ class Search:
         return [path[-1] for path in self._nodes], parents
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Return the nodes of `tokens` in the last `tree`, as far as the tree has them."""
+        """Return the index that each of `tokens` has in the last `tree`.
+
+        `tokens` directly follow the text. Those that the tree does not have are left out.
+        """
         nodes = []
         for length in range(1, len(tokens) + 1):
             node = self._nodes.get(tuple(tokens[:length]))
@@ -195,7 +198,8 @@ class LevelStep(Step):
     def collect(self) -> Drafted:
         """Return the block as a proposal; it is empty until the search is done.
 
-        A token's row [vocab] has the token's probability at the token's id, and 0 at all other ids.
+        The proposal has a row [vocab] for each token of the block. The row has the token's
+        probability at the token's id, and 0 at all other ids.
         """
         block = self._block
         rows = torch.zeros(len(block.tokens), self._vocab_size)

@@ -2,12 +2,14 @@
 
 The draft expects the target to commit the tokens that it drafted.  At each position its logits also
 rank the tokens that it did not draw.  The draft continues the likeliest of these tokens as
-branches.  Each branch has its own KV cache slot, and is fed in forwards of the text that have room
-for more tokens.  If the target then commits the token that a branch continues, a window of draft
-tokens is ready.  The branch's slot becomes the slot of the text, so that nothing is computed again.
+branches.  Each branch has its own KV cache slot.  Branches are fed together with the text, in
+forwards that have room for more tokens.  If the target then commits the token that a branch
+continues, a window of draft tokens is ready.  The branch's slot becomes the slot of the text, so
+that nothing is computed again.
 
-Draws are keyed by position, so a branch has the tokens that would be drafted after its outcome
-anyway.  Source: hedging as in speculative speculative decoding (Saguaro), and SpecBranch.
+Each draw is keyed by its position (see `pearl.decoding.keys`).  So a branch has the same tokens
+that the draft, without branches, would draw once the outcome is known.  Source: hedging as in
+speculative speculative decoding (Saguaro), and SpecBranch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +32,9 @@ Outcome = tuple[int, int]  # (position, token): the target commits this token at
 
 
 def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: bool = False) -> Seen:
-    """Return the share and the runners-up of `token` among the likeliest tokens for `position`.
+    """Return what the draft's logits say about a drafted token: its share and its runners-up.
+
+    The share is the token's probability if only the likeliest tokens could be drawn.
 
     Args:
         top: the shortlist of the logits that `token` was drawn from.

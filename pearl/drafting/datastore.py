@@ -6,10 +6,11 @@ big-endian, and a 0 separates documents.  `order.bin` is the suffix array: the s
 of these tokens, in lexicographic order, as little-endian uint32.
 
 So tokens can be compared by comparing bytes, and no match crosses the end of a document.  A place
-is the index of a token in `tokens.bin`.  Because tokens are reversed, the suffix at a place holds
-the context of the token that follows in the text: the token at the place, then the tokens before
-it.  A binary search in the suffix array finds the places with the longest matching context.  In the
-array, places with shorter matches stand before and after the places with the longest match.
+is the index of a token in `tokens.bin`.  Tokens are reversed, so the suffix that starts at place p
+reads a document backwards: first the token at p, then the token before it in the document, and so
+on.  This suffix is the context of the document's next token, which is at place p - 1.  A binary
+search in the suffix array finds the places with the longest matching context.  In the array, places
+with shorter matches stand before and after the places with the longest match.
 
 A build gives the directory its name only when it is complete, so a killed build leaves no
 datastore. Files are not trusted: their sizes are checked on opening, and lookups in invalid data

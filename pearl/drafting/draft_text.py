@@ -74,9 +74,12 @@ class DraftModel:
     def seconds(self, alone: int) -> Callable[[int], float]:
         """Return a function: number of tokens fed -> seconds of the forward.
 
-        A forward of more than `alone` tokens is also fed guesses or branches. If forwards are
-        chained, such a forward waits for the host, and the function adds `delay` seconds for this.
-        A shorter forward does not wait.
+        If forwards are chained, a forward with guesses or branches still has to wait for the host.
+        The function adds `delay` seconds for this wait.
+
+        Args:
+            alone: number of tokens that the forward is fed without guesses and branches. A forward
+                of more tokens counts as one with guesses or branches.
         """
         delay = self.delay if self.chains else 0.0
         return lambda fed: self.times.seconds(fed) + delay * (fed > alone)

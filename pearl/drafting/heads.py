@@ -41,8 +41,8 @@ class StateLog:
     def extend(self, start: int, states: torch.Tensor) -> None:
         """Append the target's states of the tokens from position `start` on.
 
-        States that the log has already are skipped. If `start` is after `end`, so that states
-        between them are missing, the log is emptied first and begins at `start`.
+        States that the log has already are skipped. If `start` is after the end of the log, so
+        that states between them are missing, the log is emptied first and begins at `start`.
         """
         if start > self.end:
             self._begin(start)
@@ -103,8 +103,8 @@ class HeadText:
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[Level]:
         """Return the block that the head proposes, one level for each position from `position` on.
 
-        `position` must follow the tokens that the head has read. `least`: the block ends once its
-        probability is below this.
+        A level has the head's own draw, then the likeliest other tokens. `position` must follow the
+        tokens that the head has read. `least`: the block ends once its probability is below this.
         """
         head = self._head
         block = Block(head.ids, draw, position, head.deepest, least, RANKS)

@@ -77,7 +77,10 @@ def prior_rates(source: str) -> list[list[float]]:
 
 
 def learn_rate(rates: list[float], place: int, hit: bool) -> None:
-    """Update a moving average: rate = (1 - w) * rate + w * hit, with w = `RATE_WEIGHT`."""
+    """Update rates[place], a moving average: rate = (1 - w) * rate + w * hit.
+
+    The weight w is `RATE_WEIGHT`.
+    """
     rates[place] += RATE_WEIGHT * (hit - rates[place])
 
 
@@ -342,10 +345,10 @@ class NgramIndex(SuffixLookup):
     # ---- what an index may ask the target to compute; this class asks for nothing ----
 
     def window(self, most: int, room: int) -> GuessWindow | None:
-        """Return nodes to feed in the next forward too; None if there are none.
+        """Return the window that this index adds to the next forward; None if it adds none.
 
         Args:
-            most: the most nodes that fit into the forward's tree.
+            most: the most nodes of the window that fit into the forward's tree.
             room: number of positions left in the context, from the text's last token on.
         """
         return None
@@ -402,6 +405,8 @@ class NgramIndex(SuffixLookup):
 class Anchor:
     """A position to make guesses for: that of a pending token, or the end of the text.
 
+    A pending token was drafted, but the target has not judged it yet.
+
     Attributes:
         end: the position. The guesses for it follow the token before it.
         chance: probability that all pending tokens before `end` will be accepted.
@@ -439,9 +444,9 @@ class Anchor:
     def _share(self, candidate: Candidate) -> float:
         """Return the factor by which `token` lowers the chance of a candidate.
 
-        At most one of the two tokens can be right. If the estimates `chance` and `trust` are
-        otherwise independent, the candidate is right with probability chance * (1 - trust) / (1 -
-        chance * trust).
+        At most one of the two tokens can be right. Let c be the candidate's chance, and t the
+        `trust` in `token`. If the two estimates are otherwise independent, the candidate is right
+        with probability c * (1 - t) / (1 - c * t).
         """
         if self.token is None:
             return 1.0

@@ -1,9 +1,10 @@
 """An n-gram table over a target's earlier outputs, as a source of guesses for later outputs.
 
-The n-grams of a text itself give no guess after a token that is new in that text.  In the answers
-from which the rates in priors.json come, 15 to 22% of the positions have no guess for this reason.
-At such positions the target's earlier outputs often give a guess.  SSSD (Marzollo et al. 2024) uses
-a prepared datastore there.  `Habits` instead learns from each output which tokens followed others.
+The n-grams of a text itself give no guess after a token that is new in that text.  15 to 22% of the
+positions have no guess for this reason.  This was counted in the answers that also gave the initial
+rates in priors.json.  At such positions the target's earlier outputs often give a guess.  SSSD
+(Marzollo et al. 2024) uses a prepared datastore there.  `Habits` instead learns from each output
+which tokens followed others.
 """
 
 from bisect import bisect
@@ -36,7 +37,8 @@ class Habits:
     def learn(self, before: Sequence[int], token: int) -> None:
         """Learn that `token` followed `before`.
 
-        First update the rates of the candidates that the table has after `before`, then the counts.
+        First see which candidates for the token after `before` were right. The table learns from
+        this how often its candidates are right. Then count `token`.
         """
         for candidate in self.candidates(before):
             learn_hit(self._rates, candidate, token)

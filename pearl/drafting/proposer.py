@@ -114,7 +114,10 @@ class ModelProposer:
 
     @property
     def _slots(self) -> dict[int, int]:
-        """Maps each slot that requests name to the runner's slot that has the text's KV cache."""
+        """Maps each slot of the protocol to the runner's slot that holds the text of this slot.
+
+        The two slots differ after the text has moved to the slot of a branch.
+        """
         slots = {slot: slot for slot in range(self._max_texts)}
         for text in self._texts.values():
             slots[text.place] = text.slot

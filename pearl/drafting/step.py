@@ -274,7 +274,9 @@ class Step:
                 break
 
     def collect(self) -> Drafted:
-        """Return the step's proposal, without times. The device must have finished the draws.
+        """Return the step's proposal. The device must have finished the draws.
+
+        The proposal lacks the times of the forward; the caller adds them.
 
         Raises `NumericalError` if a draw is not finite.
         """

@@ -244,7 +244,7 @@ class Ahead:
 def _after(command: Draft, drafted: Drafted) -> Draft | None:
     """Return the command that the state machine will issue next, unless a message comes.
 
-    Return None if drafting pauses or the budget is used up.
+    Return None if drafting pauses, or if the command's budget of tokens to propose is used up.
     """
     budget = command.budget - len(drafted.tokens)
     if not drafted.tokens or budget <= 0 or drafted.paused:
@@ -265,7 +265,8 @@ def _undoes(command: object, discarded: Draft) -> bool:
 def _same(command: object, early: Draft) -> bool:
     """Return whether the same forward answers both commands.
 
-    Their budgets may differ, because the draft's limit may have grown.
+    The commands may differ in `budget`, the number of tokens that may be proposed. The budget grows
+    when a message allows the draft to go further.
     """
     # Field by field, because comparing whole commands costs time between two forwards.
     return (

@@ -174,10 +174,11 @@ class TargetExecutor:
         text_stream: function (prompt, stops, reasoning=) -> a `TextStream`, which finds stop
             strings.
         datastore: a source of guesses; None if there is none.
-        spread: called with the cores to compute on; None if there is no choice.
+        spread: called with the cores to compute on; None if cores cannot be chosen.
         launches: whether to launch the computation that judging needs before the forward has ended,
-            so that the device need not wait for the host in between. By default this is so on every
-            device but the CPU, where it would compute draws that a rejection makes useless.
+            so that the device need not wait for the host in between. The default is False on a CPU,
+            where launching early would only compute draws that a rejection makes useless, and True
+            on any other device.
         guides: makes the guides of grammars.
         habits: n-grams of earlier outputs, a source of guesses that learns from committed tokens.
         head: the target's drafting head, whose guesses some methods take; the runner keeps hidden
@@ -311,7 +312,7 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Return the position after those of `tokens` that the last forward was fed.
+        """Return the first position of `tokens` that the last forward was not fed.
 
         If the forward was fed a tree, also log the hidden states of the tokens before that
         position. The KV cache still has all nodes of the tree, because it is cut down to a path
@@ -540,7 +541,10 @@ def _with_window(feed: Feed, window: GuessWindow) -> Feed:
 
 
 def _shaped(shaper: Shaper | None, fed: FedTokens, logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits after penalties, biases and grammar, by the text before each row."""
+    """Return the logits after penalties, biases and grammar.
+
+    Each row is shaped by the tokens that come before the row's position.
+    """
     if shaper is None:
         return logits
     shaper.hold(fed.start)

@@ -36,16 +36,18 @@ class Method:
         pre_verify: whether the target judges a window's first token while the window is being
             drafted.
         post_verify: whether the draft drafts on while the target verifies.
-        look_ahead: default for the most guesses that the target verifies in a forward; 0 if the
+        look_ahead: by default the target verifies at most this many guesses in a forward; 0 if the
             method takes none.
-        draft_lookup: default for the most guesses that the draft verifies in a forward. A request
-            may set this for every method with a draft.
-        branches: default for the most branches that the draft prepares; 0 if the method takes none.
-        siblings: default for the most runners-up that the target verifies in a forward; 0 if the
+        draft_lookup: by default the draft verifies at most this many guesses in a forward. A
+            request may set this for every method with a draft.
+        branches: by default the draft prepares at most this many branches; 0 if the method takes
+            none.
+        siblings: by default the target verifies at most this many runners-up in a forward; 0 if the
             method takes none.
         takes_stops: whether a stop policy may end the draft's windows early. Method ssd takes none,
-            because a policy does not see branches. Method pearl-no-post-verify takes none, because
-            its windows, and so its texts under rule ratio, would depend on timing.
+            because a policy does not see branches. Method pearl-no-post-verify takes none either:
+            with a stop policy its windows, and so its texts under rule ratio, would depend on
+            timing.
         takes_head: whether the target's drafting head (such as EAGLE-3), if there is one, guesses
             too.
         guesses: `module:name` of the factory of the index of guesses. It is called with (tokens of
@@ -53,8 +55,8 @@ class Method:
             `fused_guesses.text_index`.
         needs: name of the engine setting without which the method is refused; empty if it needs
             none.
-        adapts: whether measured speed chooses another method to decode with
-            (`pearl.protocol.method_choice`).
+        adapts: whether the method decodes with other methods, and chooses among them by measured
+            speed (`pearl.protocol.method_choice`).
     """
 
     name: str

@@ -39,7 +39,8 @@ class Needs(Enum):
 class Parameter:
     """A parameter of a rule or stop policy, which is a number from `low` to `high`.
 
-    It is a whole number if `default` is an int.
+    It is a whole number if `default` is an int. Property `kind` is the type of `default`: int or
+    float.
     """
 
     name: str
@@ -62,9 +63,10 @@ class Parameter:
         return f"{self.name} ({self.kind.__name__} in {interval}, default {self.default:g})"
 
     def check(self, value: float) -> float:
-        """Return `value` as an int or a float, as `kind` says.
+        """Return `value`, converted to the parameter's `kind`.
 
-        Raises ValueError if it is not finite, out of range, or not whole although `kind` is int.
+        Raises ValueError if `value` is not finite, is out of range, or is not whole although `kind`
+        is int.
         """
         if not isfinite(value) or not self.low <= value <= self.high or value != self.kind(value):
             raise ValueError(f"{self.name} {value:g} is not allowed; it takes {self}")

@@ -200,12 +200,14 @@ class PearlProposer:
     ) -> None:
         """Record vLLM's step, which has ended at `now`, and learn its duration.
 
-        The duration counts only if the step decoded the requests of the last proposal and read no
-        prompt. Otherwise the step is recorded as one that read prompts.
+        The duration is learned only if the step was regular, and decoded exactly the requests of
+        the last proposal. Any other step is recorded as one that read prompts, and its duration is
+        not learned. After a proposal without requests nothing is recorded.
 
         Args:
             numbers: the request of each row.
-            is_regular: whether each row has grown by exactly the tokens that the step committed.
+            is_regular: whether the step committed at least one token of each row, and each row has
+                grown by exactly the tokens that the step committed.
         """
         windows = self._step.windows
         if not windows:
@@ -282,9 +284,9 @@ def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> St
 
 
 def _warn_of_sampling(vllm_config: Any) -> None:
-    """Log a warning if this vLLM samples wrongly as soon as tokens are drafted.
+    """Log a warning if this version of vLLM ignores the temperature for drafted tokens.
 
-    See findings/vllm_cpu_temperature.sh.
+    The script findings/vllm_cpu_temperature.sh shows this fault.
     """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
     try:

@@ -48,7 +48,8 @@ class StepRecorder(Tracer):
 
     Args:
         trace: the trace file that is to be made; None if nothing is recorded.
-        about: facts about this engine: `target`, `draft`, `control`, `tensors`.
+        about: facts about this engine for the trace, under the keys "target", "draft", "control"
+            and "tensors".
     """
 
     def __init__(self, trace: str | None, about: dict[str, Any]) -> None:

@@ -238,9 +238,9 @@ class ServedTexts:
 
 
 def _together(messages: Iterable[Message]) -> Outcomes:
-    """Combine the messages into one, which holds first Finish, then Begin, then Verdict messages.
+    """Combine messages into one, which has first the Finish, then the Begin, then the Verdict ones.
 
-    The messages about one request come in this order anyway.
+    Messages about one request come in this order anyway, so they are not reordered.
     """
     finishes = []
     begins = []

@@ -26,8 +26,8 @@ class ProposerSettings:
         address: where the draft service listens.
         keys: file of keys; needed if the service is on another host.
         timeout: seconds of silence after which the service counts as lost.
-        ngrams: whether n-grams of the text may be proposed. They take the place of the draft's
-            tokens if more of the n-grams than of the draft's tokens are expected to be accepted.
+        ngrams: whether n-grams of the text may be proposed in place of the draft's tokens. They are
+            proposed if more of them are expected to be accepted than of the draft's tokens.
         trace: the trace file that `pearl trace merge` will make of this engine's part and the
             service's part. Only data-parallel rank 0 records.
     """

@@ -40,7 +40,7 @@ class DraftedText:
         tokens: the prompt, and the tokens that were generated already.
         limit: the maximum number of tokens of a request in vLLM.
         context: how many tokens of a text the draft can hold; 0 if there is no draft.
-        window: the window c that was used last.
+        window: the window c that was used last, in tokens (see `StepSpeeds.best_window`).
         has_ngrams: whether n-grams of the text may be proposed in place of the draft's tokens; see
             `ProposerSettings`.
     """
@@ -139,9 +139,10 @@ class DraftedText:
             self._restart(do)
 
     def resynchronise(self, epoch: int, do: Do) -> None:
-        """Send the draft the whole text again, because it has lost the text in `epoch`.
+        """Send the draft the whole text again, because the draft has lost it.
 
-        If another epoch has begun since, this does nothing.
+        `epoch`: the epoch in which the text was lost. A new epoch begins whenever drafted tokens
+        are discarded. If a new epoch has begun since, this does nothing.
         """
         if epoch == self.request.epoch:
             self._restart(do)
@@ -165,8 +166,8 @@ class DraftedText:
     def proposal(self, most: int) -> Chain:
         """Return up to `most` tokens to verify.
 
-        The result is n-grams of the text if more of the n-grams than of the draft's tokens are
-        expected to be accepted; otherwise it is the draft's tokens.
+        These are n-grams of the text if more of them are expected to be accepted than of the
+        draft's tokens. Otherwise they are the draft's tokens.
         """
         drafted = self._drafted(most)
         expected = sum(drafted.chances)

@@ -1,8 +1,8 @@
 """How many drafted tokens vLLM verifies in a step, and how many it waits for if some are missing.
 
 This is pure arithmetic on measured times. vLLM's step is a barrier, because vLLM verifies what the
-proposer has returned. So a token that arrives a moment later waits for a whole step. And if the
-step is delayed for the token, every request is delayed.
+proposer has returned. So a drafted token that arrives just after the step has begun waits for the
+whole step. And if vLLM delays the step to wait for the token, every request is delayed.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
 def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking: int) -> int:
     """Return how many drafted tokens to wait for, if some requests have none; 0 means not to wait.
 
-    In the model, each step is in one of two states. In the first state, nothing is ready: to wait
-    for n tokens costs n draft forwards, and all requests wait. In the second state, a window is
-    ready, because all tokens of the previous step were accepted, or because the draft had prepared
-    for the correction. The result is the n with the most tokens per second in the long run; it is 0
-    if this n gains less than 15% over not waiting.
+    The estimate assumes that each step is in one of two states. In the first state, nothing is
+    ready: to wait for n tokens costs n draft forwards, and all requests wait. In the second state,
+    a window is ready, because all tokens of the previous step were accepted, or because the draft
+    had prepared for the correction. The result is the n with the most tokens per second in the long
+    run; it is 0 if this n gains less than 15% over not waiting.
 
     Args:
         foreseen: the share of rejections for which the draft has prepared a continuation.

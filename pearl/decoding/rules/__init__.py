@@ -90,7 +90,7 @@ class TargetHalf(Protocol):
 
         Does not wait for the device.  Returns a tensor [n, ...], to be passed as
         `Proposed.launched`.  A rule with `RuleSpec.is_proposal_invariant` returns the target's own
-        draws, in a copy to the host that may still be running.
+        draws as a tensor on the host. They may still be on their way to the host.
         """
         ...
 

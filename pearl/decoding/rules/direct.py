@@ -2,10 +2,10 @@
 
 The draft draws from its own distribution with the same random numbers as the target.  Above
 temperature 0 this is rule `coupled`, drafter-invariant decoding.  Both models run an exponential
-race (see `sampling.race`) with the same exponentials, of purpose DIRECT.  With TV, the total
-variation distance of the two distributions, the acceptance rate is at least (1-TV)/(1+TV).  At
-temperature 0 this is greedy decoding.  The draft sends only tokens, no distributions.  Source:
-"Coupling without communication", Daliri, Musco, Suresh 2024.
+race (see `sampling.race`) with the same exponentials, those with the key of `Purpose.DIRECT`.  Let
+TV be the total variation distance of the two distributions.  Then the acceptance rate is at least
+(1-TV)/(1+TV).  At temperature 0 this is greedy decoding.  The draft sends only tokens, no
+distributions.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
 """
 
 from collections.abc import Sequence

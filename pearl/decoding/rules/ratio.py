@@ -25,10 +25,10 @@ from pearl.protocol.events import Judged, Odds
 
 
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
-    """Return whether a token is accepted: u < target_prob / draft_prob, for u in [0, 1).
+    """Return whether a token is accepted: u < target_prob / draft_prob.
 
-    The comparison is strict, so that a token of target probability 0 is never accepted, not even if
-    u = 0. The test multiplies instead of dividing.
+    `u` is a uniform random number in [0, 1). The comparison is strict, so that a token of target
+    probability 0 is never accepted, not even if u = 0.
     """
     return u * draft_prob < target_prob
 

@@ -192,10 +192,10 @@ def candidate(draft: Tensor, options: RequestOptions, position: int, number: int
 
 
 def k_seq_divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
-    """Return K-SEQ's divisor for a number of candidates, in [1, candidates].
+    """Return K-SEQ's divisor for this number of candidates.
 
-    It is the least divisor with which no token is committed more often than the target would draw
-    it.
+    It is the least divisor with which no token is committed more often than the target alone would
+    draw the token. It is at least 1 and at most `candidates`.
     """
     low = 1.0
     high = float(candidates)

@@ -6,7 +6,7 @@ same sequence in forwards of equal size.
 Texts: every method decodes the same prompts, with several windows. Under rules that commit the
 target's own draw (greedy, coupled), the texts must be those of the target alone, which are decoded
 in this process without the engine. Under the ratio rule, the texts must be those of method `pearl`
-with stream windows.
+with option `window` set to stream.
 
 A bug that changes only the distribution of sampled texts is not found here, but by
 tests/test_verification.py.
@@ -234,7 +234,7 @@ class Case(NamedTuple):
     Attributes:
         reference: the name of the reference texts in `References`.
         settings: the method and its settings, for `parse_settings`.
-        kill: whether to kill the draft's process after three pieces of each text.
+        kill: whether to kill the draft's process while each text is streamed, after three pieces.
         together: whether to submit all prompts at once.
     """
 
@@ -366,7 +366,7 @@ class References:
 
     Under greedy and coupled, reference texts are the target's own. For example, "greedy, grammar"
     has the target's greedy texts under the grammar in `_SHAPES`. Under ratio, reference texts are
-    those of method `pearl` with stream windows.
+    those of method `pearl` with option `window` set to stream.
 
     Args:
         texts: name -> texts. The engine that is checked decodes the texts of "greedy", "coupled"
@@ -454,7 +454,8 @@ def target_texts(
 def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """Return the entries of `_SHAPES` that this target supports: penalties, and often the grammar.
 
-    The grammar needs an EOS token, llguidance, and a vocabulary with spaces, which a toy lacks.
+    The grammar needs an EOS token, llguidance, and a vocabulary with spaces. A toy target has no
+    spaces in its vocabulary.
     """
     _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     if defaults.eos and not is_toy(config.target) and find_spec("llguidance"):

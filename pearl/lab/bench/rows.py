@@ -49,7 +49,10 @@ class Row:
 
 
 def devices_of(config: EngineConfig) -> tuple[Device, Device]:
-    """Return (the target's device, the union of both models' devices), as the workers resolve them."""
+    """Return (the target's device, the union of both models' devices).
+
+    The configured devices are resolved to actual ones in the same way as in the workers.
+    """
     target = settled(config, "target")
     if config.has_draft:
         return target, target | settled(config, "draft")
@@ -93,9 +96,9 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
 def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
     """Return the row `ar`, and a row for each name.
 
-    Each name is the name of a row in `defaults`, or settings for `parse_settings`. The name of a
-    row on all devices is skipped if `defaults` has no such row. Raises `ConfigError` for wrong
-    settings, and for a name that occurs twice.
+    Each name is the name of a row in `defaults`, or settings for `parse_settings`. The names of the
+    second rows, on the cores of both models (see `rows_for`), are skipped if `defaults` has no such
+    rows. Raises `ConfigError` for wrong settings, and for a name that occurs twice.
     """
     by_name = {AR: Row(AR, RequestOptions(method=AR))}
     for row in defaults:

@@ -277,8 +277,8 @@ class _Run:
 def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
     """Make sure that no KV cache holds a beginning of `prompt`.
 
-    To this end a short text is generated after a prompt of one token, which differs from the first
-    token of `prompt`. The text is decoded with `options`, but greedily and without a grammar.
+    To this end a short text is generated after another prompt: a single token, which is not the
+    first token of `prompt`. The text is decoded with `options`, but greedily and without a grammar.
     """
     params = options.changed(
         temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None

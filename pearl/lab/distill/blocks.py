@@ -50,7 +50,7 @@ class _Trainer(Trainer):
         super().__init__(*arguments)
 
     def setup_trainer(self) -> None:
-        """Set the device: the trainer moves the model and the batches to `local_rank`."""
+        """Set `local_rank`, the device to which the trainer moves the model and the batches."""
         self.local_rank = self._device
         self.device_type = self._device.type
         super().setup_trainer()

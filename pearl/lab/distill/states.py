@@ -45,7 +45,7 @@ def write_states(
     """Write a directory for speculators' trainer, with a row for each answer, in their order.
 
     Args:
-        layers: numbers of the target's layers whose inputs a drafter reads, from 0.
+        layers: the target's layers whose inputs a drafter reads. The target's first layer is 0.
     """
     import datasets
 

@@ -37,7 +37,8 @@ _PRIOR = 0.4  # initial estimate of how often a guess is right, for each positio
 class Pool(NgramIndex):
     """The phrases of one text, by the token that they follow.
 
-    All guesses come from these phrases: the further sources of guesses, `sources`, are ignored.
+    All guesses come from these phrases. Further sources of guesses, which a caller passes as
+    `sources`, are ignored.
     """
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
@@ -63,8 +64,7 @@ class Pool(NgramIndex):
     def learn(self, committed: int) -> None:
         """Update `hits`: for each place in a phrase, how often guesses are right there.
 
-        The n-grams of `NgramIndex` have rates of their own. They are not used here, and not
-        updated.
+        The rates that `NgramIndex` has for its n-grams are neither used nor updated here.
         """
         phrases = self._guessed_phrases
         text = self.tokens[self._guess_position : committed]

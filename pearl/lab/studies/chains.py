@@ -132,7 +132,7 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
 
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
-    """Simulate texts with method `pearl` without further guesses; return the rejections in each."""
+    """Simulate texts with method `pearl` as published; return the number of rejections in each."""
     options = RequestOptions("pearl", rule="ratio", temperature=1.0, **AS_PUBLISHED).resolved()
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))
@@ -149,9 +149,10 @@ def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> lis
 
 
 def batch_improvement(u: float, v: float, candidates: int) -> float:
-    """Return by how much candidates lower the probability of a rejection, for Bernoulli models.
+    """Return by how much a rejection is less probable with several candidates than with one.
 
-    The draft is Ber(u) and the target Ber(v), with v <= u. The formula is::
+    This is for Bernoulli models: the draft is Ber(u) and the target Ber(v), with v <= u. The
+    formula is::
 
         (u - v) (1 - u^(candidates - 1))
 
@@ -161,9 +162,10 @@ def batch_improvement(u: float, v: float, candidates: int) -> float:
 
 
 def uniform_improvement(share: float, candidates: int) -> float:
-    """Return by how much candidates lower the probability of a rejection, for uniform models.
+    """Return by how much a rejection is less probable with several candidates than with one.
 
-    The draft is uniform; the target is uniform on a share of the draft's support. The formula is::
+    This is for uniform models: the draft is uniform, and the target is uniform on a share of the
+    draft's support. The formula is::
 
         (1 - share) - (1 - share)^candidates
     """

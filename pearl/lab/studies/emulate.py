@@ -185,7 +185,7 @@ def _figure(cell: Cell) -> str:
 def pair_line(pair: Pair) -> str:
     """Return a line with a pair's forward times, acceptance, vocabulary, and windows of `sd` and `pearl`.
 
-    Tables 5 and 6 use other windows of `pearl`.
+    Tables 5 and 6 use other windows of `pearl`, which are not in the line.
     """
     acceptance, origin = pair.acceptance()
     return (

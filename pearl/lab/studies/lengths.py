@@ -70,7 +70,10 @@ def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
 def decisions(
     text: RecordedText, gamma: int, classifier: Classifier | None
 ) -> Iterator[tuple[bool, bool]]:
-    """Yield for each token of a text whether drafting goes on after it, and whether it is right.
+    """Yield (drafting goes on, token is right) for each position of a text.
+
+    The first says whether drafting goes on after this position. The second says whether the draft's
+    token for this position is right.
 
     The classifier decides by its confidence. If `classifier` is None, drafting goes on up to the
     static length `gamma`. A window begins after each wrong token, as for an oracle.

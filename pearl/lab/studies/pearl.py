@@ -113,8 +113,8 @@ class Run:
     """A method with its window, as the runtime and the simulator run it.
 
     Attributes:
-        window: in tokens, the gamma of sd or PEARL's fixed window; None for `ar` and for PEARL with
-            stream windows.
+        window: in tokens, the gamma of sd or PEARL's fixed window; None for `ar`, and for PEARL
+            with option `window` set to stream.
     """
 
     method: str

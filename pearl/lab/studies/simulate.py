@@ -1,4 +1,6 @@
-"""Run the real coordinator and drafter under a virtual clock: no processes, no waiting.
+"""Run the state machines of target and draft under a virtual clock: no processes, no waiting.
+
+The state machines, `Coordinator` and `Drafter`, are those that the workers run.
 
 Forwards take the times of `Timing`, messages take `Timing.delay`, and all else takes no time. So a
 simulated speed is an upper bound on the speed of the runtime. This module must not know the studies

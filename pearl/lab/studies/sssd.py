@@ -358,7 +358,7 @@ def measure_times(
 
 
 def free_tokens(writer: Writer, most_context: int) -> Table:
-    """Compare the numbers of free tokens per sequence, by batch size.
+    """Compare how many tokens per sequence are free on the paper's device and here, by batch size.
 
     Tokens are free if a forward that feeds them takes at most `_FREE` times as long as a forward of
     one token. For the paper's device, the number of free tokens comes from a closed form. For this

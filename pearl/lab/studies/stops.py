@@ -214,7 +214,10 @@ def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def features_of(text: RecordedText) -> list[Features]:
-    """Return the features of each token of the answer. The token's index in a window is set to 0."""
+    """Return the features of each token of the answer.
+
+    The token's index in its window is set to 0, because the classifier does not read it.
+    """
     features = []
     for position, row in enumerate(text.features):
         features.append(Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, position))

@@ -1,8 +1,8 @@
-"""Fills tables of other papers with real runs of a pair, as far as rules and methods exist here.
+"""Fills tables of other papers with real runs of a pair.
 
-The papers' models and data are not here. So our figures can show a paper's tendencies, but not its
-values. Each study says what differs from the paper and what is left out. `studies.yaml` has the
-studies.
+A row can be filled only if PEARL has the row's acceptance rule and decoding method. The papers'
+models and data are not here. So our figures can show a paper's tendencies, but not its values. Each
+study says what differs from the paper and what is left out. `studies.yaml` has the studies.
 """
 
 import re
@@ -104,7 +104,7 @@ def run_study(
 
     Args:
         tokens: most tokens of a text.
-        config: the pair; the embedded pair by default.
+        config: the pair; by default the small pair that is part of the package.
     """
     config = config or EngineConfig()
     first_turns = [replace(task, turns=task.turns[:1]) for task in tasks]
