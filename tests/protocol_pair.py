@@ -169,7 +169,7 @@ class Pair:
         return number
 
     def check_invariants(self) -> None:
-        """Check what must hold between any two moves (DESIGN section 3)."""
+        """Check what must hold between any two moves."""
         running = list(self.coordinator.running.values())
         (text,) = self.coordinator.scheduler.sequences
         draft = self.drafter.machines[0] if self.drafter else None

@@ -1,4 +1,7 @@
-"""`pearl draft serve`: a draft model for engines of other kinds. Arguments and output only."""
+"""`pearl draft serve`: a draft model for engines of other kinds.
+
+This file reads the arguments and prints; `pearl.worker` runs the draft.
+"""
 
 import signal
 import threading

@@ -227,7 +227,7 @@ def submission(
 def prompt_for(
     tokenizer: Tokenizer, tokens: Sequence[int], options: RequestOptions, prefix: str = ""
 ) -> list[int]:
-    """Return the prompt. If the options have a grammar, extend it so that the answer can begin.
+    """Return the prompt, extended so that the answer can begin if the options have a grammar.
 
     Some chat formats have a text that begins an answer. This text is appended if the prompt ends
     where a reply begins. If the prompt has opened reasoning, the grammar begins after the token

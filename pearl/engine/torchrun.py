@@ -155,9 +155,9 @@ def serve(config: EngineConfig, progress: Progress) -> None:
 def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
     """Report an error of this rank to rank 0, which would otherwise wait for the draft in vain.
 
-    torchrun does not always end rank 0 when this rank fails. On one host, rank 0 prints the error,
-    and this rank exits with status 0. With any other status, torchrun might end rank 0 before it
-    prints.
+    torchrun does not always end rank 0 when this rank fails. If both ranks run on the same host,
+    rank 0 prints the error, and this rank exits with status 0. With any other status, torchrun
+    might end rank 0 before it prints.
     """
     try:
         yield

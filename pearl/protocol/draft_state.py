@@ -39,7 +39,7 @@ class DraftState:
 
     Args:
         context: the draft model's context length; 0 if there is no draft.
-        window: the window length c to begin with: that of the request that ended last, at its end.
+        window: the window length c to begin with. It is the c with which the last request ended.
     """
 
     def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
@@ -73,7 +73,7 @@ class DraftState:
         """Whether the draft will send a token for the position after the committed prefix.
 
         This depends only on the method, the draft's presence and the position. It must not depend
-        on what was drafted (invariant 9 in DESIGN).
+        on what was drafted, or sampled text would lose the target's distribution.
         """
         return (
             self._request.method.drafts
@@ -138,7 +138,7 @@ class DraftState:
     def _num_draftable(self) -> int:
         """How many more positions can be drafted.
 
-        Both the request's limit and the draft's context end drafting.
+        The draft stops at the request's limit, or where its own context is full.
         """
         return min(self._request.submit.limit, self.context) - self._request.sequence.committed
 
@@ -257,7 +257,8 @@ class DraftState:
     def _take(self, message: DraftTokens) -> Received:
         """Handle tokens of the main line, which is the draft's own continuation of the text.
 
-        A branch becomes the main line once its outcome is committed.
+        A branch is a continuation behind one token that the target may commit. The branch becomes
+        the main line if the target commits that token.
         """
         request = self._request
         is_committed = message.start < request.sequence.committed

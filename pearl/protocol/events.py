@@ -27,7 +27,7 @@ from pearl.protocol.window import Payoff
 
 
 class Phase(StrEnum):
-    """What a target forward is for (DESIGN section 2)."""
+    """What a target forward is for: the prompt, or one of PEARL's two kinds of verification."""
 
     PREFILL = "prefill"
     PRE_VERIFY = "pre-verify"

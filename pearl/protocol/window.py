@@ -1,7 +1,7 @@
 """How far the draft drafts ahead, and how many guesses the target is fed.
 
-This file computes the expected tokens per second, and the window of each method. It is pure arithmetic. Source: PEARL
-(Liu et al.), Theorem 1, and DESIGN section 2.
+This file computes the expected tokens per second, and the window of each method. It is pure
+arithmetic. Source: PEARL (Liu et al.), Theorem 1.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class Window:
         """Return the window that applies once `length` tokens are committed.
 
         Args:
-            policy: "stream" or "fixed", see DESIGN section 2.
+            policy: with "fixed", the target waits for whole windows of c tokens, as in the paper;
+                with "stream", it waits for c - 1 tokens.
             c: the window length in tokens, fixed or chosen from measured speeds.
             fresh: whether a new window begins at `length`, as after a prefill, a rejection or a
                 bonus token.
