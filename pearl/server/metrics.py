@@ -1,7 +1,7 @@
 """Metrics of the server for Prometheus.
 
-A series that vLLM has, too, has vLLM's name here, so that dashboards for vLLM show it. The names of
-all other series begin with `pearl:`.
+Series that vLLM also exports keep vLLM's names, so that dashboards made for vLLM show them. The
+names of all other series begin with `pearl:`.
 """
 
 from collections.abc import Callable

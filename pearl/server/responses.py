@@ -115,10 +115,10 @@ class ResponsesRequest(SharedRequest):
 
 
 def _renamed(text: str) -> str:
-    """Return `text` with this endpoint's name of a field in place of the chat's name.
+    """Return `text` with a field of chat completions renamed as the Responses API names it.
 
-    For example, messages becomes input. `text` is the name of a chat's field, or an error message
-    that begins with such a name.
+    For example, messages becomes input. `text` is the name of a field of chat completions, or an
+    error message that begins with such a name.
     """
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)

@@ -123,8 +123,8 @@ class RuleSpec:
             blocks of tokens; any other rule judges single tokens.
         greedy: the rule that replaces this one at temperature 0; None for the rule `GREEDY`, which
             is exact.
-        withholds: what happens to a window's last token under stop policy threshold. If true, the
-            draft does not send that token, and the target's own token takes its place.
+        withholds: whether the draft keeps back the last token of each window if its stop policy is
+            `threshold`. The target's own token then takes that token's place.
     """
 
     name: str

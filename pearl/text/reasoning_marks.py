@@ -37,10 +37,10 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int], prefix: str = "") 
 
 
 def _start(tags: Tags) -> str:
-    """Return the text that reasoning begins with.
+    """Return the text that marks the beginning of reasoning.
 
-    The result is the name of the opening tag's first token. If answers begin with the same token,
-    the result is the whole opening tag.
+    This is the text of the opening tag's first token. If answers begin with the same token, it is
+    the whole opening tag.
     """
     name = tags.tokens[0]
     return tags.opening if tags.answer.startswith(name) else name

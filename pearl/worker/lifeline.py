@@ -1,8 +1,9 @@
 """A worker's connection to its launcher: settings come in, status goes out, and the worker ends with its launcher.
 
-The launcher holds the other end of the worker's stdin while it lives. So end-of-file means that the
-launcher is gone, for whatever reason. But a child that the launcher has forked may hold that end as
-well. So the worker also ends on any input, and if the id of its parent process changes.
+The launcher writes the settings to the worker's stdin, and then holds the other end of stdin while
+it lives. So end-of-file means that the launcher is gone. A child that the launcher has forked may
+hold that end as well, and then no end-of-file comes. So the worker ends, too, if its parent's
+process id changes, or if more input comes: the launcher sends a byte to end it.
 """
 
 import contextlib
@@ -102,7 +103,7 @@ class Lifeline:
         self.tell("note", message=message)
 
     def end(self) -> None:
-        """Tell the watcher that the loop has ended, so that it does not wait for the loop any longer.
+        """Tell the watcher thread that the worker's work loop has ended and need not be waited for.
 
         If the launcher is gone, wait up to 3 s for the watcher to remove the directory and end the process. If the main
         thread ended the process first, the directory might be left behind.

@@ -82,7 +82,10 @@ def _description(pair: Pair, measured: Measured) -> dict[str, Any]:
 
 
 def _plan(pair: Pair, runs: Iterable[Run], tokens: int, texts: int, seed: int) -> Plan:
-    """Return a plan with `ar` and each run, for toys with the pair's vocabulary, acceptance rate and forward times."""
+    """Return a plan of the given runs, and of method `ar` as their baseline.
+
+    The models are toys with the pair's vocabulary, acceptance rate and forward times.
+    """
     acceptance, _ = pair.acceptance()
     model = f"toy:vocab={pair.vocabulary},alpha={acceptance:.6f},seed=1,coin=1"
     rows = {AR: Row(AR, Run(AR).decoding())}

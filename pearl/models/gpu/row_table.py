@@ -39,8 +39,8 @@ class TableTile(NamedTuple):
         slot: the slot whose keys and values the rows see.
         start: the slot's length before the feed's first row in this table.
         span: number of positions in a part.
-        begin: number of the tile's first part.
-        parts: the tile's last part has the number `parts` - 1; it may be shorter than the others.
+        begin: index of the tile's first part.
+        parts: the tile's last part has the index `parts` - 1; it may be shorter than the others.
         apart: 1 if each row is computed by itself, because it sees a path of its feed's tree. 0 if
             the rows are computed together, because they see a chain of their feed, or nothing of
             the feed.
@@ -86,7 +86,7 @@ def visible(position: int) -> int:
 
 
 def numbers_of(size: int) -> int:
-    """Return how many numbers a table of `size` rows has."""
+    """Return the number of int64 elements that the buffer of a table of `size` rows has."""
     return 1 + (ROW_NUMBERS + 2 * TILE_NUMBERS + PATH_BYTES // 8) * size
 
 

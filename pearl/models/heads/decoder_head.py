@@ -102,7 +102,7 @@ class DecoderHead(DraftHead):
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """Compute tokens [n] that continue a slot, and return their outputs [n, hidden].
+        """Run the layers on `tokens` [n], which continue a slot; return the outputs [n, hidden].
 
         The keys and values of the tokens are added to the cache.  For the arguments see
         `ChainHead.read`.
