@@ -5,7 +5,8 @@
   positions that the cache layer holds, so the model's own mask hides those outside of its window.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
-* Other state: transformers' own layer. For a rollback `Snapshots` empties it, and the text is fed again.
+
+Layers that keep other state cannot be rolled back: `unknown_layers` finds them.
 
 Must not know models, nor texts.
 """
@@ -155,6 +156,12 @@ def layers_of(config: Any, context: int) -> list[Any]:
     return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
 
 
+def unknown_layers(layers: Sequence[object]) -> list[object]:
+    """Return the layers whose state neither `FixedLayer` nor `Snapshots` can roll back."""
+    rolled_back = (FixedLayer, LinearAttentionLayer, *_NONE)
+    return [layer for layer in layers if not isinstance(layer, rolled_back)]
+
+
 class _Snapshot(NamedTuple):
     """The state of each recurrent layer after `length` tokens."""
 
@@ -171,30 +178,22 @@ class Snapshots:
 
     Attributes:
         length: tokens that the state has seen.
-        unknown: layers of unknown types. If there are any, no copies are made, and a rollback begins at length 0.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
-        self.unknown: list[object] = []
-        self._layers: list[object] = []
-        for layer in layers:
-            if isinstance(layer, LinearAttentionLayer):
-                self._layers.append(layer)
-            elif not isinstance(layer, (FixedLayer, *_NONE)):
-                self._layers.append(layer)
-                self.unknown.append(layer)
+        self._layers = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
         self._empty = deepcopy(list(map(_state, self._layers)))
         self.kept: list[_Snapshot] = []
         self.length = 0
 
     def __bool__(self) -> bool:
-        """Return whether any layer has recurrent or unknown state."""
+        """Return whether any layer has recurrent state."""
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
         """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
         newest = self.kept[-1].length if self.kept else 0
-        if self and not self.unknown and newest < self.length:
+        if self and newest < self.length:
             states = [_copy(_state(layer)) for layer in self._layers]
             self.kept.append(_Snapshot(self.length, states))
             if len(self.kept) > SNAPSHOTS:
@@ -220,24 +219,6 @@ class Snapshots:
             vars(layer).update(state)
         return self.length
 
-    def kinds(self) -> list[str]:
-        """Return the names of the attributes in which recurrent layers hold state so far."""
-        names = set()
-        for layer in self._layers:
-            if layer in self.unknown:
-                continue
-            for name, value in _state(layer).items():
-                if _tensors(value):
-                    names.add(name)
-        return sorted(names)
-
-    @torch.inference_mode()
-    def disturb(self, kind: str) -> None:
-        """Change all state of one of the `kinds`, so that a trial can find out whether forwards depend on it."""
-        for layer in self._layers:
-            for state in _tensors(vars(layer).get(kind)):
-                state += 1
-
     def _thin(self) -> None:
         """Drop the copy with the least (gap that it leaves) / (its age), both in tokens."""
         losses = []
@@ -251,11 +232,10 @@ class Snapshots:
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a layer; of a `HybridLayer`, those of its recurrent part."""
+    """Return all attributes of a recurrent layer; of a `HybridLayer`, those of its recurrent part."""
     state = dict(vars(layer))
-    if isinstance(layer, LinearAttentionLayer):
-        for name in _FIXED:
-            state.pop(name, None)
+    for name in _FIXED:
+        state.pop(name, None)
     return state
 
 
