@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
 from rich.table import Table
 
+from pearl.cli.console import pair_table
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
 from pearl.config.option_names import OPTION_NAMES, by_flag, options_of
@@ -66,7 +67,7 @@ def run_command(session: ChatSession, line: str) -> str | None:
 
 def _help(session: ChatSession, _: str) -> None:
     """this list; /? too"""
-    _print_pairs(session, list(COMMANDS.items()) + _HINTS)
+    session.console.print(pair_table(list(COMMANDS.items()) + _HINTS))
     if session.show_draft:
         session.console.print(legend())
 
@@ -100,7 +101,7 @@ def _set(session: ChatSession, argument: str) -> None:
     texts = _setting_texts(session)
     if name:
         texts = {name: texts.get(name, "none")}
-    _print_pairs(session, list(texts.items()))
+    session.console.print(pair_table(texts.items()))
 
 
 def _change(session: ChatSession, name: str, value: str) -> None:
@@ -164,7 +165,7 @@ def _show(session: ChatSession, _: str) -> None:
         ("conversation", f"{turns} turns, {tokens}"),
         ("engine", f"{engine.directory}   (pearl chat --connect)"),
     ]
-    _print_pairs(session, pairs)
+    session.console.print(pair_table(pairs))
 
 
 def _model_text(session: ChatSession, role: ModelRole) -> str:
@@ -354,12 +355,3 @@ ARGUMENTS: dict[str, Completer] = {  # what may follow a command
 
 def _say(session: ChatSession, text: str) -> None:
     session.console.print(text, style="dim")
-
-
-def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(style="dim", overflow="fold")
-    for name, value in pairs:
-        table.add_row(name, value)
-    session.console.print(table)
