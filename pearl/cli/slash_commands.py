@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -26,7 +25,6 @@ from pearl.spec.methods import METHODS
 if TYPE_CHECKING:
     from pearl.cli.chat import ChatSession
 
-_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
@@ -44,19 +42,11 @@ class Leave(Exception):
     """Raised by a command to end the chat."""
 
 
-@dataclass(eq=False)
-class Switch(Exception):
-    """Ends the chat, which then goes on with other models. `saved`: the conversation; `draft`: "none": no draft."""
-
-    target: str
-    draft: str
-    saved: str
-
-
 def run_command(session: ChatSession, line: str) -> str | None:
     """Run the command in `line`. Return a message to send to the model, or None. Raises `PearlError` on failure."""
     name, _, argument = line.partition(" ")
-    name = _ALIASES.get(name, name)
+    if name == "/?":
+        name = "/help"
     if name not in _HANDLERS:
         raise RequestError(f"unknown command {name}: /? lists them all")
     return _HANDLERS[name](session, argument.strip())
@@ -87,8 +77,7 @@ def _system(session: ChatSession, text: str) -> None:
 
 def _set(session: ChatSession, argument: str) -> None:
     """show the settings in use, or change one: /set temperature 0.7; /set temperature default"""
-    argument = argument.removeprefix("parameter ")  # /set parameter NAME VALUE is accepted too
-    name, _, value = argument.strip().partition(" ")
+    name, _, value = argument.partition(" ")
     name = name.replace("-", "_")
     value = value.strip()
     if name == "system":
@@ -277,18 +266,6 @@ def _file(session: ChatSession, argument: str) -> None:
     _say(session, f"{path.name}, {len(text.splitlines()):,} lines: your next message has it")
 
 
-def _model(session: ChatSession, names: str) -> None:
-    """as /show, or go on with other models: /model TARGET [DRAFT]"""
-    if not names:
-        _show(session, "")
-        return
-    if session.is_attached:
-        raise RequestError("this chat did not start its engine, so it cannot load another model")
-    target, _, draft = names.partition(" ")
-    saved = session.conversation.saved(session.engine.config.target)
-    raise Switch(target, draft.strip() or "none", saved)
-
-
 def _regen(session: ChatSession, _: str) -> str | None:
     """another reply to the last message"""
     turn = session.conversation.undo()
@@ -318,7 +295,7 @@ def _method(session: ChatSession, name: str) -> None:
 
 
 def _bye(session: ChatSession, _: str) -> None:
-    """leave; /exit and Ctrl-D too"""
+    """leave; Ctrl-D too"""
     raise Leave
 
 
@@ -335,7 +312,6 @@ _HANDLERS: dict[str, Callable[[ChatSession, str], str | None]] = {
     "/regen": _regen,
     "/undo": _undo,
     "/method": _method,
-    "/model": _model,
     "/bye": _bye,
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
@@ -349,7 +325,6 @@ ARGUMENTS: dict[str, Completer] = {  # what may follow a command
     "/save": _PATHS,
     "/load": _PATHS,
     "/file": _PATHS,
-    "/model": _PATHS,
 }
 
 
