@@ -33,7 +33,7 @@ FORMAT = 9  # to be increased when a change of the code makes other directories 
 class Watcher(Protocol):
     """Receives progress reports.
 
-    `total` and `count` are numbers of units of the work, such as samples, steps or bytes.
+    The arguments `total` and `count` are amounts of work, in units such as samples or bytes.
     """
 
     def begin(self, what: str, total: int) -> None: ...
@@ -83,7 +83,7 @@ def cache_directory() -> Path:
 def stamp(files: Iterable[Path]) -> str:
     """Return a hash, in 16 hexadecimal digits, of the path, size and modification time of each file.
 
-    The hash also covers `FORMAT`, and the version of the library tokenizers, which converts the
+    The hash also covers `FORMAT` and the version of the package `tokenizers`, which converts the
     files.
 
     Raises `OSError` if a file cannot be read.

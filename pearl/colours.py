@@ -1,6 +1,7 @@
-"""Colours for tokens, by where they come from, and for kinds of work. They suit white and black.
+"""Colours that show the sources of tokens, and colours of kinds of work.
 
-The chat, the server's page and pictures use them.
+The chat, the server's page and pictures use these colours. They can be read on a white and on a
+black background.
 """
 
 from pathlib import Path

@@ -63,9 +63,9 @@ class Device:
         return f"{self.kind}:{','.join(map(str, numbers))}"
 
     def __or__(self, device: Device) -> Device:
-        """Return the devices of both as one: their GPUs or, if they have none, their cores.
+        """Return one device that has the GPUs of this device and of `device`.
 
-        If one of the two has neither GPUs nor pinned cores, this means all cores.
+        If neither has GPUs, the result has the cores of both, or all cores if one is not pinned.
         """
         gpus = set(self.gpus + device.gpus)
         if gpus:

@@ -70,9 +70,9 @@ def parse_yaml(text: str) -> Any:
 
 @contextmanager
 def damaged(file: object, kind: type[PearlError]) -> Iterator[None]:
-    """Turn errors that unexpected values in a file have caused into an error of class `kind`.
+    """Turn `_SHAPE_ERRORS` inside the block into an error of class `kind`.
 
-    Its message says that `file` is damaged.
+    Unexpected values in `file` cause these errors. The message says that `file` is damaged.
     """
     try:
         yield

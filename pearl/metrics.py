@@ -51,8 +51,8 @@ class Statistics(Tally):
         queue_seconds: seconds from the submission to the start of the prefill.
         seconds: seconds from the submission to the last commit.
         seconds_to_first_token: seconds from the submission to the first commit (TTFT).
-        itl_p50, itl_p99: quantiles of the inter-token latency, which is the seconds between a token
-            and the one before it; 0 if both were committed at once.
+        itl_p50, itl_p99: quantiles of the inter-token latency: the seconds between the commits of
+            two successive tokens, which are 0 if one step committed both.
         tokens_per_second: tokens after the first commit / seconds after the first commit; 1 / TPOT.
         target_wait_seconds: seconds that the target waited, by cause.
         draft_wait_seconds: seconds that the draft waited for verdicts, as reported with its last
@@ -62,12 +62,13 @@ class Statistics(Tally):
             if the measurements were disturbed: other requests ran at the same time, or `core_wait`
             exceeds `MOST_CORE_WAIT`.
         speedup_basis: how `speedup` was found; empty if `speedup` is None. If method auto has
-            compared its best method in this reply with one without a draft, it is the name of the
-            latter, such as "ngram". Otherwise it is `ESTIMATED`, and `speedup` is tokens_per_second
-            times the mean seconds of this reply's forwards of one token.
-        core_wait: share of the time since the prefill began in which a computing thread of the
-            target was ready to run but had no core. If there are several such threads, this is the
-            largest share.
+            compared its best method in this reply with a method without a draft, this is the name
+            of the method without a draft, such as "ngram". Otherwise this is `ESTIMATED`, and
+            `speedup` is tokens_per_second times the mean seconds of this reply's forwards of one
+            token.
+        core_wait: how long a computing thread of the target was ready to run but had no core, as a
+            share of the time since the prefill began. If there are several computing threads, this
+            is the largest share.
         t_draft: running estimate of the seconds of a draft forward.
         t_target: running estimates of the seconds of a target forward, by number of fed tokens.
         t_target_spread: like `t_target`, while the target computes on the draft's cores too.
@@ -288,7 +289,7 @@ class Stopwatch:
         last: when tokens were last committed.
         generated: number of committed tokens.
         waits: seconds of all waits that have ended, by cause.
-        gaps: for each commit but the first, (seconds since the commit before it, number of tokens).
+        gaps: (seconds since the previous commit, number of tokens) of each commit but the first.
         draft_waited: see `Statistics.draft_wait_seconds`.
         draft_lost: whether the draft was lost.
         waiting: (cause, start) of the current wait; None if the request does not wait.
@@ -330,7 +331,7 @@ class Stopwatch:
         """Return the inter-token latency at quantile `share`, in seconds; None if there is none.
 
         This is the smallest latency such that at least `share` of all latencies are no larger.
-        Tokens of one commit arrive together, so all but the first of them have a latency of 0.
+        Tokens of one commit arrive together, so each token but the first has a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:

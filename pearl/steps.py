@@ -5,9 +5,9 @@ import time
 
 
 class Steps:
-    """Logs each step of a start when it is done.
+    """Logs the time and the CPU time of each step of a start, when the step is done.
 
-    The CPU time of the first step is that since the start of the process.
+    The CPU time of the first step counts from the start of the process.
     """
 
     def __init__(self, log: logging.Logger) -> None:

@@ -1,4 +1,4 @@
-"""Texts that method auto writes: by given speeds, or in virtual time."""
+"""Texts that the method auto writes, at given speeds or in virtual time."""
 
 import random
 
@@ -22,9 +22,13 @@ def write(
     seed: int = 1,
     predicted: dict[str, float] | None = None,
 ) -> tuple[float, dict]:
-    """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step.
+    """Write a text with the methods that `auto` chooses; return its seconds and tokens by method.
 
-    `predicted`: what the forward times say of ways with a draft; by default what they make.
+    Args:
+        rates: the speed of each method, in tokens per second.
+        noise: standard deviation of the duration of a step, as a share of it.
+        predicted: the speeds that `auto` predicts from forward times for methods with a draft; by
+            default those in `rates`.
     """
     drafting = {way: rates[way] for way in ("pearl", "sd", "ssd")}
     chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)

@@ -1,4 +1,7 @@
-"""Tiny heads of all kinds but EAGLE-3 in the layout of speculators 0.9.0, and a target for them."""
+"""Makes tiny heads of all kinds except EAGLE-3, and a target for them.
+
+The files are in the layout of speculators 0.9.0.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,10 @@ LAYERS = 4  # of the target
 
 
 def config_of(kind: str, name: str = "none") -> dict[str, Any]:
-    """The config.json of a head with the settings of `FIELDS[kind][name]`, as speculators writes it."""
+    """Return a head's config.json with the settings `FIELDS[kind][name]`.
+
+    It is the same as speculators would write.
+    """
     top, inner = FIELDS[kind][name]
     if kind == "peagle":
         return _peagle_config(top, inner)
@@ -211,7 +217,7 @@ def config_of(kind: str, name: str = "none") -> dict[str, Any]:
 
 
 def _peagle_config(top: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    """The same for P-EAGLE, whose settings are EAGLE-3's and a mask token."""
+    """Return the config.json of a P-EAGLE head, which has EAGLE-3's settings and a mask token."""
     settings = {"mask_token_id": 3, "embed_requires_grad": True, "speculative_tokens": 5, **top}
     size = settings.pop("speculative_tokens")
     config = eagle3.config_with(settings, inner)
@@ -221,7 +227,7 @@ def _peagle_config(top: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]
 
 
 def width_of_states(config: dict[str, Any]) -> int:
-    """The width of the target's hidden states that a head reads for each token."""
+    """Return the width of the target's hidden states that a head reads for each token."""
     kind = config["speculators_model_type"]
     if kind == "peagle":
         return eagle3.num_states(config) * HIDDEN
@@ -231,7 +237,7 @@ def width_of_states(config: dict[str, Any]) -> int:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head's tensors; those of its vocabulary are not among them."""
+    """Return the shapes of a head's tensors, except those that map its ids to the target's."""
     known = config["draft_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, len(config["aux_hidden_state_layer_ids"]) * HIDDEN),
@@ -337,7 +343,7 @@ def _dflash2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of such a head, always the same."""
+    """Return the tensors of a head with this config.json. They are the same in every call."""
     kind = config["speculators_model_type"]
     random = torch.Generator().manual_seed(0)
     if kind == "peagle":
@@ -361,7 +367,7 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def write_block_head(directory: Path, kind: str, name: str = "none") -> Path:
-    """A head with the settings of `FIELDS[kind][name]`."""
+    """Write the checkpoint of a head with the settings `FIELDS[kind][name]`."""
     directory.mkdir(parents=True)
     config = config_of(kind, name)
     save_file(weights_of(config), directory / "model.safetensors", {"format": "pt"})
@@ -370,7 +376,7 @@ def write_block_head(directory: Path, kind: str, name: str = "none") -> Path:
 
 
 def text_and_states(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text [TOKENS] and hidden states of a target [TOKENS, states]."""
+    """Return a text [TOKENS], and the target's hidden states for it [TOKENS, width]."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (TOKENS,), generator=random)
     if config.get("draft_vocab_size", VOCAB) < VOCAB:
@@ -379,14 +385,14 @@ def text_and_states(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def target_weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """The embedding and the output matrix of a target, both [VOCAB, HIDDEN]."""
+    """Return the embedding and the output matrix of a target, both [VOCAB, HIDDEN]."""
     random = torch.Generator().manual_seed(9)
     embedding = torch.randn(VOCAB, HIDDEN, generator=random)
     return embedding, torch.randn(VOCAB, HIDDEN, generator=random) * HIDDEN**-0.5
 
 
 def write_all(directory: Path) -> None:
-    """A checkpoint for each field of each kind, as `speculators_logits.py` reads them."""
+    """Write a checkpoint for each entry of `FIELDS`, for `speculators_logits.py` to read."""
     for kind, fields in FIELDS.items():
         for name in fields:
             head = write_block_head(directory / kind / name, kind, name)
@@ -398,10 +404,12 @@ def write_all(directory: Path) -> None:
 
 
 class Watched(Block):
-    """Keeps the logits and confidences of the levels; each token is the text's own, drawn or not.
+    """Keeps the logits and confidences of each position of the block.
+
+    Whatever token is drawn, the token of a given text is taken.
 
     Args:
-        tokens: those of the text from the block's position on.
+        tokens: the text's tokens from the block's position on.
     """
 
     def __init__(self, ids: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""A headless Chromium that a test clicks in and reads: its DevTools protocol over two pipes, which takes no library."""
+"""A headless Chromium, in which a test clicks and reads.
+
+The test speaks Chromium's DevTools protocol over two pipes, which needs no library.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ CHROMIUM = (
 
 
 class Browser:
-    """One page. `said`: what its scripts logged, and errors that none of them caught.
+    """A browser with one page.
+
+    Attributes:
+        said: the messages that the page's scripts logged, and the errors that they did not catch.
 
     Args:
         profile: an empty directory.
@@ -87,7 +93,7 @@ class Browser:
         os.close(self._out)
 
     def run(self, script: str) -> Any:
-        """The value of an expression, or of what it promises."""
+        """Return the value of an expression; if it is a promise, the value of the promise."""
         found = self._evaluated(script)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -98,7 +104,10 @@ class Browser:
         )
 
     def sees(self, script: str, what: Callable[[Any], bool] = bool) -> Any:
-        """The value of an expression, once it is as it should be. Until then it may fail: the page is not there yet."""
+        """Return the value of an expression, once `what` is true of the value.
+
+        Until then, the expression may also fail, because the page may not be there yet.
+        """
         deadline = time.monotonic() + self._patience
         while True:
             found = self._evaluated(script)

@@ -1,4 +1,4 @@
-"""Tools for models to call, and their calls as clients read them."""
+"""Tools for models to call, and calls of these tools as clients read them."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ SCHEMAS: dict[str, Any] = {"add": {"properties": {"x": {"type": "string"}}}, "st
 
 
 def joined(chunks: list[Any]) -> list[dict[str, Any]]:
-    """The calls of a stream's deltas, as clients join them."""
+    """Return the calls in a stream's deltas, joined as clients join them."""
     calls: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"][0]["delta"].get("tool_calls", ()):

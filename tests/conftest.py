@@ -1,4 +1,7 @@
-"""What several test files share: one running engine on toy models, since starting two workers takes seconds."""
+"""What several test files share.
+
+Starting two workers takes seconds, so many tests share one running engine on toy models.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ CHARACTERS = "0123456789abcdefghijklmnopqrstuv"  # of its tokens
 
 
 def eventually(condition: Callable[[], object], what: str = "") -> None:
-    """Waits for it, on a busy machine too."""
+    """Wait for a condition, with a bound that a busy machine can keep. `what`: named on failure."""
     deadline = time.monotonic() + BOUND
     while not condition():
         assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
@@ -81,7 +84,7 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
 
 
 def output(*command: object, timeout: float = BOUND, **options: Any) -> str:
-    """What a program prints that ends well."""
+    """Return what a program prints on standard output. It must end without an error."""
     done = subprocess.run(
         [*map(str, command)],
         capture_output=True,
@@ -95,7 +98,10 @@ def output(*command: object, timeout: float = BOUND, **options: Any) -> str:
 
 
 def ran(*arguments: object) -> Result:
-    """A command that ends well, in this process; a fault in it is raised here."""
+    """Run a command of the command line in this process. It must end without an error.
+
+    An exception in the command is raised here.
+    """
     ended = CliRunner().invoke(
         cli, [*map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "120"}
     )
@@ -104,7 +110,7 @@ def ran(*arguments: object) -> Result:
 
 
 def started_in(directory: Path | str) -> list[psutil.Process]:
-    """Processes that were started with this temporary directory: ours, and theirs."""
+    """Return the running processes whose TMPDIR is this directory."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -117,7 +123,7 @@ def started_in(directory: Path | str) -> list[psutil.Process]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """The kernel refuses to write more, as it does on a full disk."""
+    """Make the kernel refuse to write files longer than `size`, as it does on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -127,7 +133,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 class Quiet:
-    """A watcher that only records."""
+    """A progress watcher that only records what it is told."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -144,7 +150,7 @@ class Quiet:
 
 
 def greedy_text(prompt: Sequence[int], length: int) -> list[int]:
-    """What the toy target says by itself, found without any of the runtime."""
+    """Return the toy target's greedy text, computed without any code of the runtime."""
     target, _ = alpha_pair(32, 0.5)
     tokens = list(prompt)
     for _ in range(length):
@@ -153,7 +159,7 @@ def greedy_text(prompt: Sequence[int], length: int) -> list[int]:
 
 
 def wanted(text: str, length: int) -> str:
-    """The toy's greedy continuation of a text of its own characters."""
+    """Return the toy's greedy continuation of a text of its own characters."""
     return "".join(CHARACTERS[t] for t in greedy_text([CHARACTERS.index(c) for c in text], length))
 
 
@@ -186,7 +192,10 @@ _TEMPORARY = tempfile.gettempdir()
 
 
 def _words(value: object) -> str | None:
-    """Return a parameter in words that are the same in every process; None for what has none, such as a tensor."""
+    """Return a parameter as text that is the same in every process.
+
+    Returns None for a value that has no such text, such as a tensor.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return str(value)
     if isinstance(value, dtype | type):
@@ -209,7 +218,10 @@ def _words(value: object) -> str | None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """A case of a dictionary, list or tuple is named by what is in it, so that a failure says which case it was."""
+    """Name a case that is a dictionary, list or tuple by its contents.
+
+    So a failure says which case has failed.
+    """
     words = _words(val) if isinstance(val, dict | list | tuple | dtype | Struct) else None
     if words is None or _TEMPORARY in words:  # a path that is another one in each process
         return None
@@ -222,7 +234,10 @@ _LONG = set(Path(__file__).with_name("long.txt").read_text().splitlines())
 
 @pytest.hookimpl(tryfirst=True)  # xdist looks for groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first: at the end short ones keep all workers busy."""
+    """Mark and sort the tests.
+
+    Slow tests come first; short ones keep all workers busy at the end.
+    """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
@@ -234,14 +249,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been collected is to stay, and takes 0.2 s of every full collection of garbage."""
+    """Exempt the collected tests from garbage collection, which would cost 0.2 s each time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_workers() -> Iterator[None]:
-    """Engines of this process fork their workers from one that has imported what they need."""
+    """Make engines of this process fork their workers from a process that has imported torch."""
     if (
         torch.cuda.is_available()
     ):  # an import may look for GPUs, and who is forked after that cannot use them
@@ -256,26 +271,26 @@ def warm_workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test knows which models another one fetched: each may have a hub and a cache of its own."""
+    """Forget which models other tests have fetched, as each test may have a hub and a cache."""
     monkeypatch.setattr("pearl.models.checkpoints.checkpoint.fetched", {})
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This user's cache, empty: PEARL_CACHE."""
+    """Return the directory of an empty cache for this test (PEARL_CACHE)."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's engines start their workers as users' do."""
+    """Make the test's engines start their workers as new processes, as for users."""
     monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines of this test put their directories; at the end there must be none."""
+    """Return the directory for the directories of this test's engines; none may remain."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -287,14 +302,20 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture(scope="session")
 def toy() -> Iterator[Engine]:
-    """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""
+    """Return a running engine on the pair `TOY`.
+
+    A test that harms the workers must start an engine of its own.
+    """
     with Engine(TOY, TOY, startup_timeout=120) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
-    """A running HTTP server of a pair of `TOY`; a test that harms its engine takes a server of its own."""
+    """Return a running HTTP server for an engine on the pair `TOY`.
+
+    A test that harms the engine must start a server of its own.
+    """
     from tests.served import serving
 
     with serving() as server:
@@ -305,7 +326,10 @@ def served() -> Iterator[Served]:
 def pearl_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command line in this process, which starts faster, with nothing on standard input."""
+    """Return a function that runs the command line in this process, which starts faster.
+
+    Standard input is empty.
+    """
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
@@ -319,14 +343,14 @@ def pearl_here(
 
 @pytest.fixture
 def unchecked_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels are not checked at load, which takes seconds in the interpreter."""
+    """Skip the check of our kernels at load, which takes seconds in the interpreter."""
     token_forward = pytest.importorskip("pearl.models.gpu.token_forward")
     monkeypatch.setattr(token_forward.Decode, "problem", lambda self: "")
 
 
 @pytest.fixture
 def small_tables(unchecked_tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels have only the smaller tables, and are not checked at load."""
+    """Give our kernels only the smallest table of rows, and skip their check at load."""
     from pearl.models.gpu.token_forward import Decode
 
     (sizes,) = Decode.__init__.__defaults__
@@ -334,7 +358,7 @@ def small_tables(unchecked_tables: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def gone(pid: int) -> bool:
-    """A zombie that nobody in this container collects is gone too."""
+    """Return whether a process has ended. A zombie that nobody collects counts as ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

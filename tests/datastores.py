@@ -26,7 +26,7 @@ def described(vocab: int) -> dict[str, Any]:
 
 
 def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
-    """A datastore of these documents."""
+    """Write a datastore of these documents, and open it."""
     tokenizer = ToyTokenizer(vocab)
     tokens, count = datastore_build.pack(
         [tokenizer.decode(text) for text in texts], tokenizer, width_of(vocab)

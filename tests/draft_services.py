@@ -1,4 +1,8 @@
-"""Draft services on toy models: in a thread of the test, or instantly, in the test's own."""
+"""Draft services on toy models.
+
+`ThreadedService` runs in a thread of the test. `InstantLink` computes in the test's own thread,
+without a connection.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +41,17 @@ def toy_draft(slots: int) -> ModelRunner:
 
 
 def target_token(tokens: Any) -> int:
-    """The toy target's greedy token."""
+    """Return the toy target's greedy token after `tokens`."""
     return int(TARGET(tokens).argmax())
 
 
 class InstantLink:
-    """A service without a process: it drafts as far as it may as soon as it is sent something.
+    """Replaces `pearl.vllm.link.ServiceLink` by a service without a process.
 
-    Stands in for `pearl.vllm.link.ServiceLink`.
+    Whatever is sent is handled at the next `receive`, which drafts as far as the draft may.
 
     Attributes:
-        is_silent: whether it hangs: nothing comes of it, and what it is sent waits.
+        is_silent: whether the service hangs: it sends nothing, and messages to it wait.
     """
 
     context = CONTEXT
@@ -84,7 +88,10 @@ class InstantLink:
         self._unread += events
 
     def die(self) -> None:
-        """What it knew and had sent is lost; it comes back with the next `receive`."""
+        """Lose the service, all that it knew, and all that it had sent.
+
+        It comes back with the next `receive`.
+        """
         self.is_ready = False
         self._unread = []
         self.arrivals = [DraftGone("it died")]
@@ -124,7 +131,7 @@ class ThreadedService:
     """A `DraftService` on a socket, in a thread of the test.
 
     Attributes:
-        hold: while it is cleared, the service hangs between two forwards.
+        hold: an event. While it is cleared, the service hangs between two forwards.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class ThreadedService:
             self.service.run()
 
     def stop(self) -> None:
-        """End it as a killed process ends: nobody is told."""
+        """End the service as if its process were killed: it sends no farewell."""
         self._stopping.set()
         self.hold.set()
         self._thread.join(60)
@@ -172,7 +179,7 @@ class ThreadedService:
 
 @contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[ThreadedService]:
-    """A service at a socket file in `directory`, which becomes private."""
+    """Run a service on a socket file in `directory`, which is made private to this user."""
     directory.chmod(0o700)
     service = ThreadedService(f"ipc://{directory}/draft", **options)
     try:

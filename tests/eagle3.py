@@ -1,4 +1,7 @@
-"""Tiny EAGLE-3 heads in the layout of speculators 0.9.0, and what they compute, from the documented mathematics."""
+"""Tiny EAGLE-3 heads in the layout of speculators 0.9.0, and a reference for what they compute.
+
+The reference follows the documented mathematics.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +95,12 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The config.json of a head with the settings of `FIELDS[name]`, as speculators writes it."""
+    """Return a head's config.json with the settings `FIELDS[name]`, as speculators writes it."""
     return config_with(*FIELDS[name])
 
 
 def config_with(top: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    """The same with settings of the head and of its layers."""
+    """Return a head's config.json with settings of the head (`top`) and of its layers (`inner`)."""
     layer = {
         "model_type": "llama",
         "attention_bias": False,
@@ -156,7 +159,7 @@ def num_states(config: dict[str, Any]) -> int:
 
 
 def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of such a head, always the same."""
+    """Return the tensors of a head with this config.json. They are the same in every call."""
     layer, known = config["transformer_layer_config"], config["draft_vocab_size"]
     queries, keys = HEADS * layer["head_dim"], layer["num_key_value_heads"] * layer["head_dim"]
     states = num_states(config) * HIDDEN
@@ -210,7 +213,7 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def write_head(directory: Path, name: str) -> Path:
-    """A head with the settings of `FIELDS[name]`."""
+    """Write the checkpoint of a head with the settings `FIELDS[name]`."""
     directory.mkdir()
     config = config_of(name)
     save_file(weights_of(config), directory / "model.safetensors", {"format": "pt"})
@@ -219,17 +222,19 @@ def write_head(directory: Path, name: str) -> Path:
 
 
 def text_and_states(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text [TOKENS] and hidden states of a target [TOKENS, states]."""
+    """Return a text [TOKENS], and the target's hidden states for it [TOKENS, width]."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (TOKENS,), generator=random)
     return ids, torch.randn(TOKENS, num_states(config) * HIDDEN, generator=random)
 
 
 def reference(config: dict[str, Any], weights: dict[str, torch.Tensor], cut: int) -> torch.Tensor:
-    """Logits [STEPS, tokens known] for the tokens after position `cut`, each step after the text's own tokens.
+    """Return a head's logits [STEPS, draft_vocab_size] for the tokens after position `cut`.
 
-    Token p is read with the target's states at p - 1 as far as p <= cut, then with the last step's output.  All is
-    computed token by token, with neither a cache in common with the runtime nor its functions.
+    Each step reads the text's own token, whatever the head would draw. The token at position p is
+    read together with the target's states at p - 1 if p <= cut, and otherwise with the output of
+    the last step. All is computed token by token, and shares neither a cache nor functions with the
+    runtime.
     """
     return _Reference(config, weights).steps(cut)
 
@@ -273,7 +278,11 @@ class _Reference:
         return torch.stack(rows)
 
     def read(self, token: int, state: torch.Tensor, position: int, anchor: int) -> torch.Tensor:
-        """anchor: the last position that was read with the target's states, from which windows are counted."""
+        """Return the head's hidden state for the token at `position`.
+
+        `anchor`: the last position that was read with the target's states; windows are counted from
+        it.
+        """
         embedded = self.norm(self.weights["embed_tokens.weight"][token], "layers.0.input_layernorm")
         normed = self.norm(state, "layers.0.hidden_norm")
         hidden = normed if self.config["norm_before_residual"] else state

@@ -1,4 +1,7 @@
-"""Every state that a pair of state machines can come to: exhaustive, up to a short text (test_model_check)."""
+"""Explores every state that a pair of state machines can reach, for a short text.
+
+See test_model_check.
+"""
 
 import io
 import pickle
@@ -64,7 +67,7 @@ _LEFT_OUT = (
 
 
 def freeze(value: object) -> object:
-    """A hashable picture of all that decides what can happen next."""
+    """Return a hashable picture of everything in `value` that determines what can happen next."""
     return (_FREEZERS.get(type(value)) or _freezer(value))(value)
 
 
@@ -73,7 +76,10 @@ def _freeze_attributes(value: object) -> tuple[object, ...]:
 
 
 def _freezer(value: object) -> Callable[[Any], object]:
-    """How to picture what is of this value's type: found once, for half of the time goes into pictures."""
+    """Return the function that makes pictures of values of this type.
+
+    It is kept for each type, because half of the time is spent on pictures.
+    """
     kind = type(value)
     if isinstance(value, INDIFFERENT) or callable(value):
         found: Callable[[Any], object] = lambda value: None  # noqa: E731
@@ -92,7 +98,7 @@ _FREEZERS: dict[type, Callable[[Any], object]] = {}
 
 
 class FaultyPair(Pair):
-    """A pair to which each of `faults` happens once, or never, at any time."""
+    """A pair in which each of `faults` happens at most once, at any time."""
 
     faults: tuple[str, ...] = ()
     next_context = 1 << 20  # of a draft that joins
@@ -113,7 +119,7 @@ class FaultyPair(Pair):
         self.check_invariants()
 
     def possible(self, fault: str) -> Callable[[], object] | None:
-        """What the fault does; None: it cannot happen now."""
+        """Return a function that makes the fault happen; None if the fault cannot happen now."""
         tokens = [m for m in self.to_target if isinstance(m, DraftTokens)]
         branches = [m for m in tokens if m.after]
         verdicts = [m for m in self.to_draft if isinstance(m, Verdict)]
@@ -169,7 +175,10 @@ class FaultyPair(Pair):
         self.to_draft[0] = replace(verdict, digest=verdict.digest ^ 1)
 
     def _foul(self) -> None:
-        """For what will come next the draft sends what will not follow: it has never drafted that."""
+        """Send the target a branch whose outcome will come, with a token that will not follow.
+
+        The draft has never drafted that token.
+        """
         for machine in self.coordinator.running.values():
             request, position = machine.request, machine.sequence.committed
             if position + 1 >= request.submit.limit:
@@ -187,7 +196,11 @@ class FaultyPair(Pair):
 
 
 class System(NamedTuple):
-    """Of the whole system: its two sides by number, what is on the wires, and what may still go wrong."""
+    """The state of the whole system.
+
+    It has the two sides by their numbers, the messages on the wires, and the faults that may still
+    happen.
+    """
 
     target: int
     draft: int
@@ -206,7 +219,10 @@ def _options(number: int) -> RequestOptions:
 
 
 class SidePickler(pickle.Pickler):
-    """Copies of a side share the options of its requests: these never change, and new ones would be checked."""
+    """Pickles a side. All copies share the requests' options.
+
+    Options never change, and new ones would be checked again.
+    """
 
     def reducer_override(self, value: object) -> Any:
         if type(value) is not RequestOptions:
@@ -222,7 +238,10 @@ def dumped(values: dict[str, Any]) -> bytes:
 
 
 class Side:
-    """What one side can be like, each numbered once. `names`: the attributes of a pair that are this side's."""
+    """Numbers the states that one side of a pair can have.
+
+    `names`: the attributes of a pair that belong to this side.
+    """
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -243,12 +262,20 @@ class Side:
         return number
 
     def put(self, number: int, pair: FaultyPair, *, is_changed: bool) -> None:
-        """Gives the pair this side: its own copy, or one that is only to be looked at."""
+        """Give the pair state `number` of this side.
+
+        `is_changed`: whether the pair gets a copy of its own; otherwise it may only look at the
+        state.
+        """
         vars(pair).update(pickle.loads(self._saved[number]) if is_changed else self.shown[number])
 
 
 def _outcomes(values: dict[str, Any]) -> object:
-    """What has become of each request: it decides nothing, but a side that has seen a fault is not one that has not."""
+    """Return what has become of each request.
+
+    This does not determine what happens next. But it distinguishes a side that has seen a fault
+    from one that has not.
+    """
     results = values.get("results", {})
     return tuple(
         [(number, len(one.tokens), one.end and one.end.reason) for number, one in results.items()]
@@ -256,10 +283,11 @@ def _outcomes(values: dict[str, Any]) -> object:
 
 
 class Exploration:
-    """Every state that a pair can come to, whatever happens in whatever order.
+    """Every state that a pair can reach, whatever happens in whatever order.
 
-    What a side does depends on itself and on the message that it takes, so each such move is computed once; where the
-    other side was at that time matters for invariants only, which are checked for every two sides that meet.
+    What a side does depends only on the side and on the message that it takes, so each such move is
+    computed once. The state of the other side matters for the invariants only. These are checked
+    for every two states of the sides that occur together.
     """
 
     _MOVES_OF_TARGET, _MOVES_OF_DRAFT = ("submit", "to_target", "target"), ("to_draft", "draft")
@@ -273,7 +301,10 @@ class Exploration:
         self._start = self._state(start)
 
     def finals(self) -> Iterator[FaultyPair]:
-        """Every state from which nothing can move, however it is reached. Fails where that is a deadlock."""
+        """Yield every state from which no move is possible, once for each state.
+
+        The caller has to check that the state is no deadlock.
+        """
         seen, stack = {self._start}, [self._start]
         while stack:
             state = stack.pop()
@@ -292,7 +323,7 @@ class Exploration:
         return System(*numbers, *wires, pair.stalls, pair.lossy, pair.faults)
 
     def _pair(self, state: System, *changed: str) -> FaultyPair:
-        """The pair in that state. Only the sides named may be changed."""
+        """Return a pair in this state. Only the sides named in `changed` may be changed."""
         pair = FaultyPair.__new__(FaultyPair)
         self._target.put(state.target, pair, is_changed="target" in changed)
         self._draft.put(state.draft, pair, is_changed="draft" in changed)
@@ -360,10 +391,12 @@ def explore(
     origins: set[tuple[Provenance, ...]] | None = None,
     **ahead: Any,
 ) -> int:
-    """Explores one pair to the end, checks every way it can end; how many there are.
+    """Explore one pair to the end, check every way in which it can end, and return their number.
 
-    `ahead`: what guesses and `rule` of the request; `unguessed` and `trees` of `ScriptTarget`, `foresees`
-    and `stops` of `ScriptDraft`.  `origins`: takes the provenances of the texts.
+    Args:
+        origins: a set to which the provenances of the texts are added.
+        ahead: options of the request, such as those for guesses and `rule`; also `unguessed` and
+            `trees` of `ScriptTarget`, and `foresees` and `stops` of `ScriptDraft`.
     """
     target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
     drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())

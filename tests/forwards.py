@@ -1,4 +1,4 @@
-"""Tiny models of the families of our own forward."""
+"""The families of tiny models with which our own forward is tested."""
 
 KINDS = (
     *(

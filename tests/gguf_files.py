@@ -1,4 +1,4 @@
-"""Tiny models as .gguf files."""
+"""Writes tiny models as .gguf files."""
 
 import json
 from collections.abc import Iterator
@@ -73,10 +73,17 @@ def write_gguf(
     kind: str = "F32",
     **said: Any,
 ) -> None:
-    """A tiny model in llama.cpp's naming; a Llama's q and k rows interleaved as its rotation wants.
+    """Write a tiny model with llama.cpp's names of tensors.
 
-    `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers. `kind`: of its matrices.
+    The rows of a Llama's q and k matrices are interleaved, as llama.cpp's rotation needs them.
+
+    Args:
+        without: tensors with this in their names are left out.
+        freqs: factors by which the rope is scaled, written as a tensor. True stands for those of
+            Llama 3.2; None for no tensor.
+        kind: the type of the matrices, such as "Q8_0".
+        said: fields of the file, in addition to those from the configuration or in their place; a
+            field that is None is left out.
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
@@ -143,7 +150,10 @@ def write_gguf(
 def tensors_of(
     model: Path, family: str, config: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a tiny model as llama.cpp has them, by transformers' names; gate and up of experts apart."""
+    """Yield the weights of a tiny model in llama.cpp's form, with transformers' names.
+
+    The gate and up matrices of experts are separate.
+    """
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
         if config["tie_word_embeddings"] and name.startswith("lm_head"):
@@ -180,7 +190,7 @@ def is_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def _held(name: str, family: str, config: dict[str, Any]) -> str:
-    """A weight's name in a file."""
+    """Return the name that a weight has in a GGUF file."""
     number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == family)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(

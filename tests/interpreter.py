@@ -1,15 +1,18 @@
 """Makes Triton's interpreter faster in the process that imports this module.
 
-The interpreter repeats work that is needed once, and here it is done once or not at all:
+The interpreter repeats work that is needed once. Here that work is done once or not at all:
 
-* it puts its own functions into Triton's language at every call of a function, and takes them out after every launch;
-* it reaches each of them through two more calls;
-* it computes the types of each operation, even where both operands have the same type;
-* it computes whether a sum overflows, which only its mode for debugging asks;
-* it checks the size of each number that it makes;
-* for every launch it reads the kernel's signature again, and copies tensors to the host, where ours are already.
+- At every call of a function it puts its own functions into Triton's language, and after every
+  launch it takes them out.
+- It reaches each of these functions through two more calls.
+- It computes the types of each operation, even if both operands have the same type.
+- It computes whether a sum overflows, which only its debugging mode needs.
+- It checks the size of each number that it makes.
+- At every launch it reads the kernel's signature again, and copies tensors to the host, where our
+  tensors are already.
 
-The names replaced below are Triton's own: where Triton lacks one of them, the tests take longer.
+The functions replaced below are Triton's own. If a version of Triton lacks one of them, the tests
+only take longer.
 """
 
 from contextlib import suppress
@@ -26,10 +29,10 @@ class BlockShape(NamedTuple):
     """What Triton derives from the sizes of a block.
 
     Attributes:
-        sizes: the integers, for its type.
-        constants: the same as Triton's constants, for its tensors.
-        count: their product.
-        constant_count: the same as Triton's constant.
+        sizes: the sizes as integers, for the block's type.
+        constants: the sizes as Triton's constants, for tensors of this shape.
+        count: the product of the sizes.
+        constant_count: the product as Triton's constant.
     """
 
     sizes: Any
@@ -84,7 +87,7 @@ def init_handle_fast(handle: Any, data: Any, dtype: Any, attr: Any = None) -> No
 
 
 def broadcast_fast(types: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Return two tensors in one shape. NumPy broadcasts two blocks as Triton does."""
+    """Return two tensors in a common shape. For two blocks, NumPy broadcasts as Triton does."""
     if lhs.shape is rhs.shape:
         return lhs, rhs
     if not (lhs.shape and rhs.shape):  # a scalar
@@ -107,7 +110,10 @@ def broadcast_to(tensor: Any, sizes: Any) -> Any:
 
 
 def dtypes_by_name(find: Any) -> Any:
-    """Return `find`, from Triton's types to NumPy's, with a memory."""
+    """Return a version of `find` that remembers its results.
+
+    `find`: returns NumPy's type for a type of Triton.
+    """
     dtypes: dict[str, Any] = {}
 
     def remembered(kind: Any) -> Any:
@@ -120,7 +126,7 @@ def dtypes_by_name(find: Any) -> Any:
 
 
 def put_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Put a function of Triton's language, without its wrapper, in its place."""
+    """Put a function of Triton's language in its place, without its wrapper."""
     function = getattr(member, "__wrapped__", member)
     ours = interpreter.interpreter_semantic
 

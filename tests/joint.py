@@ -1,4 +1,4 @@
-"""Texts that rule joint writes, by a pair of first-order models."""
+"""Texts that a pair of first-order models writes under the rule joint."""
 
 from typing import Any
 

@@ -119,7 +119,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def no_prompts() -> Iterator[None]:
-    """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
+    """Compute prompts with torch, because our kernels for prompts take seconds to check.
+
+    test_prompt_kernels tests these kernels.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pearl.models.gpu.prefill.Prompts", TorchPrompts)
         patch.setattr("pearl.models.gpu.token_forward.CHECKED", 70)  # two parts, not three
@@ -127,7 +130,7 @@ def no_prompts() -> Iterator[None]:
 
 
 class TorchPrompts:
-    """In place of our kernels of prompts, by torch's operations."""
+    """Computes prompts with torch's operations, in place of our kernels for prompts."""
 
     def __init__(
         self, layers: DecoderLayers, slots: Slots, ropes: Mapping[str, Rope], record: Record
@@ -160,7 +163,7 @@ def model_of(name: str) -> PreTrainedModel:
 def runner_of(
     name: str, kernels: bool = True, context: int = 600, record: Record = not_recorded
 ) -> ForwardRunner:
-    """Without our kernels: in C."""
+    """Return a runner with our GPU kernels; without `kernels`, a runner in C."""
     if kernels:
         return KernelRunner(model_of(name), context, slots=3, record=record)
     return CpuRunner(model_of(name), context, slots=3)
@@ -168,12 +171,12 @@ def runner_of(
 
 @cache
 def shared(name: str, kernels: bool = True) -> ForwardRunner:
-    """Several tests use it, for making one with our kernels takes seconds."""
+    """Return a runner that several tests share; making one with our kernels takes seconds."""
     return runner_of(name, kernels)
 
 
 def decoded(submit: Submit, *runners: ForwardRunner) -> list[int]:
-    """The text by a target, and a draft if there is one."""
+    """Return the text that a target decodes, together with a draft if a second runner is given."""
     return [token for committed in pair.decode(submit, *runners) for token in committed.tokens]
 
 
@@ -182,7 +185,7 @@ def text(count: int, start: int = 0) -> tuple[int, ...]:
 
 
 def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tensor]:
-    """The logits by the first runner, which those by the others must be near."""
+    """Return the first runner's logits, after checking that all other runners' logits are close."""
     found, *others = ([rows.clone() for rows in runner.forward(feeds)] for runner in runners)
     for other in others:
         for some, rows in zip(found, other, strict=True):

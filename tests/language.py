@@ -1,4 +1,8 @@
-"""A small language: its grammar, its texts written down without a parser, and toys that are held to it."""
+"""A small language, and toy models that are constrained to it.
+
+The language is given twice: as a grammar, and as the set of all its texts, written down without a
+parser.
+"""
 
 from functools import cache
 from itertools import product
@@ -37,7 +41,7 @@ def shaping(**others: float) -> RequestOptions:
 
 
 def allowed(text: str) -> set[int]:
-    """What may follow a text of the language; empty where it is none."""
+    """Return the tokens that may follow `text`; empty if no text of the language begins so."""
     following = {
         int(word[len(text)]) for word in LANGUAGE if word.startswith(text) and len(word) > len(text)
     }
@@ -49,7 +53,11 @@ def written(tokens: list[int]) -> str:
 
 
 def masked(text: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """The toy has no probability for half of all tokens. Where none of the others may follow, those are equal."""
+    """Return the toy's logits, with the tokens that the language does not allow set to -inf.
+
+    The toy gives half of all tokens no probability. If all allowed tokens are among these, the
+    allowed tokens get equal logits.
+    """
     may = allowed(written(text[len(PROMPT) :]))
     possible = any(logits[token] > -torch.inf for token in may)
     values = [float(value) if possible else 0.0 for value in logits]

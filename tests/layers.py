@@ -60,7 +60,7 @@ KNOW_MODELS = {
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its dotted name."""
+    """Return the syntax tree of every module of the package, by the module's dotted name."""
     found = {}
     for path in sorted((ROOT / "pearl").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

@@ -1,4 +1,7 @@
-"""Target and draft workers as threads of this process, with the test as their front, or as a misbehaving draft."""
+"""Target and draft workers as threads of this process.
+
+The test is their front, or a misbehaving draft.
+"""
 
 import threading
 import time
@@ -45,7 +48,10 @@ Channels = Callable[[int], TensorChannel]
 
 
 class DraftMark(HostMark):
-    """Of a clock by which drafts take what their models say: on a busy machine they would be slow, and given up."""
+    """A mark of a virtual clock, which advances by 0.1 ms with each mark.
+
+    By the real clock of a busy machine, drafts would seem slow, and the target would give them up.
+    """
 
     now = 0.0  # seconds
 
@@ -55,7 +61,10 @@ class DraftMark(HostMark):
 
 
 class Hanging(ToyRunner):
-    """A model that computes for ever from the moment `hang` is set until `release` is."""
+    """A model that can hang.
+
+    From its forward number `after` on, counted from 0, each forward waits until `release` is set.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -72,7 +81,7 @@ class Hanging(ToyRunner):
 
 @dataclass
 class Received:
-    """What a front has received of one request."""
+    """What a front has received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     reason: m.FinishReason | None = None
@@ -81,7 +90,7 @@ class Received:
 
 
 class Front:
-    """A front in the test's hands."""
+    """A front that the test controls."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -90,7 +99,10 @@ class Front:
         self.until(m.Welcome)
 
     def until(self, kind: type, told: Received | None = None) -> object:
-        """The first message of that kind; raises what an Error says."""
+        """Return the first message of type `kind`, and note in `told` all messages up to it.
+
+        Raises `RequestError` if an Error arrives first.
+        """
         deadline = time.monotonic() + BOUND
         while time.monotonic() < deadline:
             if not self._inbox:
@@ -116,7 +128,7 @@ class Front:
                 told.reason, told.statistics = reason, Statistics.from_json(statistics)
 
     def finish(self) -> Received:
-        """All that comes of a request that was sent."""
+        """Return everything that arrives for a request that has been sent."""
         told = Received()
         self.until(m.Finished, told)
         return told
@@ -127,7 +139,7 @@ class Front:
 
 
 class NotingPacker(RowPacker):
-    """Notes in which forms distributions travel."""
+    """Notes in which forms distributions are sent: announced, dense or sparse."""
 
     forms: set[str]
 
@@ -144,7 +156,7 @@ def form_of(row: PackedRow | AnnouncedRow) -> str:
 
 
 class Loops:
-    """A target worker in a thread, and drafts and fronts that connect to it."""
+    """A target worker in a thread, and the drafts and fronts that connect to it."""
 
     def __init__(
         self,
@@ -217,7 +229,7 @@ class Loops:
         wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
         chains: bool | None = None,
     ) -> Hanging:
-        """Starts a draft worker; returns its model. `chains`: as on a GPU."""
+        """Start a draft worker, and return its model. `chains`: see `ModelProposer`."""
         endpoint = wrap(self.endpoint())
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
 
@@ -269,7 +281,10 @@ MakeLoops = Callable[..., Loops]
 
 @pytest.fixture
 def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops]:
-    """Makes `Loops` over "memory" or "ipc"; at the end none of their threads may have died of an error."""
+    """Return a function that makes `Loops` over "memory" or "ipc".
+
+    At the end, the test fails if any of their threads has died of an error.
+    """
     monkeypatch.setattr("pearl.drafting.step.HostMark", DraftMark)
     with ExitStack() as stack:
 
@@ -301,7 +316,7 @@ def submission(
 
 
 def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
-    """The same request under the virtual clock, distributions handed over as they are."""
+    """Return the text of the same request in virtual time, where distributions are not encoded."""
     runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
     return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
 
@@ -319,7 +334,7 @@ def first(endpoint: Endpoint, kind: type) -> object:
 
 
 class FakeDraft:
-    """A draft in the test's hands: it is admitted as a good one, and waits for the first Begin."""
+    """A draft that the test controls. The target admits it as it admits a good draft."""
 
     def __init__(self, pair: Loops) -> None:
         self.endpoint = pair.endpoint()
@@ -338,7 +353,7 @@ class FakeDraft:
 
 
 def sparse(ids: Sequence[int], probs: Sequence[float]) -> PackedRow:
-    """A row of these tokens only."""
+    """Return a distribution that lists only these tokens."""
     return PackedRow(
         torch.tensor(probs).numpy().tobytes(),
         torch.tensor(ids, dtype=torch.int32).numpy().tobytes(),

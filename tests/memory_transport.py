@@ -17,7 +17,10 @@ from pearl.transport.codec import encode, received
 
 
 class MemoryEndpoint:
-    """Either end: it puts frames into its peers' queues, under the name that they have for it."""
+    """An end of a connection within the process.
+
+    It puts frames into the queues of its peers, under the name by which they know it.
+    """
 
     connected, address = True, "memory"
 
@@ -31,7 +34,7 @@ class MemoryEndpoint:
         self.send_frames(encode(message), peer)
 
     def send_frames(self, frames: Sequence[bytes], peer: Peer | None = None) -> None:
-        """Send raw frames, as a broken peer might."""
+        """Send raw frames. A test can so act as a broken peer."""
         other = self._peers.get(SOLE_PEER if peer is None else peer)
         if other is None or self._is_closed:
             raise TransportError("there is no such peer, or this end was closed")
@@ -83,7 +86,10 @@ class MemoryHub:
 
 
 class MemoryRows:
-    """An end of a tensor channel. It keeps no copy of a row: one that is overwritten or comes twice would show."""
+    """An end of a tensor channel.
+
+    It does not copy rows, so that a test notices a row that is overwritten or sent twice.
+    """
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class MemoryRows:
 
     @classmethod
     def pair(cls, timeout: float) -> tuple[MemoryRows, MemoryRows]:
-        """The ends of the target and of the draft."""
+        """Return the target's end and the draft's end."""
         to_target: SimpleQueue[torch.Tensor] = SimpleQueue()
         to_draft: SimpleQueue[torch.Tensor] = SimpleQueue()
         return cls(to_target, to_draft, timeout), cls(to_draft, to_target, timeout)

@@ -1,4 +1,4 @@
-"""Executors and proposers that show a test what they hold for a request."""
+"""Executors and proposers that let a test see what they hold for a request."""
 
 import torch
 
@@ -10,14 +10,14 @@ from pearl.execution.target import TargetExecutor
 
 class OpenExecutor(TargetExecutor):
     def index(self, request: int) -> NgramIndex:
-        """The request's source of guesses."""
+        """Return the n-gram index from which guesses for the request come."""
         state = self._requests[request]
         if state.index is None:
             state.index = self._make_index(state)
         return state.index
 
     def logits(self, request: int) -> torch.Tensor:
-        """Rows of the request's last forward."""
+        """Return the logits of the request's last forward, [rows, vocab]."""
         return self._requests[request].logits
 
 

@@ -1,4 +1,7 @@
-"""Options as a worker gets them: nothing is left to a default, and guesses are off unless a test asks for them."""
+"""Options as a worker gets them, in which nothing is left to a default.
+
+Options that make PEARL guess are off unless a test turns them on.
+"""
 
 from typing import Any
 
@@ -35,7 +38,7 @@ def shaped(
     logit_bias: tuple[tuple[int, float], ...] = (),
     **more: Any,
 ) -> RequestOptions:
-    """Options by which the text before a token changes its logits."""
+    """Return options with which a text changes the logits of its next token."""
     return resolved(
         prompt_length=prompt_length,
         repetition_penalty=repetition_penalty,
@@ -55,19 +58,22 @@ def drawn_by(
     sample: int = 0,
     shaping: RequestOptions | None = None,
 ) -> RequestOptions:
-    """Options that draw tokens so. `shaping`: options that shape logits as these are to."""
+    """Return options that draw tokens with these settings.
+
+    `shaping`: options from which penalties, biases and grammar are taken.
+    """
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     shapes = {} if shaping is None else {name: getattr(shaping, name) for name in SHAPING}
     return resolved(seed=seed, sample=sample, **filters, **shapes)
 
 
 def drawing(options: RequestOptions) -> dict[str, Any]:
-    """How these options draw tokens, for `RequestOptions.changed`."""
+    """Return the fields that say how these options draw tokens, for `RequestOptions.changed`."""
     return {name: getattr(options, name) for name in DRAWING}
 
 
 def unchecked(options: RequestOptions, **values: Any) -> RequestOptions:
-    """A copy with values that `RequestOptions` refuses, as a faulty peer would send them."""
+    """Return a copy with values that `RequestOptions` refuses, such as a faulty peer may send."""
     copy = options.changed()
     for name, value in values.items():
         structs.force_setattr(copy, name, value)
@@ -89,7 +95,10 @@ def resolved(
     sampling: RequestOptions | None = None,
     **more: Any,
 ) -> RequestOptions:
-    """Options that leave nothing to a default. `sampling`: options that draw tokens as these are to."""
+    """Return options that leave nothing to a default.
+
+    `sampling`: options from which the settings for drawing tokens are taken.
+    """
     guesses = look_ahead, draft_lookup, branches, siblings
     drawn = {
         "temperature": 0.0,

@@ -1,4 +1,7 @@
-"""Cases of a product in which each two values of two axes meet: where two settings together go wrong, one shows it."""
+"""Chooses cases of a product so that any two values of two axes occur together in some case.
+
+If two settings fail together, at least one of the cases shows it.
+"""
 
 from collections.abc import Iterable
 from functools import cache
@@ -9,7 +12,10 @@ import pytest
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """As `itertools.product`, with as few cases as a greedy choice finds."""
+    """Return cases of `itertools.product(*axes)` that contain each pair of values.
+
+    A greedy choice keeps the number of cases small.
+    """
     values = [list(axis) for axis in axes]
     return [
         tuple(axis[at] for axis, at in zip(values, case, strict=True))
@@ -19,7 +25,11 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 @cache
 def _cases(*sizes: int) -> list[tuple[int, ...]]:
-    """Choose, again and again, the case with the most missing pairs. A set of pairs is the bits of a number."""
+    """Return the chosen cases as indices, for axes of these sizes.
+
+    Again and again, the case with the most missing pairs is chosen. A set of pairs is stored as the
+    bits of a number.
+    """
     cases = list(product(*map(range, sizes)))
     numbers: dict[object, int] = {}
     pairs = []

@@ -1,4 +1,4 @@
-"""The other end of a socket in tests: a stranger, and what it receives."""
+"""The other end of a socket in tests: a stranger, and the messages that arrive."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,10 @@ WAIT = 20.0  # seconds: a bound for a slow machine, never reached where all is w
 
 @contextmanager
 def stranger(keys: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """Not connected yet; with the secrets that are in `keys`."""
+    """Return a raw ZeroMQ socket that is not connected yet.
+
+    `keys`: secrets that the socket uses; None if it uses none.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.SNDHWM, 0)
@@ -32,7 +35,7 @@ def stranger(keys: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
 def collect(
     end: Endpoint | Mailbox, count: int
 ) -> list[tuple[Peer, Message | RemoteProtocolError]]:
-    """The next `count` messages, or fewer once `WAIT` is over."""
+    """Return the next `count` messages; fewer if `WAIT` seconds have passed."""
     got: list[tuple[Peer, Message | RemoteProtocolError]] = []
     deadline = time.monotonic() + WAIT
     while len(got) < count and time.monotonic() < deadline:

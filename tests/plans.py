@@ -1,4 +1,4 @@
-"""Rows and plans of a benchmark of toy models."""
+"""Makes rows and plans of a benchmark of toy models."""
 
 from collections.abc import Sequence
 from typing import Any

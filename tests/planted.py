@@ -1,4 +1,7 @@
-"""Bugs that a test plants into the workers of its engines (`tests.warm`). Each changes texts, but for `LAW`."""
+"""Bugs that a test plants into the workers of its engines (see `tests.warm`).
+
+Every bug changes texts, except `LAW`, which changes the distribution of texts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +26,7 @@ LAW = "a correction from the target, not the residual"
 
 
 def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Plants `make(what stands there)` in the place of `owner.name`."""
+    """Return a function that replaces `owner.name` by `make(owner.name)`."""
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -126,7 +129,11 @@ def judge(plain: Any) -> Any:
 
 
 def plant(bug: str) -> None:
-    """And a forward takes as long whatever it is fed, so that trees are fed on any machine."""
+    """Plant a bug into this process.
+
+    Every forward also seems to take the same time, whatever it is fed, so that trees are fed on any
+    machine.
+    """
     BUGS[bug]()
     ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore
 

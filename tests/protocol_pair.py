@@ -1,8 +1,9 @@
-"""Both state machines in one thread, with every interleaving in the test's hands.
+"""Both state machines in one thread, in whatever order the test chooses.
 
-A `Pair` knows no clock: its `moves` are all that could happen next (a forward ends, a message arrives, a front
-submits), and the test picks one.  The scripted executors decode a text that is known beforehand and watch the KV
-caches: they fail where a command disagrees with what the cache holds.
+A `Pair` knows no clock. Its `moves` are all events that could happen next (a forward ends, a
+message arrives, a front submits), and the test picks one. The scripted executors decode a text that
+is known beforehand and watch the KV caches: they fail if a command disagrees with what the cache
+holds.
 """
 
 import random
@@ -51,7 +52,7 @@ STALLS = 3  # so many in a row, and the worker gives the draft up: more would be
 
 @dataclass
 class Result:
-    """What the front of one request was told."""
+    """What the front of one request has been told."""
 
     prompt: int  # tokens
     tokens: list[int] = field(default_factory=list)
@@ -66,12 +67,12 @@ class Result:
 
 
 class Pair:
-    """A coordinator and a drafter, two FIFO wires, and at most one computation running on either side.
+    """A coordinator and a drafter, two FIFO wires, and at most one computation on either side.
 
     Args:
-        submits: handed in one after another, each by a move of its own.
-        draft: makes the executor of a draft, each time one joins.
-        draft_context: None: no draft is there at first.
+        submits: requests, which are submitted one after another, each in a move of its own.
+        draft: makes the executor of a draft; called each time a draft joins.
+        draft_context: the context of the draft; None if there is no draft at first.
     """
 
     def __init__(
@@ -115,9 +116,12 @@ class Pair:
 
     @property
     def _stalled(self) -> list[str]:
-        """Time passes where nothing else can happen: a draft at rest beats, and a target that waits for it sees.
+        """The move in which only time passes; empty if it is not possible now.
 
-        Only after a loss: that both wait while nothing was lost is a deadlock, though time would resolve it.
+        It is possible if nothing else can happen. A waiting draft then sends a heartbeat, by which
+        a target that waits for the draft sees that both wait. This counts only after a message was
+        lost: if both wait while nothing was lost, that is a deadlock, although time would resolve
+        it.
         """
         waits = self.coordinator.state in (State.HELD, State.GATHERING)
         return (
@@ -155,17 +159,17 @@ class Pair:
         self.check_invariants()
 
     def stall(self) -> None:
-        """The target sees that both wait: a message was lost."""
+        """Tell the target that both sides wait, because a message was lost."""
         self.tell_target(Resync(self.working, self.coordinator.running[self.working].epoch))
 
     @property
     def working(self) -> int:
-        """The number of the request that is worked on."""
+        """The number of the request that is running."""
         (number,) = self.coordinator.running
         return number
 
     def check_invariants(self) -> None:
-        """What holds between any two moves (DESIGN section 3)."""
+        """Check what must hold between any two moves (DESIGN section 3)."""
         running = list(self.coordinator.running.values())
         (text,) = self.coordinator.scheduler.sequences
         draft = self.drafter.machines[0] if self.drafter else None
@@ -188,7 +192,7 @@ class Pair:
                 assert len(prefix) <= text.committed
 
     def run(self, pick: Callable[[list[str]], str], limit: int = 20_000) -> None:
-        """Makes moves until every request has ended. Fails where nothing can move any more: a deadlock."""
+        """Make moves until every request has ended. Fails if no move is possible before."""
         for _ in range(limit):
             if self.done:
                 return
@@ -206,13 +210,13 @@ class Pair:
         self.to_target.append(DraftJoined(context))
 
     def kill_draft(self) -> None:
-        """What it has sent still arrives, then the news that it is gone."""
+        """Kill the draft. What it has sent still arrives, and then the news that it is gone."""
         self.drafter = self.draft = self.draft_answer = None
         self.to_draft.clear()
         self.to_target.append(DraftGone("killed"))
 
     def fail_target(self) -> None:
-        """What it computes gives nothing that can be used."""
+        """Let the target's running computation fail."""
         self.target_answer = None
         self.tell_target(Failed("on purpose", request=self.working))
 
@@ -269,7 +273,10 @@ class Pair:
 
 
 def at_random(seed: int) -> Callable[[list[str]], str]:
-    """A scheduler with whims: each kind of move has a weight of its own, drawn anew now and then."""
+    """Return a function that picks a random move.
+
+    Each kind of move has a random weight, which changes now and then.
+    """
     chance = random.Random(seed)
     weights: dict[str, float] = {}
 
@@ -282,9 +289,10 @@ def at_random(seed: int) -> Callable[[list[str]], str]:
 
 
 def check_counts(result: Result, runs_ahead: bool = False) -> None:
-    """The statistics agree with what was committed, and with themselves.
+    """Check that the statistics agree with what was committed, and with each other.
 
-    `runs_ahead`: the target commits draws of its own before the draft's token for the position has come.
+    `runs_ahead`: whether the target may commit draws of its own before the draft's token for the
+    position has come.
     """
     counts = result.counts
     for kind in Provenance:
@@ -307,7 +315,7 @@ def make_pair(method: str = "pearl", wrong: tuple[int, ...] = (), **settings: An
 def until(
     pair: Pair, there: Callable[[Pair], bool], picker: Callable[[list[str]], str] | None = None
 ) -> Pair:
-    """Runs a pair up to a point that it must come to."""
+    """Make moves until `there` is true of the pair; fail if it does not become true."""
     picker = picker or at_random(0)
     for _ in range(2000):
         if there(pair):

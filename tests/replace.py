@@ -1,4 +1,4 @@
-"""A copy with other fields, of a dataclass or of a record of the wire."""
+"""Copies a dataclass or a message with some fields changed."""
 
 import dataclasses
 from typing import Any
@@ -10,10 +10,11 @@ from tests.options import drawing
 
 
 def replace(value: Any, **changes: Any) -> Any:
-    """Return a copy with these fields.
+    """Return a copy with these fields changed.
 
-    `changes` may name fields of a message's options too. `sampling`: options that draw tokens as the copy is to;
-    `decoding`: options that decode as the copy is to, while drawing, stop strings and log probabilities stay.
+    `changes` may also name fields of a message's options. `sampling`: options from which the
+    settings for drawing tokens are taken. `decoding`: options from which all other settings are
+    taken, except stop strings and log probabilities.
     """
     if not isinstance(value, msgspec.Struct):
         return dataclasses.replace(value, **changes)

@@ -1,4 +1,4 @@
-"""Replies as models write them, and tokenizers in which tags are tokens."""
+"""Replies as models write them, and tokenizers in which tags are special tokens."""
 
 import copy
 from dataclasses import dataclass, field
@@ -52,8 +52,8 @@ class Case:
 
     Attributes:
         tokens: names in the text that are tokens, except between backticks.
-        begun: the beginning of the reply, which the client sends.
-        opening: what the template writes at the prompt's end.
+        begun: the beginning of the reply, if the client sends one to be continued.
+        opening: the text that the chat template writes at the prompt's end.
     """
 
     text: str

@@ -1,8 +1,10 @@
-"""What every `ModelRunner` must keep. A test module subclasses `RunnerContract` and names the kinds of runner:
+"""What every `ModelRunner` must satisfy.
 
-class TestMine(RunnerContract):
-    kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
-    others = {"my other": MyOtherRunner}  # similar to one in `kinds`: their tests are marked `long`
+A test module subclasses `RunnerContract`, and names the kinds of runner:
+
+    class TestMine(RunnerContract):
+        kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
+        others = {"my other": MyOtherRunner}  # similar to one in `kinds`: tested as `long`
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +23,7 @@ PARENTS = (-1, 0, 0, 1, -1, 2, 3)
 
 
 def some_tokens(runner: ModelRunner, count: int, start: int = 0) -> list[int]:
-    """A fixed, irregular run of ids of the runner's vocabulary."""
+    """Return a fixed, irregular sequence of ids of the runner's vocabulary."""
     return [(7 + 5 * i + i * i) % runner.vocab_size for i in range(start, start + count)]
 
 
@@ -31,7 +33,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def empty(runner: ModelRunner) -> None:
-    """All slots, and their trees are forgotten."""
+    """Empty all slots of the runner, and forget their trees."""
     for slot in range(runner.capabilities.slots):
         runner.rollback(0, slot)
 
@@ -42,7 +44,11 @@ def needs_trees(runner: ModelRunner) -> None:
 
 
 class RunnerContract:
-    """First of all the text does not depend on how it is cut, rolled back, grown as a tree or copied."""
+    """Tests that the logits depend only on the text.
+
+    They must not depend on how the text was cut into forwards, rolled back, grown as a tree, or
+    copied.
+    """
 
     kinds: ClassVar[Kinds] = {}
     others: ClassVar[Kinds] = {}
@@ -63,17 +69,17 @@ class RunnerContract:
     @pytest.fixture(scope="class")
     @classmethod
     def whole(cls, runner: ModelRunner) -> torch.Tensor:
-        """Logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
+        """Return logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
         empty(runner)
         return feed_chain(runner, some_tokens(runner, 12), 12).clone()
 
     @pytest.fixture(autouse=True)
     def emptied(self, runner: ModelRunner) -> None:
-        """Nothing of another test is left; fixtures of the class come first."""
+        """Empty the runner before each test, after the class's fixtures have used it."""
         empty(runner)
 
     def test_pieces_equal_the_whole(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
+        """A causal mask aligned to the upper left would fail in pieces of two or more tokens."""
         for pieces in PIECES:
             runner.rollback(0)
             fed, found = 0, []
@@ -86,7 +92,7 @@ class RunnerContract:
     def test_after_a_rollback_as_from_scratch(
         self, runner: ModelRunner, whole: torch.Tensor
     ) -> None:
-        """Other tokens stood after `keep`; none of them may be seen any more."""
+        """The tokens that stood after position `keep` must not be seen after the rollback."""
         for keep in (0, 1, 5, 11, 12):
             runner.rollback(0)
             feed_chain(runner, some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
@@ -158,7 +164,10 @@ class RunnerContract:
         runner.synchronize()
 
     def test_an_id_may_stand_on_the_device(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        """As one does that was drawn there a moment ago; its buffer may be written to after the call."""
+        """A token id may be a tensor on the device, such as one that was just drawn there.
+
+        Its buffer may be overwritten after the call.
+        """
         feed_chain(runner, some_tokens(runner, 5), 0)
         found = []
         for token in some_tokens(runner, 7, 5):
@@ -185,7 +194,7 @@ class RunnerContract:
             )
 
     def test_another_text_in_the_same_cache(self, runner: ModelRunner) -> None:
-        """The logits do depend on what stands before: otherwise the tests above would prove nothing."""
+        """The logits depend on the tokens before; otherwise the other tests would prove nothing."""
         last = some_tokens(runner, 1)
         one = feed_chain(runner, some_tokens(runner, 8) + last, 1)
         runner.rollback(0)
@@ -193,7 +202,7 @@ class RunnerContract:
         assert not torch.allclose(one, other, atol=1e-3)
 
     def test_rows(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        """Rows are those of the last tokens; none may be asked for (a chunk of a long prefill)."""
+        """The rows are those of the last tokens. A chunk of a long prefill may ask for no rows."""
         for cached, rows in product((0, 3), (0, 1, 2, 5)):
             runner.rollback(0)
             if cached:
@@ -207,7 +216,10 @@ class RunnerContract:
 
     @pytest.mark.parametrize("count", [1, 4])
     def test_overflow_changes_nothing(self, runner: ModelRunner, count: int) -> None:
-        """Found beforehand: an error halfway would leave the layers at different lengths. All of it is used."""
+        """An overflow is found before any layer has run, and the whole context can be used.
+
+        An error halfway would leave the layers at different lengths.
+        """
         full = runner.context - count + 1
         feed_chain(runner, some_tokens(runner, full), 1)
         with pytest.raises(RequestError, match=str(runner.context)):
@@ -219,7 +231,7 @@ class RunnerContract:
         close(again, feed_chain(runner, some_tokens(runner, full), 1))
 
     def test_kept_logits_stay(self, runner: ModelRunner) -> None:
-        """A runner that reuses its output buffer changes held rows behind the verifier's back."""
+        """A runner that reuses its output buffer would change rows that a verifier holds."""
         kept = feed_chain(runner, some_tokens(runner, 3), 2)
         copy = kept.clone()
         feed_chain(runner, some_tokens(runner, 3, start=20), 2)

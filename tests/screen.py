@@ -1,4 +1,7 @@
-"""A person at a terminal: starts a program in a pseudo-terminal, types, and reads the screen."""
+"""A person at a terminal, who starts a program, types, and reads the screen.
+
+The terminal is a pseudo-terminal of the test.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment whose directories are this test's own; at the end no engine may have left anything in them."""
+    """Return an environment in which all directories are this test's own.
+
+    At the end, no engine may have left a directory or a process.
+    """
     for name in ("tmp", "state"):
         (tmp_path / name).mkdir()
     variables = {
@@ -45,7 +51,7 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 class _Screen(pyte.HistoryScreen):
-    """Answers a program that asks where the cursor is, as a terminal does."""
+    """Answers a program that asks for the position of the cursor, as a terminal does."""
 
     answer: Callable[[str], None]
 
@@ -54,11 +60,11 @@ class _Screen(pyte.HistoryScreen):
 
 
 class Person:
-    """At a terminal of `rows` and `columns` on which `command` runs.
+    """A person at a terminal of `rows` and `columns`, in which `command` runs.
 
     Attributes:
-        frames: how many were shown whole.
-        italics: rows that were seen in italics.
+        frames: how many frames the terminal has shown as a whole.
+        italics: texts in italics, one for each row in which any were seen.
     """
 
     def __init__(
@@ -105,12 +111,15 @@ class Person:
             self.read(0.01)
 
     def _answer(self, text: str) -> None:
-        """What the terminal itself sends, behind what it has begun to send; never reads: it is called by `read`."""
+        """Send an answer of the terminal itself, after what is still to be sent.
+
+        This must not read, because `read` calls it.
+        """
         self._unsent += text.encode()
         self._write()
 
     def _write(self) -> bool:
-        """Write what the program's side takes now; whether anything is left."""
+        """Write as much as the program accepts now; return whether anything is left to write."""
         while self._unsent:
             try:
                 self._unsent = self._unsent[os.write(self._master, self._unsent[:4096]) :]
@@ -119,13 +128,13 @@ class Person:
         return False
 
     def send(self, line: str, shown: str = "", times: int = 1) -> None:
-        """A line; waits until `shown` has appeared."""
+        """Type a line. If `shown` is given, wait until it has appeared."""
         self.type(line + ENTER)
         if shown:
             self.sees(shown, times)
 
     def paste(self, text: str) -> None:
-        """As a terminal with bracketed paste does."""
+        """Paste a text, as a terminal with bracketed paste does."""
         self.type(f"\x1b[200~{text}\x1b[201~")
 
     def resize(self, rows: int, columns: int) -> None:
@@ -134,7 +143,7 @@ class Person:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> bool:
-        """Whether the program has written anything."""
+        """Read what the program writes within `seconds`; return whether it has written anything."""
         self._write()
         if not select.select([self._master], [], [], seconds)[0]:
             return False
@@ -159,7 +168,7 @@ class Person:
 
     @property
     def lines(self) -> list[str]:
-        """What has scrolled away, and the screen."""
+        """The lines that have scrolled away, and those on the screen."""
         return self._texts(self._screen.history.top) + self._visible
 
     @property
@@ -168,12 +177,12 @@ class Person:
 
     @property
     def screen(self) -> str:
-        """What can be seen."""
+        """The text on the screen."""
         return "\n".join(self._visible)
 
     @property
     def _visible(self) -> list[str]:
-        """The lines of the screen, read once for all that the program has written so far."""
+        """The lines on the screen; they are read once until the program writes again."""
         if self._read_lines is None:
             buffer = self._screen.buffer
             self._read_lines = self._texts(buffer[row] for row in range(self._screen.lines))
@@ -184,7 +193,7 @@ class Person:
         return ["".join(row[column].data for column in columns).rstrip() for row in rows]
 
     def colours(self, text: str) -> list[str]:
-        """The foreground colour of each character of `text` where it stands on the screen."""
+        """Return the foreground colour of each character of `text`, which must be on the screen."""
         for row, line in enumerate(self._visible):
             at = line.find(text)
             if at >= 0:
@@ -192,7 +201,7 @@ class Person:
         raise AssertionError(f"{text!r} is not on the screen:\n{self.screen}")
 
     def sees(self, text: str, times: int = 1) -> None:
-        """Waits until `text` has appeared `times` times in all, broken into lines or not."""
+        """Wait until `text` has appeared `times` times in all, whether broken into lines or not."""
         self.until(
             lambda: " ".join(self.text.split()).count(text) >= times,
             f"{text!r} is seen {times} times",
@@ -213,7 +222,7 @@ class Person:
                 )
 
     def leaves(self) -> int:
-        """Waits for the program's end; its exit code."""
+        """Wait for the program's end; return its exit code."""
         deadline = time.monotonic() + BOUND
         while self.process.poll() is None:
             self.read(0.05)
@@ -226,6 +235,6 @@ class Person:
 
     @property
     def echoes(self) -> bool:
-        """Whether the terminal is as a shell needs it: typed characters appear, Ctrl-C is a signal."""
+        """Whether a shell can use the terminal: typed characters appear, Ctrl-C sends a signal."""
         flags = termios.tcgetattr(self._master)[3]
         return bool(flags & termios.ECHO and flags & termios.ICANON and flags & termios.ISIG)

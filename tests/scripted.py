@@ -1,4 +1,7 @@
-"""Scripted executors: they decode a known text, and fail where a command disagrees with their copy of the KV cache."""
+"""Scripted executors, which decode a known text.
+
+They mirror the KV cache, and fail if a command disagrees with the mirror.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -19,7 +22,7 @@ LOST = 2_000  # what a scripted model says in a context that is not the script's
 
 
 def script(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    """A text of `length` tokens in all, no two of them alike after the prompt."""
+    """Return a text of `length` tokens in all. After the prompt, no token occurs twice."""
     return (*prompt, *range(10, 10 + length - len(prompt)))
 
 
@@ -29,7 +32,10 @@ TEXT = script(30)
 def submission(
     text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any
 ) -> Submit:
-    """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
+    """Return a request for the rest of `text`, after the first `prompt` tokens.
+
+    `settings`: fields of `RequestOptions` or of `Submit`.
+    """
     names = {*RequestOptions.__struct_fields__, "sampling"}
     ours = {name: value for name, value in settings.items() if name in names}
     fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {
@@ -43,7 +49,7 @@ class Executor(Protocol):
 
 
 class Told:
-    """A verifier that answers what it is told beforehand, in turn."""
+    """A verifier that gives prepared answers, in order."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = [*answers]
@@ -63,7 +69,7 @@ class Told:
 
 
 class Cache:
-    """The mirror of a KV cache: tokens instead of keys and values."""
+    """A mirror of a KV cache, which holds tokens instead of keys and values."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -79,9 +85,11 @@ class Cache:
 
 
 class ScriptTarget:
-    """A target that would write `text`. A row can be used only if the last forward kept it.
+    """A target whose own tokens are those of `text`.
 
-    It guesses, where asked to, at each place: a wrong token, and the two right ones but for positions in `unguessed`.
+    A row can be used only if the last forward kept it. If the target is to guess, it guesses at
+    each position: one wrong token, and the next two tokens of the text, except at positions in
+    `unguessed`.
     """
 
     def __init__(
@@ -219,13 +227,17 @@ class ScriptTarget:
 
 
 class ScriptDraft:
-    """A draft that writes the same text, but for the positions in `wrong`.
+    """A draft that writes the tokens of `text`, except at the positions in `wrong`.
 
-    `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
-    `stops`: positions behind which its stop policy ends drafting; where it withholds tokens, those that it withholds.
-    `twice`: positions at which one forward gives two tokens, as where it confirms a guess.
+    If its options ask for runners-up, the runner-up is the right token at a position where its own
+    token is wrong.
 
-    Its runner-up, where it says so, is the right token where its own is wrong.
+    Args:
+        foresees: positions for which it prepares another outcome. If its own token there is wrong,
+            this outcome is the right token.
+        stops: positions after which its stop policy ends drafting. If the policy withholds tokens,
+            these are the positions whose tokens are withheld.
+        twice: positions at which one forward gives two tokens, as if it had confirmed a guess.
     """
 
     def __init__(
@@ -290,7 +302,7 @@ class ScriptDraft:
         return WRONG if position in self.wrong else self.text[position]
 
     def _hedged(self, pending: int, depth: int, bonus: bool) -> e.Drafted:
-        """One token more for each outcome, while there is any to prepare for."""
+        """Extend each branch by one token; pause if there is no branch to extend."""
         before, known = dict(self.branches), len(self.cache.tokens)
         branches = self._prepared(known - pending, len(self.text), depth, bonus)
         return e.Drafted(branches=branches, paused=self.branches == before)
@@ -298,7 +310,7 @@ class ScriptDraft:
     def _prepared(
         self, committed: int, until: int, depth: int = 99, bonus: bool = False
     ) -> tuple[Proposal, ...]:
-        """One token more for each outcome that is foreseen and open."""
+        """Extend the branch of each foreseen outcome by one token; drop branches that are past."""
         known = self.cache.tokens
         opened = {
             (p, self.text[p] if known[p] == WRONG else OTHER): ()

@@ -1,4 +1,4 @@
-"""A server in the tests' own process, its clients, and what several test files ask of it."""
+"""A server in the tests' own process, its clients, and helpers that several test files share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Served:
-    """A server on its own thread and event loop."""
+    """A server in a thread of its own, with its own event loop."""
 
     def __init__(
         self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto"
@@ -80,14 +80,14 @@ class Served:
         return httpx.get(self.url + path, timeout=BOUND, **options)
 
     def post(self, path: str = "completions", **fields: Any) -> httpx.Response:
-        """A request for a short text, with these fields changed."""
+        """Send a request for a short text, with these fields changed."""
         return self.send(json.dumps(body(path) | fields).encode(), path)
 
     def send(self, content: bytes | Iterator[bytes], path: str = "completions") -> httpx.Response:
         return httpx.post(f"{self.url}/v1/{path}", content=content, headers=JSON, timeout=BOUND)
 
     def events(self, path: str = "completions", **fields: Any) -> list[Any]:
-        """The events of a streamed answer."""
+        """Return the events of a streamed answer."""
         response = self.post(path, stream=True, **fields)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -96,7 +96,10 @@ class Served:
         return [json.loads(one) for one in events]
 
     def figures(self, *names: str, label: str = "") -> list[float]:
-        """The sums of these series over their labels, or over those with `label`."""
+        """Return the value of each series in /metrics, summed over its labels.
+
+        `label`: if given, only lines with this label are summed.
+        """
         page = self.get("/metrics").text.splitlines()
         found = [
             [line for line in page if line.startswith(name + "{") and label in line]
@@ -120,14 +123,14 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=BOUND)
 
     def is_well(self) -> bool:
-        """Whether it serves a text now."""
+        """Return whether the server can serve a text now."""
         with suppress(httpx.HTTPError):
             return self.post().status_code == 200
         return False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No text is written on meanwhile."""
+        """Stop the target worker within the block, so that no text goes on."""
         pid = target_of(self.service.engine)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -137,7 +140,7 @@ class Served:
 
     @contextmanager
     def writing(self, regex: str) -> Iterator[None]:
-        """Texts match it meanwhile: as of `pearl serve --regex`."""
+        """Constrain all texts to `regex` within the block, as `pearl serve --regex` does."""
         before = self.app.setup
         changed = replace(before, options=before.options.changed(regex=regex))
         self.app.setup = self.app.responses.setup = changed
@@ -148,7 +151,10 @@ class Served:
 
     @contextmanager
     def saying(self, tokens: Sequence[int], step: int = 1) -> Iterator[None]:
-        """Meanwhile every text has these tokens, of which `step` come at a time, in place of the model's."""
+        """Give every text these tokens within the block, in place of the model's tokens.
+
+        `step`: how many of them come at a time.
+        """
         client = self.service.engine.client
         submit = client.submit
 
@@ -192,7 +198,7 @@ def raw_post(fields: dict[str, Any]) -> bytes:
 
 
 def received(client: socket.socket) -> bytes:
-    """What arrives until the server closes the connection."""
+    """Return the bytes that arrive until the server closes the connection."""
     got = b""
     with suppress(ConnectionResetError):
         while part := client.recv(65536):
@@ -211,7 +217,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 @contextmanager
 def chatting_engine(**settings: Any) -> Iterator[Engine]:
-    """A toy pair whose tokenizer has a chat template: the texts, one after the other."""
+    """Run a toy pair whose tokenizer has a chat template, which joins the messages' texts."""
     with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
         tokenizer = engine.tokenizer
         tokenizer.chat_text = lambda messages, *_, **__: "".join(
@@ -229,7 +235,7 @@ def serving(**settings: Any) -> Iterator[Served]:
 
 @contextmanager
 def serving_tools() -> Iterator[Served]:
-    """A tiny random pair whose template knows tools, with room for them."""
+    """Serve a tiny random pair whose chat template renders tools. Its context holds them."""
     with tempfile.TemporaryDirectory() as directory:
         models = [Path(directory, role) for role in ("target", "draft")]
         for made, noise in zip(models, (0.0, 0.3), strict=True):

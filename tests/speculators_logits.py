@@ -1,10 +1,13 @@
-"""Logits of heads by speculators' own classes: run by its interpreter, never by ours.
+"""Computes logits of heads with speculators' own classes.
+
+speculators' own Python interpreter runs this file, never ours:
 
     python -P tests/speculators_logits.py HEADS OUT
 
-HEADS is what `tests.block_heads.write_all` writes. OUT becomes a folder: checkpoints as speculators saves them, and
-`logits`, a file of logits [levels, vocabulary] by the checkpoint's name, and of confidences, "NAME.confidence". It
-prints the likeliest token of each level in JSON.
+HEADS is a directory that `tests.block_heads.write_all` has written. OUT becomes a directory of
+checkpoints as speculators saves them, and a file `logits`. This has the logits [levels, vocabulary]
+by the checkpoint's name, and confidences as "NAME.confidence". The program prints the likeliest
+token of each level as JSON.
 """
 
 import json
@@ -38,7 +41,7 @@ def load(directory: Path, target: dict[str, torch.Tensor]) -> Any:
 
 
 def predecessors(model: Any, block: torch.Tensor) -> torch.Tensor:
-    """The token before the one that each row guesses."""
+    """Return, for each row, the token before the one that the row predicts."""
     if model.config.sample_from_anchor:
         return block
     return torch.cat([block[:1], block[:-1]])
@@ -90,7 +93,10 @@ def logits_of(
 
 
 def peagle_logits(model: Any, ids: torch.Tensor, states: torch.Tensor, anchor: int) -> torch.Tensor:
-    """The rows of the text's last token and of the mask tokens after it, of a training step without its sampling."""
+    """Return the logits for the text's last token and for the mask tokens after it.
+
+    They come from a training step of speculators in which the sampling of positions is replaced.
+    """
     core = sys.modules["speculators.models.peagle.core"]
     size = model.config.speculators_config.proposal_methods[0].speculative_tokens
     rows: dict[str, torch.Tensor] = {}
@@ -109,9 +115,10 @@ def peagle_logits(model: Any, ids: torch.Tensor, states: torch.Tensor, anchor: i
 
 
 def mtp_logits(model: Any, ids: torch.Tensor, states: torch.Tensor, anchor: int) -> torch.Tensor:
-    """The layer's rows for the text's last token and, from its own outputs, for the tokens after it, with one cache.
+    """Return the layer's logits for the text's last token and for the tokens after it.
 
-    The first of them is that of the model's own forward.
+    After the text, the layer reads its own outputs. All forwards share one cache. The first logits
+    are checked against those of the model's own forward.
     """
     cache = DynamicCache()
     tokens, before, rows = ids[1 : anchor + 1], states[:anchor], []

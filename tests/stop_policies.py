@@ -1,4 +1,4 @@
-"""Stop policies for tests: a classifier of known weights, and one that notes what it hears."""
+"""Stop policies for tests: a known classifier, and a policy that notes what it is told."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from pearl.drafting.stops import Features, StopPolicy
 
 
 def classifier(**changes: Any) -> Classifier:
-    """Its confidence is the largest probability, through a sigmoid: 0 at a half, so it is sure of what is above."""
+    """Return a classifier with the confidence sigmoid(8 (p - 1/4)).
+
+    Here p is the largest probability. So it stops drafting at p <= 1/4, unless `changes` has
+    another threshold.
+    """
     first = (1.0, *[0.0] * (INPUTS - 1))
     values = {
         "target": "embedded",
@@ -27,7 +31,7 @@ def classifier(**changes: Any) -> Classifier:
 
 
 class Noted(StopPolicy):
-    """Stops behind windows of `most`; notes what it is asked and told."""
+    """Stops after windows of `most` tokens, and notes what it is asked and told."""
 
     def __init__(self, most: int = 99) -> None:
         self.most, self.asked, self.heard = most, list[tuple[int, int]](), list[int]()

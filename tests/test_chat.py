@@ -211,7 +211,7 @@ def test_commands_and_what_they_say_of_mistakes(
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
         for alias in ("/help", "/?"):
             person.send(alias)
-        person.sees("leave; Ctrl-D too", 2)
+        person.sees("leave the chat; Ctrl-D too", 2)
         assert all(command in person.text for command in COMMANDS)
         for line, words in (
             ("/frobnicate", "unknown command /frobnicate"),

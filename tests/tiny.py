@@ -1,7 +1,8 @@
-"""Tiny Hugging Face checkpoints on disk, made with a fixed seed: real classes and files, no meaning.
+"""Tiny Hugging Face checkpoints on disk, made with a fixed seed.
 
-`tiny_model("llama")` is a directory that `from_pretrained` loads.  All kinds share one byte-level tokenizer,
-so any two of equal options can be target and draft of one another.
+Their classes and files are real, and their weights are random. `tiny_model("llama")` is a directory
+that `from_pretrained` loads. All kinds share one byte-level tokenizer, so any two with the same
+options can be target and draft of one another.
 """
 
 import atexit
@@ -444,7 +445,10 @@ _WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
 
 @functools.cache
 def tiny_wrapper(kind: str, seed: int = 0) -> Path:
-    """Directory of a tiny model that reads pictures too, named by its model type, without a tokenizer."""
+    """Return the directory of a tiny model that also reads pictures, without a tokenizer.
+
+    `kind`: the model type.
+    """
     directory = _session_directory() / f"wrapper-{kind}-{seed}"
     name, text, vision = _WRAPPERS[kind]
     sizes = text | {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
@@ -466,10 +470,13 @@ def tiny_model(
     dtype: str = "float32",
     chat: bool = False,
 ) -> Path:
-    """Directory of a tiny model with tokenizer, made once a session.
+    """Return the directory of a tiny model with tokenizer, which is made once per session.
 
-    `noise` disturbs the weights of the same seed by that share of their spread: a draft that often agrees.
-    `vocab_size` larger than the tokenizer's adds padding ids. `chat` adds a chat template.
+    Args:
+        noise: disturbs the weights by this share of their standard deviation. The result is a draft
+            that often agrees with the model of the same seed.
+        vocab_size: if larger than the tokenizer's, there are padding ids.
+        chat: whether the tokenizer has a chat template.
     """
     directory = _session_directory() / f"{kind}-{seed}-{noise}-{layers}-{vocab_size}-{dtype}-{chat}"
     model = _random_model(kind, seed, layers, vocab_size)
@@ -480,13 +487,19 @@ def tiny_model(
 
 
 def on_cpu(model: Path | str, **options: Any) -> Any:
-    """The runner of a model. `options`: of `load_runner` and of `ModelConfig`."""
+    """Return a runner of a model on the CPU.
+
+    `options`: arguments of `load_runner` and of `ModelConfig`.
+    """
     own = {name: options.pop(name) for name in ("progress", "features", "spare") if name in options}
     return load_runner(ModelConfig(str(model), **options), CPU, **own)
 
 
 def changed_model(into: Path, kind: str = "llama", *, noise: float = 0.0, **changed: Any) -> Path:
-    """A copy of a tiny model, whose config.json has these settings; `...` removes one."""
+    """Copy a tiny model, and change these settings in its config.json.
+
+    The value `...` removes a setting.
+    """
     shutil.copytree(tiny_model(kind, noise=noise), into)
     config = json.loads((into / "config.json").read_text()) | changed
     (into / "config.json").write_text(
@@ -520,7 +533,10 @@ def _disturb(model: transformers.PreTrainedModel, noise: float) -> None:
 
 
 def tiny_tokenizer(chat: bool = False) -> transformers.PreTrainedTokenizerFast:
-    """Byte-level BPE: any text round-trips, a character beyond ASCII takes several tokens."""
+    """Return a byte-level BPE tokenizer, in which any text survives encoding and decoding.
+
+    A character beyond ASCII takes several tokens.
+    """
     pieces = [
         *SPECIAL,
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -541,7 +557,7 @@ def tiny_tokenizer(chat: bool = False) -> transformers.PreTrainedTokenizerFast:
 
 
 def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count, width] of normal random numbers, always the same."""
+    """Return normal random numbers [count, width], the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, width, generator=generator).to(dtype)
 
@@ -562,8 +578,15 @@ def attended(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by its definition: queries [n, heads, dim], keys and values [kv_heads, positions, dim], which of these
-    each query sees [n, positions] -> [n, heads * dim]."""
+    """Compute attention by its definition; return [n, heads * dim].
+
+    Args:
+        queries: [n, heads, dim].
+        keys, values: [kv_heads, positions, dim].
+        sees: [n, positions], whether a query sees a position.
+        cap: soft cap of the scores; 0 for none.
+        sinks: [heads], a score that takes part in the softmax without a value.
+    """
     keys, values = (
         each.float().repeat_interleave(queries.shape[1] // len(keys), 0) for each in (keys, values)
     )

@@ -1,4 +1,8 @@
-"""Tokenizers of few tokens: byte-level as GPT-2's, with byte fallback as Llama 2's, and a token a character."""
+"""Tokenizers with few tokens.
+
+One is byte-level like GPT-2's, one falls back to bytes like Llama 2's, and one has a token per
+character.
+"""
 
 import functools
 import re
@@ -25,7 +29,7 @@ def read(made: PreTrainedTokenizerFast) -> FileTokenizer:
 
 @functools.cache
 def byte_level() -> FileTokenizer:
-    """As GPT-2's: tokens are byte strings, an emoji is several of them."""
+    """Return a tokenizer like GPT-2's: tokens are byte strings, and an emoji takes several."""
     return read(byte_level_files())
 
 
@@ -47,7 +51,10 @@ def byte_level_files() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def byte_fallback() -> FileTokenizer:
-    """As Llama 2's: a space is part of the word after it, what is in no word becomes byte tokens."""
+    """Return a tokenizer like Llama 2's.
+
+    A space is part of the word after it. Characters that are in no word become byte tokens.
+    """
     return read(byte_fallback_files())
 
 
@@ -79,7 +86,7 @@ NAMES = {id: name for name, id in SPECIAL.items()}
 
 
 class Characters:
-    """A token a character, and two special ones."""
+    """A tokenizer with a token for each character, and two special tokens."""
 
     vocab_size = 1 << 17
     chat_template = ""

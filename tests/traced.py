@@ -1,4 +1,4 @@
-"""Runs in virtual time, t_draft 1 s, with their traces."""
+"""Runs in virtual time and their traces. A draft forward takes 1 s."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,10 @@ VOCAB, PROMPT = 12, (1, 2, 3)
 
 @contextmanager
 def recording_of(engine: Engine, path: Path) -> Iterator[None]:
-    """What is done meanwhile, in one file, as of a recording that the page shows."""
+    """Write a trace of what the engine does within the block to the file `path`.
+
+    It is made from a recording, like the one that the server's page shows.
+    """
     recording = engine.client.recording
     name = recording.start()
     try:
@@ -44,7 +47,7 @@ def recording_of(engine: Engine, path: Path) -> Iterator[None]:
 
 
 def _whole(part: TextIO, process: Path) -> str:
-    """What a worker writes until it ends its part, or has been killed."""
+    """Return the part that a worker writes, once it is complete or the worker has been killed."""
     text = ""
 
     def is_complete() -> bool:
@@ -59,7 +62,7 @@ def _whole(part: TextIO, process: Path) -> str:
 
 
 class _TracedSimulation(Simulation):
-    """Records traces as two workers do, with the virtual clock."""
+    """A simulation that records traces as two workers do, with the virtual clock."""
 
     def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
         self._tracers = [
@@ -112,7 +115,7 @@ def simulated(
     tokens: int = 500,
     delay: float = 0.0,
 ) -> tuple[Outcome, tuple[Path, Path]]:
-    """A run and the parts of its trace, target and draft, not merged."""
+    """Simulate a run; return its outcome and the target's and the draft's part of its trace."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
     submit = Submit(
@@ -125,7 +128,7 @@ def simulated(
 
 
 def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, RunTrace]:
-    """A run and its trace. `settings`: of `simulated`."""
+    """Simulate a run; return its outcome and its merged trace. `settings`: see `simulated`."""
     outcome, _ = simulated(path, decoding, **settings)
     chrome.merge(path)
     return outcome, read(path)
@@ -133,14 +136,17 @@ def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Out
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
-    """A pearl run with rejections, in virtual time, and its trace."""
+    """Return the outcome and the trace file of a simulated pearl run with rejections."""
     path = tmp_path_factory.mktemp("run") / "run.json"
     outcome, _ = recorded(path, resolved("pearl"), alpha=0.8, tokens=400)
     return outcome, path
 
 
 def check_sound(path: Path) -> None:
-    """Slices of a track nest, tracks have names, and each flow has a start and an end that lie in slices."""
+    """Check that a trace file is well formed.
+
+    Slices of a track nest, tracks have names, and each flow starts and ends within slices.
+    """
     events = json.loads(path.read_text())["traceEvents"]
     tracks: dict[Any, list[tuple[float, float]]] = {}
     for e in events:

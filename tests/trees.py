@@ -1,4 +1,4 @@
-"""An executor that feeds the guesses that a test names, and the commands that ask for them."""
+"""An executor that feeds guesses chosen by a test, and the commands that ask for guesses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,11 @@ from tests.opened import OpenExecutor
 
 
 class TreeExecutor(OpenExecutor):
-    """Feeds `tokens` as guesses, each after its parent: a position, or from the text's length on a guess."""
+    """Feeds `tokens` as guesses.
+
+    `parents`: for each guess, the position of the token before it. From the text's length on, the
+    number stands for a guess: the text's length means the first guess.
+    """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
@@ -24,7 +28,10 @@ class TreeExecutor(OpenExecutor):
 
 
 def guess_after(text: Sequence[int], known: int = 0, pending: int = 0, trust: float = 0.5) -> Guess:
-    """Asks for guesses, all worth feeding, of a text whose first `known` tokens the index has."""
+    """Return a command that asks for guesses after `text`, all of which are worth feeding.
+
+    `known`: how many tokens of the text the n-gram index has read.
+    """
     committed = len(text) - pending
     return Guess(known, tuple(text[known:]), committed, 99, (trust,) * pending, 16, all_of)
 

@@ -1,4 +1,7 @@
-"""Target and draft in one process: one request under the virtual clock, or several in turns without one."""
+"""Target and draft in one process.
+
+They decode one request in virtual time, or several requests in turns without a clock.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -45,7 +48,7 @@ Pair = tuple[NextToken, NextToken]
 
 
 class Chains(WrappedRunner):
-    """A runner that takes no trees, as the general path's."""
+    """A runner that takes no trees, like a runner of the general path."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -57,7 +60,7 @@ class Chains(WrappedRunner):
 
 
 class Counting(WrappedRunner):
-    """Remembers what each forward was fed."""
+    """A runner that remembers what each forward was fed."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -69,7 +72,10 @@ class Counting(WrappedRunner):
 
 
 def first_order(*tables: torch.Tensor) -> Any:
-    """Target and draft, whose next token depends on the last alone: [vocab, vocab], the distribution after each."""
+    """Return a target and a draft whose next token depends on the last token alone.
+
+    `tables`: [vocab, vocab], the distribution after each token, for the target and for the draft.
+    """
     return tuple(lambda seen, table=table: table[seen[-1]] for table in tables)
 
 
@@ -84,10 +90,15 @@ def decoded(
     wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     **options: Any,
 ) -> Outcome:
-    """`wrap`: around both runners. `options`: of the draft's proposer.
+    """Decode one request in virtual time.
 
-    If that chains, all is as on a device: the draft computes in its thread, and draws from all rows of a forward at
-    once; the target begins to judge before a forward has ended.
+    If the proposer `chains`, all is as on a GPU: the draft launches a forward before the last one
+    has ended, in a thread of its own, and draws from all rows of a forward at once. The target
+    begins to judge before a forward has ended.
+
+    Args:
+        wrap: wraps both runners.
+        options: arguments of the draft's proposer.
     """
     target, draft = (wrap(ToyRunner(vocab, each)) for each in pair)
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
@@ -105,7 +116,10 @@ def decoded(
 def emulated(
     config: EngineConfig, decoding: RequestOptions, prompt: Sequence[int], params: SamplingParams
 ) -> Outcome:
-    """A request to an emulated pair in virtual time: models, seed, decisions and forward times, and no more."""
+    """Decode a request with an emulated pair in virtual time.
+
+    The result depends only on the models, the seed, the options and the forward times.
+    """
     target, draft = (
         load_toy(config.target, "target", config.max_context),
         load_toy(config.draft, "draft"),
@@ -118,14 +132,17 @@ def emulated(
 
 
 def chi_square(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """The p-value of counts, by cell."""
+    """Return the p-value of a chi-square test of counts, one for each cell."""
     cells = zip(observed, expected, strict=True)
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     return float(chdtrc(len(observed) - 1, statistic))
 
 
 def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """The p-value of whole texts by chi-square; those that are expected less than five times are one cell."""
+    """Return the p-value of a chi-square test of whole texts.
+
+    All texts that are expected less than five times are one cell.
+    """
     total = found.total()
     assert set(found) <= set(expected)
     common = [text for text, chance in expected.items() if chance * total >= 5]
@@ -141,14 +158,16 @@ def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
 
 
 class Turns:
-    """Runs both sides in turns: each handles its events, and makes one forward for all requests that are ready.
+    """Runs both sides in turns.
+
+    Each side handles its events, and makes one forward for all requests that are ready.
 
     Attributes:
-        tokens: committed, by request.
+        tokens: the committed tokens, by request.
 
     Args:
-        timing: what windows are chosen by.
-        context: of the draft's model, tokens.
+        timing: the forward times by which windows are chosen.
+        context: how many tokens the draft's model can hold.
     """
 
     def __init__(
@@ -171,7 +190,7 @@ class Turns:
         self.tokens: dict[int, list[int]] = {}
 
     def run(self, submits: Sequence[Submit]) -> dict[int, list[int]]:
-        """Serve all requests, submitted at once."""
+        """Serve all requests, which are submitted at once."""
         self._left = len(submits)
         self._events[0].extend([self._joined, *submits])
         while self._left:
@@ -214,9 +233,10 @@ DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
 
 
 def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
-    """Chi-square of every token given the two before it; texts begin after the token 0.
+    """Return the p-value of a chi-square test of each token, given the two tokens before it.
 
-    Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
+    Texts begin after the token 0. A cell is the position in the text (the first three positions are
+    distinguished), the two tokens before, and the next token.
     """
     counts: dict[Any, Counter[int]] = {}
     for text in texts:

@@ -1,9 +1,15 @@
-"""Drives the real vLLM, in its own environment: `python -P vllm_driver.py PLAN`; prints what came of it as JSON.
+"""Drives the real vLLM in its own environment: `python -P vllm_driver.py PLAN`.
 
-The plan is a JSON file: `model`, `engine` (arguments of `LLM`), `pearl` (settings of the proposer; absent: no drafts),
-`most` (drafted tokens a step), `rounds`: lists of prompts (token ids) that are decoded together, `sampling`, and
-`actions`: step -> what to do before it, each a command line, ["start", ...] for one that is left running, or
-["meet"] to wait until the service drafts.
+It prints the results as JSON. The plan is a JSON file with these fields:
+
+- model: the target.
+- engine: arguments of `LLM`.
+- pearl: settings of the proposer; without them nothing is drafted.
+- most: maximum number of drafted tokens in a step.
+- rounds: lists of prompts (token ids); the prompts of one round are decoded together.
+- sampling: arguments of `SamplingParams`.
+- actions: maps the number of a step to what is done before that step. Each action is a command
+  line. ["start", ...] starts one that is left running, and ["meet"] waits until the service drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +32,10 @@ os.environ.update(
 
 
 def mend_temperatures() -> None:
-    """Make vLLM 0.32.0 for CPUs apply temperatures to drafted tokens. See findings/vllm_cpu_temperature.sh."""
+    """Make vLLM 0.32.0 for CPUs apply temperatures to drafted tokens.
+
+    See findings/vllm_cpu_temperature.sh.
+    """
     from vllm.utils import cpu_triton_utils
 
     def spread(output: Any, values: Any, ends: Any, old: int, new: int, *_: Any) -> None:
@@ -70,7 +79,7 @@ def main() -> None:
 
 
 class Run:
-    """Decodes rounds of prompts step by step."""
+    """Decodes rounds of prompts with vLLM, step by step."""
 
     def __init__(self, engine: Any, sampling: Any, actions: dict[str, list[list[str]]]) -> None:
         self._engine = engine

@@ -1,8 +1,12 @@
-"""A stand-in for vLLM's step as a custom proposer sees it: rows of tokens that move, and what each step has committed.
+"""A stand-in for vLLM's step, as a custom proposer sees it.
 
-As in vLLM 0.32: rows have no names; a request that ends leaves its row to the last one; drafts of the step before stand
-after a row's length; a preempted request loses its row and comes back with all its tokens; a prompt that is read in
-parts has a row that commits nothing.
+It has rows of tokens that move, and what each step has committed. It behaves like vLLM 0.32:
+
+- Rows have no names.
+- If a request ends, the last request takes its row.
+- After the tokens of a row, drafts of the step before remain.
+- A preempted request loses its row, and comes back with all its tokens.
+- While a prompt is read in parts, its row commits nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _STEPS_PREEMPTED = 3
 def vllm_config(
     address: str, most: int = 4, limit: int = 256, vocab: int = 32, **pearl: Any
 ) -> SimpleNamespace:
-    """What a proposer reads of vLLM's configuration."""
+    """Return the parts of vLLM's configuration that a proposer reads."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=most),
         model_config=SimpleNamespace(
@@ -43,7 +47,7 @@ def vllm_config(
 
 @dataclass
 class Text:
-    """A request: its tokens, and how many it is to have."""
+    """A request: its tokens, and the length at which it ends."""
 
     name: int
     tokens: list[int]
@@ -57,11 +61,11 @@ class Text:
 
 
 class Steps:
-    """Decodes greedily with `target`, and asks `proposer` after every step.
+    """Decodes greedily with `target`, and asks `proposer` for drafts after every step.
 
     Args:
-        rows: requests that are decoded at once.
-        chunk: tokens of a prompt that a step reads.
+        rows: maximum number of requests that are decoded at once.
+        chunk: maximum number of prompt tokens that a step reads.
     """
 
     def __init__(
@@ -84,14 +88,14 @@ class Steps:
         self.waiting.append(Text(name, list(prompt), len(prompt) + count, len(prompt)))
 
     def run(self, between: Callable[[], None] = lambda: None) -> dict[int, list[int]]:
-        """Decode all to their ends; `between` is called before each step."""
+        """Decode all requests to their ends; call `between` before each step."""
         while self.running or self.waiting or self._preempted:
             between()
             self.step()
         return self.done
 
     def preempt(self, row: int) -> None:
-        """Take a request's row away; it comes back with its tokens, to be read again."""
+        """Take a request's row away. It comes back later, and all its tokens are read again."""
         text = self._leave(row)
         text.unread = len(text.tokens)
         text.drafted = []
@@ -127,7 +131,7 @@ class Steps:
             self.num_drafted += len(window)
 
     def _leave(self, row: int) -> Text:
-        """Remove a row; the last one takes its place."""
+        """Remove a row; the request in the last row takes its place."""
         text = self.running[row]
         last = self.running.pop()
         if last is not text:
@@ -150,7 +154,11 @@ class Steps:
 
 
 class Sampling(Steps):
-    """Draws from a distribution as vLLM does: accepts a draft with the target's probability of it, or draws another."""
+    """Draws from a distribution as vLLM does.
+
+    It accepts a drafted token with the target's probability of this token. Otherwise it draws
+    another token.
+    """
 
     def __init__(self, proposer: Any, probs: Callable[[Sequence[int]], Any], seed: int) -> None:
         super().__init__(proposer, lambda tokens: 0)

@@ -1,10 +1,13 @@
-"""Worker processes for tests, forked from one that has imported torch and transformers already.
+"""Worker processes for tests, forked from a process that has imported torch and transformers.
 
-The imports are 2 seconds of computing for a worker of a toy and 5 for one of a checkpoint, in hundreds of workers that
-the tests start. Only how the process comes about differs: it has the parent, the session, the environment, the files
-and the command of one that was started anew. Workers of fronts that are processes of their own (`pearl`, torchrun,
-scripts) are started anew, and so are those whose environment may change what an import does, and those of tests with
-the fixture `anew`.
+The imports take 2 seconds of computing for a worker of a toy, and 5 for one of a checkpoint. The
+tests start hundreds of workers. A forked worker differs only in how it came about: it has the
+parent, the session, the environment, the files and the command of one that was started as a new
+process.
+
+Some workers are still started as new processes: those of fronts that are processes of their own
+(`pearl`, torchrun, scripts), those whose environment may change what an import does, and those of
+tests with the fixture `anew`.
 """
 
 import ctypes
@@ -44,7 +47,10 @@ _MOST = 1 << 20  # bytes of a request
 
 
 class Forked:
-    """What the product uses of a `subprocess.Popen`, of a process that this one did not fork and yet is parent of."""
+    """Stands in for a `subprocess.Popen`, with the methods that the engine uses.
+
+    The worker was forked by another process, but this process is its parent.
+    """
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -80,7 +86,7 @@ class Forked:
 
 
 class Nursery:
-    """The process that others are forked from. It imports while the first tests run."""
+    """The process from which workers are forked. It imports while the first tests run."""
 
     def __init__(self) -> None:
         self._owner, self._affinity = os.getpid(), os.sched_getaffinity(0)
@@ -102,7 +108,7 @@ class Nursery:
     def start(
         self, command: list[str], env: dict[str, str], **options: Any
     ) -> subprocess.Popen[bytes] | Forked:
-        """In place of `subprocess.Popen`, for a worker."""
+        """Start a worker; replaces `subprocess.Popen`."""
         mine = os.getpid() == self._owner and os.sched_getaffinity(0) == self._affinity
         if mine and _relevant(env) == self._environment:
             with self._lock:
@@ -136,7 +142,10 @@ def _relevant(env: dict[str, str]) -> dict[str, str]:
 
 
 def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
-    """What remains of this fork is a worker. Its parent is the launcher once the process that forked it is gone."""
+    """Turn this fork into a worker.
+
+    Once the process that forked it has ended, its parent is the launcher.
+    """
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

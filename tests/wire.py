@@ -1,4 +1,4 @@
-"""Values that the fields of messages may have, and may not."""
+"""Values that the fields of messages may have, and values that they may not have."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,10 @@ from pearl.transport.codec import encode
 def places(
     kind: inspect.Type, path: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], inspect.Type]]:
-    """Every value that a message can hold, by its place in the arrays, with its declared type."""
+    """Yield the place and the declared type of every value that a message can hold.
+
+    A place is a path of indices into the nested arrays of the encoded message.
+    """
     yield path, kind
     match kind:
         case inspect.StructType(fields=fields, tag=tag):
@@ -29,7 +32,7 @@ def places(
 
 
 def bad_values(kind: inspect.Type) -> Iterator[object]:
-    """Values that a field of this type may not have: at each end of its range, and of other types."""
+    """Yield values that a field of this type may not have: beyond its range, and of other types."""
     yield from ({}, [[[[1]]]])
     match kind:
         case inspect.IntType(ge=low, le=high, lt=below):
@@ -61,7 +64,7 @@ def bad_values(kind: inspect.Type) -> Iterator[object]:
 
 
 def good_values(kind: inspect.Type) -> Iterator[object]:
-    """Values that a field of this type may have: those at the ends of its range among them."""
+    """Yield values that a field of this type may have, including those at the ends of its range."""
     match kind:
         case inspect.IntType(ge=low, le=high, lt=below):
             yield from (0 if low is None else low, 1, high if below is None else below - 1)
@@ -82,7 +85,10 @@ def good_values(kind: inspect.Type) -> Iterator[object]:
 
 
 def placed(message: m.Message, path: tuple[int, ...], value: object) -> list[bytes] | None:
-    """The frames of `message` with another value at this place; None: the message has no such place."""
+    """Return the frames of `message` with another value at this place.
+
+    Returns None if the message has no such place.
+    """
     header = msgpack.unpackb(encode(message)[0])
     inner = header
     for index in path[:-1]:

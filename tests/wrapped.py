@@ -1,4 +1,4 @@
-"""A runner around another one, for tests that change or watch what it does."""
+"""A runner that wraps another runner, for tests that change or watch what the other one does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pearl.models.runner import Feed, ModelRunner
 
 
 class WrappedRunner(ModelRunner):
-    """Forwards everything to another runner; subclasses override what they change."""
+    """Forwards every call to another runner; subclasses override what they change."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -45,5 +45,5 @@ class WrappedRunner(ModelRunner):
         return self._runner.is_done()
 
     def __getattr__(self, name: str) -> Any:
-        """What it has beyond `ModelRunner`."""
+        """Return an attribute that the wrapped runner has beyond `ModelRunner`."""
         return getattr(self._runner, name)

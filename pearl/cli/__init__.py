@@ -1,4 +1,7 @@
-"""The command line: arguments and output only. The engine and `pearl.lab` compute all printed figures and texts."""
+"""The command line: arguments and output only.
+
+The engine and `pearl.lab` compute all figures and texts that are printed.
+"""
 
 import errno
 import io
@@ -73,8 +76,9 @@ def cli() -> None:
 def _open_closed_streams() -> None:
     """Open the standard streams that the parent process has closed.
 
-    Otherwise the next file or socket would get a closed stream's file descriptor, and with it the printed output. The
-    new standard output is /dev/full: writing to it fails, so that lost output is reported.
+    Otherwise the next file or socket would get the file descriptor of a closed stream, and printed
+    output would go to that file or socket. The new standard output is /dev/full: writing to it
+    fails, so that lost output is reported.
     """
     for name, path, mode in (
         ("stdin", os.devnull, "r"),
@@ -93,7 +97,10 @@ def _escape_unencodable() -> None:
 
 
 def _explained(error: click.ClickException) -> str:
-    """Return what is wrong with the arguments, and which help to read. If there are no arguments, return the help."""
+    """Return what is wrong with the arguments, and which help to read.
+
+    For a command that was given no arguments but needs some, return its help.
+    """
     text = error.format_message()
     if isinstance(error, _NO_ARGUMENTS):
         return text

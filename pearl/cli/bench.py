@@ -42,7 +42,11 @@ _SEEDED = {"seed": "0"}
 
 
 class _BenchSize(NamedTuple):
-    """The defaults of pearl bench. `prompts` is the number of prompts of each set."""
+    """The defaults of pearl bench.
+
+    Attributes:
+        prompts: number of prompts of each set.
+    """
 
     prompts: int
     max_tokens: int
@@ -50,7 +54,7 @@ class _BenchSize(NamedTuple):
 
 
 _DEFAULT = _BenchSize(4, 128, 0.0)
-_EMULATED = _BenchSize(3, 500, 1.0)  # a toy has its acceptance rate under sampling
+_EMULATED = _BenchSize(3, 500, 1.0)  # a toy has its acceptance rate only if it samples
 
 
 @click.command(
@@ -99,11 +103,12 @@ def bench(
 ) -> None:
     """Compare methods, rules and stop policies on the same prompts.
 
-    A WAY is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or pearl,rule=opt,epsilon=0.1;
-    "published" is pearl with none of its guesses. If you name no WAY, all methods run; ar and ngram also run on all
-    cores that PEARL uses ("ar, all devices"). All ways decode the first text, then all the second, and so on; ar is
-    always among them. sd runs with its fastest gamma. Decoding is greedy unless --temperature is given; only committed
-    tokens up to EOS count.
+    A WAY is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or
+    pearl,rule=opt,epsilon=0.1; "published" is pearl without its further guesses, as in its paper.
+    If you name no WAY, all methods run; ar and ngram also run on all cores that PEARL uses ("ar,
+    all devices"). All ways decode the first text, then all decode the second, and so on; ar is
+    always among them. sd uses the gamma that is fastest in a trial. Decoding is greedy unless
+    --temperature is given; only committed tokens up to EOS count.
     """
     # Only the flag is refused: a configuration file may set the rule for other commands.
     if ways and ctx.get_parameter_source("rule") is click.core.ParameterSource.COMMANDLINE:
@@ -112,7 +117,7 @@ def bench(
 
 
 def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
-    """Measure, and write JSON or print a table with notes, or both."""
+    """Run the benchmark; then write its JSON document, print its table with notes, or both."""
     from pearl.lab.bench.figures import Surprise, document, figures
     from pearl.lab.bench.runner import measure
 
@@ -163,7 +168,7 @@ def _benched(
 
 
 def _print_rows(plan: Plan, measured: Measured, rows: Sequence[Figures], notes: list[str]) -> None:
-    """Print the table. If there are several prompt sets, it has the speedup on each."""
+    """Print the table, with a column for the speedup on each prompt set if there are several."""
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     if len(sets) == 1:
         sets = []
@@ -218,7 +223,7 @@ def _notes(measured: Measured, rows: Sequence[Figures]) -> list[str]:
 
 
 def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
-    """Return the lines below the table: settings and conditions."""
+    """Return the lines below the notes: what was skipped, the settings, and the conditions."""
     params = plan.params
     lines = []
     if measured.skipped:
@@ -261,9 +266,10 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
 def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path | None) -> None:
     """Measure a pair, or a target alone, on this machine: which method to use.
 
-    Decodes a few texts (up to --max-tokens, 64 by default) with the target alone and with each method that auto chooses
-    from, in turns. Says whether speculation pays, and names the fastest method. Later engines of this pair on this
-    machine start with these figures, unless the machine was too busy to measure.
+    The command decodes a few texts (up to --max-tokens, 64 by default) with the target alone and
+    with each method that auto chooses from, in turns. It says whether speculation pays, and names
+    the fastest method. Later engines of this pair on this machine start with these figures, unless
+    the machine was too busy to measure.
     """
     from pearl.lab.bench.calibrate import calibrate
     from pearl.lab.bench.rows import is_emulated
@@ -348,14 +354,18 @@ def check_bits(
 ) -> None:
     """Compare logits and texts of all methods bit for bit.
 
-    The exit code is 1 if any differ. Logits are those of one sequence, cut into forwards at random. Texts come from
-    every method and window, with one cache for all prompts and a second turn of the first; also after the draft was
-    killed. Some methods also decode with penalties, with a grammar (extra structured), and several texts at once in
-    slots. Each text is compared with that of the target alone, decoded from an empty cache with the same seed; texts
-    under the ratio rule are compared with each other. This does not check that sampled texts have the target's
-    distribution; the project's tests do.
-    Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared
-    with and without it.
+    The exit code is 1 if anything differs. For the logits, one sequence is fed in forwards of
+    random sizes, and again in forwards of equal size. For the texts, every method decodes the same
+    prompts, with several windows; some methods also with penalties, with a grammar (extra
+    structured), and with several texts at once in slots. The draft is killed in the middle of some
+    texts. All texts share one cache, and the second turn of a conversation is among them.
+
+    Each text must equal the text of the target alone, decoded from an empty cache with the same
+    seed. Under the ratio rule it must instead equal the text of method pearl. This does not check
+    that sampled texts have the target's distribution; the project's tests do.
+
+    Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method
+    ngram is checked both with the datastore and without.
     """
     from pearl.lab.bench.exactness import PROMPTS, check_pair
 

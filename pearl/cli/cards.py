@@ -27,9 +27,10 @@ def table(cards: Iterable[Card]) -> str:
 
 
 def find_card(name: str) -> Card:
-    """Return the running engine with the directory or process id `name`; if `name` is empty, the only running engine.
+    """Return the running engine that `name` names: its directory, or its process id.
 
-    Raises `ConfigError` if no engine or several engines match.
+    An empty `name` stands for the only running engine. Raises `ConfigError` if no engine or several
+    match.
     """
     engines = engines_named(name) if name else running_engines()
     if len(engines) > 1:

@@ -1,4 +1,7 @@
-"""`pearl chat`: a conversation in a terminal. `reply` displays replies, `slash_commands` has the chat's commands."""
+"""`pearl chat`: a conversation in a terminal.
+
+`reply` displays the replies, and `slash_commands` has the commands that a user can give in a chat.
+"""
 
 import contextlib
 import logging
@@ -41,11 +44,13 @@ class ChatSession:
     """A conversation with an engine, and its settings, which the slash commands change.
 
     Attributes:
-        keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
+        keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which
+            ends the program.
         figures: method -> the figures of its finished replies.
         has_legend: whether the meaning of the colours has been printed.
-        stats: whether all figures are printed below each reply; otherwise one line of them is.
-        attachments: files for the next message.
+        stats: whether all figures are printed below each reply; otherwise only a line with the main
+            ones.
+        attachments: files that the next message begins with.
         remembers: whether the conversation is saved when the chat ends.
     """
 
@@ -63,9 +68,10 @@ class ChatSession:
     remembers: bool = True
 
     def answer(self, message: str) -> Result:
-        """Send a message and show the reply as it comes. Ctrl-C stops the reply, and what was shown of it is kept.
+        """Send a message and show the reply as it comes.
 
-        If the context is full, the oldest turns are dropped. Raises `RequestError` for a message that cannot be sent.
+        Ctrl-C stops the reply; the part that was shown stays in the conversation. If the context is
+        full, the oldest turns are dropped. Raises `RequestError` for a message that cannot be sent.
         """
         room_for_prompt = self.engine.context - _MIN_REPLY_TOKENS
         dropped_turns = self.conversation.make_room(message, room_for_prompt)
@@ -117,7 +123,10 @@ class ChatSession:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """Wait for the first piece, while a line says so, and return it; without a screen, return no piece at once."""
+        """Wait for the first piece of the reply, and return it; meanwhile a line shows the wait.
+
+        Without a screen there is no such line. The function then returns no piece at once.
+        """
         if not self._is_screen:
             return []
         with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):
@@ -144,7 +153,7 @@ class ChatSession:
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
-    """Return the text that the tokens `pending` add, without incomplete characters at its end."""
+    """Return the text that the tokens `pending` add to the reply, without incomplete characters."""
     context = (list(result.prompt_tokens[-CONTEXT:]) + result.tokens)[-CONTEXT:]
     shown = engine.tokenizer.decode(context).rstrip(REPLACEMENT)
     text = engine.tokenizer.decode(context + list(pending))
@@ -152,7 +161,10 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
 
 
 def status(result: Result, context: int, stats: bool) -> Text:
-    """Return the text below a reply: one line of figures, all other figures if `stats` is set, and warnings."""
+    """Return the lines below a reply: its main figures in one line, and warnings.
+
+    With `stats` the other figures follow after the first line.
+    """
     if result.finish_reason == "cancelled":  # the target sends no statistics
         return Text(f"stopped after {len(result.tokens)} tokens", "dim")
     line = Text(brief(result.statistics), "dim")
@@ -247,7 +259,10 @@ def chat(
 
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
-    """Return the saved conversation for --load or --continue; None if neither is given. Raises `ConfigError`."""
+    """Return the saved conversation that --load or --continue asks for; None if neither is given.
+
+    Raises `ConfigError` if the file cannot be read, or holds no conversation.
+    """
     if load is not None:
         path = load
     elif goes_on:
@@ -283,7 +298,11 @@ def _talk(session: ChatSession, question: str | None) -> None:
 
 
 def _run_interactive(session: ChatSession, reader: LineReader) -> None:
-    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; prints other errors."""
+    """Read and answer messages until the user leaves.
+
+    Raises `TargetLost` and `EngineClosed`, after which there is no engine; other errors are
+    printed.
+    """
     console = session.console
     logging.root.handlers = [RichHandler(console=console, show_time=False, show_path=False)]
     session.keys = True
@@ -323,7 +342,10 @@ def _greet(session: ChatSession) -> None:
 
 
 def _save_last_chat(session: ChatSession) -> None:
-    """Save the conversation for --continue, unless it is empty. Errors of the file system are ignored."""
+    """Save the conversation for --continue, unless it is empty.
+
+    Errors of the file system are ignored, because the chat is ending.
+    """
     if session.conversation.turns and session.remembers:
         text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):

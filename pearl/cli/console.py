@@ -33,7 +33,7 @@ from pearl.printable import printable
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
 _WIDTH = 160  # columns, if the output is not a terminal
-_MOST_COUNTED = 999  # work of more pieces is reported in percent if the output is not a terminal
+_MOST_COUNTED = 999  # larger amounts of work are reported in percent if the output is no terminal
 _SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
 
 
@@ -41,7 +41,10 @@ _SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a term
 
 
 class SafeConsole(Console):
-    """Prints text literally: shows control characters as symbols, ignores markup, applies only our styles."""
+    """A console that prints text literally, and applies only our own styles.
+
+    It shows control characters as symbols, and ignores rich's markup.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -57,7 +60,9 @@ class SafeConsole(Console):
 
 
 def text_input(errors: str, newline: str | None = "") -> TextIO:
-    """Return standard input without a byte order mark. It must not have been read from.
+    """Return standard input, without a byte order mark at its beginning.
+
+    Nothing may have been read from it before.
 
     Args:
         errors, newline: see `open`.
@@ -71,7 +76,10 @@ def text_input(errors: str, newline: str | None = "") -> TextIO:
 
 
 def write_text(text: str) -> None:
-    """Write a model's text to standard output. A terminal gets symbols for control characters; a file gets them raw."""
+    """Write a model's text to standard output.
+
+    On a terminal control characters are written as symbols; to a file they are written as they are.
+    """
     if sys.stdout.isatty():
         text = printable(text)
     sys.stdout.write(text)  # click.echo would strip ANSI codes
@@ -87,7 +95,10 @@ def say(text: str) -> None:
 
 
 class Bars:
-    """A `Watcher` on standard error: a progress bar with ETA on a terminal, elsewhere a line every few seconds."""
+    """A `Watcher` on standard error.
+
+    On a terminal it shows a progress bar with ETA; elsewhere it prints a line every few seconds.
+    """
 
     def __init__(self) -> None:
         self._console = SafeConsole(stderr=True)
@@ -165,7 +176,10 @@ def print_lines(*lines: str) -> None:
 
 
 def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
-    """Return the least width of each column. Headers may be broken between words, cells only at their line feeds."""
+    """Return the least width of each column.
+
+    Headers may be broken between words, cells only at their line feeds.
+    """
     widths = [max(map(cell_len, header.split()), default=0) for header in columns]
     for row in rows:
         for column, cell in enumerate(row):
@@ -175,7 +189,11 @@ def _column_widths(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 
 def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yield the columns of each partial table: the first column, and as many of `columns` as fit beside it."""
+    """Split a table that is too wide; yield the columns of each partial table.
+
+    A partial table has the first column, and as many of `columns` as fit beside it in `width`
+    characters.
+    """
     table_columns = [0]
     used_width = 1 + widths[0]
     for column in columns:
@@ -189,7 +207,7 @@ def _parts(columns: Iterable[int], widths: Sequence[int], width: int) -> Iterato
 
 
 def _filled_columns(count: int, rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the columns after the first in which a row has text; all of them if there are no rows."""
+    """Return which columns after column 0 have text in any row; all if there are no rows."""
     filled = []
     for column in range(1, count):
         if not rows or any(row[column] for row in rows):
@@ -204,12 +222,13 @@ def print_table(
     words: int = 1,
     title: str | None = None,
 ) -> None:
-    """Print a table and the notes below it, without columns that have no text.
+    """Print a table and the notes below it. Columns without any text are left out.
 
-    A table that is too wide becomes several, all of which begin with the first column.
+    A table that is too wide is printed as several tables, each of which begins with the first
+    column.
 
     Args:
-        notes: empty ones are left out.
+        notes: lines below the table; empty ones are left out.
         words: number of leading columns that are text, aligned to the left.
     """
     console = _table_console()

@@ -1,4 +1,4 @@
-"""`pearl datastore`: build datastores. Arguments and output only; `pearl.drafting.datastore_build` builds them."""
+"""`pearl datastore`: arguments and output; `pearl.drafting.datastore_build` builds datastores."""
 
 from pathlib import Path
 
@@ -17,9 +17,10 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 def datastore() -> None:
     """Make datastores: texts that guesses come from, with no draft model.
 
-    A datastore serves every model with the same tokenizer. Name it with --datastore DIR, for generate, chat, serve,
-    bench and the library. FILES are text files, JSONL files (a document a line), or folders, of which all text files
-    except hidden ones are read.
+    A datastore serves every model with the same tokenizer. Commands such as generate, chat, serve
+    and bench use it with --datastore DIR, the library with the setting datastore. FILES are text
+    files, JSONL files with a document on each line, or folders. Of a folder all text files are
+    read, except hidden ones.
     """
 
 
@@ -37,7 +38,8 @@ def datastore() -> None:
 def build(tokenizer: str, out: Path, files: tuple[str, ...], trust_remote_code: bool) -> None:
     """Make a datastore out of FILES.
 
-    A build that is killed leaves no datastore. Needs about 35 bytes of memory and 6 or 7 bytes of disk per token.
+    A build that is killed leaves no datastore. It needs about 35 bytes of memory and 6 or 7 bytes
+    of disk per token.
     """
     from pearl.drafting import datastore_build
     from pearl.models.checkpoints.tokenizers import load_tokenizer

@@ -1,4 +1,7 @@
-"""`pearl distill` makes a draft, `pearl disco train` a classifier for stop policy disco. Arguments and output only."""
+"""`pearl distill` makes a draft, and `pearl disco train` a classifier for stop policy disco.
+
+This file has arguments and output only.
+"""
 
 import logging
 from pathlib import Path
@@ -35,9 +38,11 @@ _TOKENS = 128  # of an answer, without --max-tokens
 def distill(config: Path | None, resume: bool, answers_only: bool, **flags: Any) -> None:
     """Make a draft for a target, out of the target's own answers.
 
-    The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
-    on them. --resume continues a killed run from its last checkpoint, or goes on to learn after --answers-only. The
-    draft is OUT/draft, an ordinary checkpoint; with --head it is OUT/head, a head for --head of other commands.
+    The target answers prompts, which it invents itself or which you give. The draft learns the
+    target's distribution on these answers. --resume continues a killed run from its last
+    checkpoint. After a run with --answers-only, --resume begins the training. The draft is
+    OUT/draft, an ordinary checkpoint; with --head it is OUT/head, which other commands take as
+    --head.
     """
     from pearl.lab.distill.run import Distillation
 
@@ -53,7 +58,8 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **flags: Any)
 def disco() -> None:
     """Train the classifier that tells a draft where to stop.
 
-    It is for one pair, and for --draft-stop disco. pearl paper disco compares all policies.
+    A classifier is for one pair, and is used by --draft-stop disco. pearl paper disco compares all
+    policies.
     """
 
 
@@ -96,10 +102,11 @@ def train(
 ) -> None:
     """Train a classifier on answers of the target to PROMPTS, files as pearl bench reads them.
 
-    Each token of the greedy answers is an example: the shape of the draft's distribution, and whether the draft's
-    likeliest token is the target's. Every fourth text is held out of training. On the held-out texts the command
-    chooses the confidence at which drafting ends and the longest window: those with which method sd is fastest, at the
-    forward times of --t-draft and --t-target.
+    Each token of the greedy answers is an example: the shape of the draft's distribution, and
+    whether the draft's likeliest token is the target's. Every fourth text is held out of training.
+    On these texts the command chooses the confidence at which drafting ends, and the longest
+    window: it takes the values with which method sd is fastest, if forwards take --t-draft and
+    --t-target.
     """
     from pearl.lab.studies import stops
     from pearl.lab.studies.recorded_texts import record_pair

@@ -69,9 +69,10 @@ def draft() -> None:
 def serve(address: str, config: Path | None, **flags: Any) -> None:
     """Draft for the engines that connect to ADDRESS, for any number of their requests.
 
-    An engine verifies the drafts with a target of its own; PEARL's proposer in vLLM is pearl.vllm.PearlProposer. With
-    --target NAME the draft translates for a target of another vocabulary: only its tokenizer is read. It runs until
-    Ctrl-C or SIGTERM.
+    An engine verifies the drafts with a target of its own; PEARL's proposer in vLLM is
+    pearl.vllm.PearlProposer. With --target NAME the draft translates its tokens for a target of
+    another vocabulary; of that target only the tokenizer is read. The service runs until Ctrl-C or
+    SIGTERM.
     """
     settings = _settings(address, config, flags)
     log_to_stderr(settings.log_level, "draft")

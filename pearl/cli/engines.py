@@ -42,9 +42,10 @@ def ps(as_json: bool) -> None:
 def stop(engine: str, stops_all: bool) -> None:
     """Stop an engine of yours on this machine.
 
-    Name it by its PID or directory, as listed by pearl ps. Without a name, on a terminal, it asks whether to stop the
-    one engine of pearl serve: another program may need it. Engines of other programs end only by name, and --all leaves
-    them alone. The program that owns the engine gets SIGTERM and ends its workers.
+    Name it by its PID or directory, as listed by pearl ps. If you name none and there is only one
+    engine of pearl serve, the command asks on the terminal whether to stop it, because another
+    program may be using it. Engines of other programs are stopped only by name; --all leaves them
+    alone. The program that owns the engine gets SIGTERM and ends its workers.
     """
     if engine and stops_all:
         raise ConfigError("name an engine or give --all, not both")
@@ -75,7 +76,10 @@ def _servers() -> list[Card]:
 
 
 def _confirm(servers: list[Card]) -> None:
-    """Ask whether to stop the only engine. Raises `ConfigError` if there are several, or no terminal to ask on."""
+    """Ask whether to stop the only engine.
+
+    Raises `ConfigError` if there are several engines, or if there is no terminal to ask on.
+    """
     if len(servers) > 1 or not sys.stdin.isatty():
         raise ConfigError(
             f"name the engine by its PID or directory, or give --all:\n{table(servers)}"
@@ -103,7 +107,8 @@ def _stop(engine: Card) -> None:
 def keys(file: Path) -> None:
     """Make the keys that secure a control channel between two hosts.
 
-    Everyone who can read FILE can use the engines that are started with it. An existing file is never overwritten.
+    Everyone who can read FILE can use the engines that are started with these keys. An existing
+    file is never overwritten.
     """
     write_keys(file, new_keys())
     say(

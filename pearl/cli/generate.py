@@ -55,8 +55,9 @@ def generate(
 ) -> None:
     """Generate one text from a prompt.
 
-    Without PROMPT (or with -) the prompt is read from standard input. The text goes to standard output, all else to
-    standard error, a model's reasoning too. A chat template of the model is applied; see --raw.
+    Without PROMPT (or with -) the prompt is read from standard input. The text goes to standard
+    output. All else goes to standard error, even a model's reasoning. If the model has a chat
+    template, the prompt is put into it, unless --raw is given.
     """
     console = SafeConsole(stderr=True)
     # Read the prompt before models are loaded. torchrun's other ranks need none.
@@ -128,7 +129,7 @@ def _print_as_it_comes(stream: Stream, parser: ReplyParser | None, console: Safe
 
 
 def _deltas(stream: Stream, parser: ReplyParser | None) -> Iterator[Delta]:
-    """Yield reasoning and answer of each piece, and of what the parser holds back until the end."""
+    """Yield reasoning and answer of each piece, and at the end what the parser has held back."""
     for piece in stream:
         if parser is None:
             yield Delta(content=piece.text)
@@ -143,7 +144,8 @@ def _document(
 ) -> dict[str, object]:
     """Return the output of --json.
 
-    It has the settings with all defaults filled in, so the same prompt tokens and settings give the same text again.
+    All settings are in it, with their defaults filled in. A call with the same prompt tokens and
+    settings gives the same text again.
     """
     logprobs = None
     options = settings.options

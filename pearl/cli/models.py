@@ -1,4 +1,7 @@
-"""`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk. Arguments and output only."""
+"""`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk.
+
+This file has arguments and output only.
+"""
 
 import json
 import sys
@@ -69,7 +72,8 @@ def pull(model: str) -> None:
 def show(model: str, as_json: bool) -> None:
     """Show what a model is, and how it would run here.
 
-    MODEL is a directory, a GGUF file, embedded, or a name in the caches. Loads no weights.
+    MODEL is a directory, a GGUF file, embedded, or a name in the caches. The command loads no
+    weights.
     """
     from pearl.models.cpu.meta_device import postpone_kernels
 

@@ -1,4 +1,7 @@
-"""Opens the engine of a command: starts one, alone or under torchrun, or connects to a running one."""
+"""Opens the engine of a command.
+
+It starts one, alone or under torchrun, or connects to one that is running.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
-_OF_THE_COMMAND = {"log_level", "trace"}  # settings in which a running engine may differ
+_OF_THE_COMMAND = {"log_level", "trace"}  # settings that need not be those of a running engine
 
 
 connect_option = click.option(
@@ -32,10 +35,13 @@ connect_option = click.option(
 def open_engine(
     config: EngineConfig, console: Console, connect: str | None = None
 ) -> Iterator[Engine]:
-    """Yield the engine for a command. On a rank of torchrun other than 0, run that rank's worker, then exit.
+    """Yield the engine for a command.
+
+    Under torchrun only rank 0 gets an engine. Every other rank runs its worker, and then exits.
 
     Args:
-        connect: directory or process id of a running engine; "" for the only running one; None to start an engine.
+        connect: directory or process id of a running engine; "" for the only running one; None to
+            start an engine.
     """
     log_to_stderr(config.log_level, "front")
     if connect is not None:
@@ -52,12 +58,16 @@ def open_engine(
     with engine:
         yield engine
     trace = engine.config.trace
-    if trace and not Path(trace).exists():  # the log says why; the command prints its text
+    if trace and not Path(trace).exists():  # the log says why; exit with an error at the end
         click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
 
 
 def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
-    """Return a running engine. Raises `ConfigError` if there is none, or if its settings differ from `config`."""
+    """Return a running engine.
+
+    Raises `ConfigError` if no engine or several match `name`, if a setting that the user gave
+    differs from the engine's, and always under torchrun.
+    """
     if torchrun.rank() is not None:
         raise ConfigError("--connect does not work under torchrun: the engine is already running")
     directory = Path(find_card(name).directory)
@@ -68,7 +78,10 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
 
 
 def _start(config: EngineConfig, console: Console) -> Engine:
-    """Start an engine and print its notes. Under torchrun this runs on rank 0 and launches only the target."""
+    """Start an engine and print its notes.
+
+    Under torchrun this runs on rank 0, which launches only the target.
+    """
     launcher_type = LocalLauncher if torchrun.rank() is None else torchrun.TorchrunLauncher
     with _show_progress(console, "starting the workers") as progress:
         engine = Engine.launched_by(launcher_type(config), progress)
@@ -92,7 +105,10 @@ def _check_same(config: EngineConfig, engine: Engine) -> None:
 
 @contextmanager
 def _show_progress(console: Console, activity: str) -> Iterator[Progress]:
-    """Yield a function that shows messages: beside a spinner on a terminal, as lines elsewhere."""
+    """Yield a function that shows progress messages.
+
+    On a terminal the messages replace each other beside a spinner; elsewhere each is a line.
+    """
     if not console.is_terminal:
         yield lambda message: console.print(message, style="dim")
         return

@@ -22,7 +22,7 @@ from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
 
 _ABOUT_CONFIG = "YAML file of these settings, see configs/; toy: an emulated pair."
-# The default at the end of a description. It is cut off for a command with another default.
+# The default at the end of a description, which is cut off for a command with another default.
 _STATED_DEFAULT = re.compile(r"(; d|(^| )D)efault: .*", re.DOTALL)
 
 
@@ -37,8 +37,9 @@ def settings_options(
 
     Args:
         defaults: setting -> this command's own default, as the help shows it.
-        unread: settings that this command does not read. Its help leaves them out, and their flags are refused.
-        instead: what this command does instead; the end of the message that refuses such a flag.
+        unread: settings that this command does not read. Its help leaves them out, and their flags
+            are refused.
+        instead: the end of the message that refuses such a flag: what this command does instead.
     """
 
     def add(command: Any) -> Any:
@@ -90,7 +91,11 @@ _UNLISTED = ""  # title of the settings that --help leaves out
 
 
 class SettingsCommand(click.Command):
-    """A command with `settings_options`. --help lists its own options and the usual settings, --help-all every one."""
+    """A command with `settings_options`.
+
+    --help lists the settings used most and the command's own options; --help-all lists all
+    settings.
+    """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), _HELP_ALL]
@@ -162,8 +167,8 @@ class Setting(NamedTuple):
     """The type, description and default of a setting, from which its flag is made.
 
     Attributes:
-        kind: int, float, str or bool. For a flag that may be given several times, a tuple type, whose items have one of
-            these types or are pairs.
+        kind: int, float, str or bool. A flag that may be given several times has a tuple type, such
+            as tuple[str, ...]; its items have one of these types, or are pairs of them.
         choices: the words that the flag accepts; empty if it accepts any.
     """
 
@@ -207,7 +212,7 @@ _SETTINGS |= {name: of_option(name) for name in OPTION_NAMES}
 def _flag(
     name: str, setting: Setting, default: str | None, *, hidden: bool
 ) -> Callable[[Any], Any]:
-    """Return a click option with the setting's type, description and default."""
+    """Return a decorator that adds a flag with the setting's type, description and default."""
     dashed = name.replace("_", "-")
     form: dict[str, Any] = {"default": None, "hidden": hidden}
     if setting.kind is bool:
@@ -237,7 +242,10 @@ class _Choice(click.Choice):
 
 
 def _usual_methods() -> tuple[str, str]:
-    """Return the help of --method, which lists only the methods of general use."""
+    """Return (flag with its values, description), the help of --method.
+
+    The help lists only the methods of general use.
+    """
     usual = {name: method for name, method in METHODS.items() if method.is_usual}
     names = "|".join(usual)
     num_unlisted = len(METHODS) - len(usual)

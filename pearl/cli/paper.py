@@ -30,7 +30,7 @@ _EMULATED_QUICK = {"tokens": 60, "texts": 1}
 
 
 def _check_figures(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse --figures at once, rather than after minutes of work, if matplotlib is not installed."""
+    """Raise `ConfigError` before any work begins if --figures is given without matplotlib."""
     if path is not None:
         check_drawing()
     return path
@@ -83,8 +83,9 @@ def of_pearl(
 ) -> None:
     """PEARL's tables, by EMULATION of its pairs.
 
-    Toys stand in for the models, with the pair's vocabulary, forward times and acceptance rate. Two real processes
-    decode, so the figures include the runtime's own cost. --quick: 8 minutes; everything: half an hour.
+    Toys stand in for the models; they have the pair's vocabulary, forward times and acceptance
+    rate. Two real processes decode, so the figures include the runtime's own cost. --quick takes 8
+    minutes, everything half an hour.
     """
     from pearl.lab.studies.emulate import EXPLAINED, emulate, pair_line, table
 
@@ -138,7 +139,10 @@ def _optimal_lengths() -> Report:
 def _recorded(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
 ) -> RecordedTexts:
-    """Record greedy answers to the first turn of each task, with the draft's tokens along them."""
+    """Record a target's greedy answers to the first turn of each task.
+
+    At each position of an answer, the token that the draft would draw is recorded too.
+    """
     from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
@@ -152,7 +156,7 @@ class _StudySize(NamedTuple):
     """How much a study decodes.
 
     Attributes:
-        row_prompts: prompts of each set for the study's rows, which take longest.
+        row_prompts: prompts of each set for the rows of the study's table, which take longest.
         prompts: prompts of each set for the other measurements.
         tokens: most tokens of a text.
     """
@@ -182,9 +186,9 @@ Measure = Callable[..., Report]  # takes `_Asked`, bars and the study's own opti
 def _study(*own_options: Any) -> Callable[[Measure], Any]:
     """Return a decorator that turns a function into a command of `pearl paper`.
 
-    The function measures tables of a paper. The command prints these, then the table of the paper's study in
-    `studies.yaml`. The values of `own_options` are passed to the function, except `datastore`: it becomes part of the
-    engine's configuration.
+    The function measures tables of a paper. The command prints these tables, and after them the
+    table of the study that `studies.yaml` has for this paper. The function gets the values of
+    `own_options`, except `datastore`, which becomes part of the engine's configuration.
     """
     options = (
         click.option("--target", default="embedded", show_default=True, metavar="MODEL"),
@@ -231,9 +235,12 @@ def _study(*own_options: Any) -> Callable[[Measure], Any]:
 
 
 def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path | None) -> None:
-    """Run the rows of a study on the first `prompts` prompts of each set. Print or write all tables.
+    """Run a study's rows on the first `prompts` prompts of each set; print or write all tables.
 
-    `report` has the tables and plots that were measured before. The rows' plots are added to it.
+    A row is a method with its settings.
+
+    Args:
+        report: tables and plots that were measured before; the rows' plots are added to it.
     """
     from pearl.lab.studies.tables import STUDIES, in_words, run_study, sweeps
 
@@ -263,7 +270,7 @@ def _run_rows(name: str, asked: _Asked, prompts: int, report: Report, to: Path |
 
 @_study()
 def theory(asked: _Asked, bars: Bars) -> Report:
-    """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
+    """Yin et al.: rejections and bias of Markov chains, in theory and simulated, and of a pair."""
     from pearl.lab.studies import chains
 
     return chains.measure(10 if asked.quick else 100, bars)
@@ -303,7 +310,7 @@ def disco(asked: _Asked, bars: Bars, t_draft: float, t_target: float) -> Report:
     ),
 )
 def sssd(asked: _Asked, bars: Bars, most_batch: int, most_context: int) -> Report:
-    """SSSD: guesses without a draft by source, number, temperature, batch and context, beside other papers'."""
+    """SSSD: the gain of guesses without a draft, by source, number, temperature, batch, context."""
     from pearl.lab.studies import sssd as guesses
 
     if asked.quick:

@@ -27,7 +27,10 @@ def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> P
 
 
 def output_option(name: str, *names: str, **form: Any) -> Callable[[Any], Any]:
-    """Make an option that names a file to write. A file that cannot be written is refused at once."""
+    """Make an option that names a file to write.
+
+    A file that cannot be written is refused before the command begins its work.
+    """
     kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
     return click.option(name, *names, type=kind, callback=_writable, **form)
 
@@ -74,7 +77,10 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
 
 
 def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
-    """Return the options, where `max_tokens`, `temperature` and seed 0 replace values that are not set."""
+    """Return the options, with defaults for those that are not set.
+
+    The defaults are the arguments `max_tokens` and `temperature`, and seed 0.
+    """
     return options.changed(
         temperature=temperature if options.temperature is None else options.temperature,
         seed=options.seed or 0,
@@ -83,9 +89,9 @@ def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) ->
 
 
 def reported(to: Path | None, document: object) -> bool:
-    """Write the document to the file of --json, if that is given.
+    """Write the document to the file of --json, if it is given; return whether to print tables.
 
-    Return whether to print tables: False if the JSON went to standard output.
+    Tables are not printed if the JSON goes to standard output.
     """
     if to is not None:
         write_json(to, document)

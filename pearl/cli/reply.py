@@ -1,7 +1,10 @@
-"""Displays a reply while it is generated. Takes pieces of text; must not know the engine.
+"""Displays a reply while it is generated.
 
-Text that can no longer change is printed once and scrolls away. Only the unfinished part (a paragraph, a list, the
-draft's guesses) is redrawn, and never more of it than fits the screen.
+This module takes pieces of text, and must not know the engine.
+
+Text that can no longer change is printed once and scrolls away. Only the unfinished part (a
+paragraph, a list, the draft's guesses) is redrawn, and of this part only as much as fits the
+screen.
 """
 
 import threading
@@ -28,8 +31,8 @@ STYLES = {Provenance(source): colour for source, (colour, _) in SOURCES.items()}
 STYLES[Provenance.DIRECT] = ""
 PENDING = "dim italic"
 THOUGHT = "dim italic"
-FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
-# Pause after a frame / time that drawing it took: redrawing a long block must not keep a core busy.
+FRAME_SECONDS = 0.04  # least time between two frames, as faster changes cannot be seen
+# Pause after a frame / time to draw it, so that redrawing a long block does not keep a core busy.
 _REST_PER_FRAME = 3.0
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
@@ -70,7 +73,7 @@ class Reply:
 
 @dataclass
 class _LastRows:
-    """Shows as many of a renderable's last rows as fit the screen."""
+    """Shows a renderable, cut to as many of its last rows as fit the screen."""
 
     content: RenderableType
 
@@ -84,7 +87,7 @@ class _LastRows:
 class _ScreenReply(Reply):
     """Redraws unfinished text at the bottom of the screen, and prints finished text above it.
 
-    This runs in a thread, because drawing may be slow.
+    A thread of its own draws, because drawing may be slow.
     """
 
     def __init__(self, console: Console) -> None:
@@ -98,11 +101,14 @@ class _ScreenReply(Reply):
         self._thread.start()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
-        """Return (finished text to print once, or None; unfinished text to redraw). The caller holds `_lock`."""
+        """Return the finished text to print once, or None, and the unfinished text to redraw.
+
+        The caller holds `_lock`.
+        """
         raise NotImplementedError
 
     def _last(self) -> RenderableType | None:
-        """Return the text that is still unfinished when the reply ends, to print it once; None if there is none."""
+        """Return the text that is unfinished when the reply ends; None if all text is finished."""
         raise NotImplementedError
 
     def _start_live(self) -> Live:
@@ -137,7 +143,7 @@ class _ScreenReply(Reply):
     def _restart_after_resize(self) -> None:
         """Go on with a clean screen after a resize; finished text stays in the scrollback.
 
-        The terminal has rewrapped its rows, so the position of the reply's rows is unknown.
+        The terminal has wrapped its lines anew, so it is unknown where the unfinished text stands.
         """
         self._live.update(Text(), refresh=False)
         self._live.stop()
@@ -154,10 +160,10 @@ class _ScreenReply(Reply):
 
 
 class MarkdownReply(_ScreenReply):
-    """Rendered Markdown: finished blocks are printed once, the last block is redrawn.
+    """Rendered Markdown: finished blocks are printed once, and the last block is redrawn.
 
-    It shows no guesses: inside a table or a list they could not be told from the text. The reasoning that a `parser`
-    finds is dimmed, and as it was written.
+    It shows no guesses, because a guess inside a table or a list would look like the text.
+    Reasoning, which a `parser` finds, is dimmed and not rendered.
     """
 
     def __init__(self, console: Console, parser: ReplyParser | None = None) -> None:
@@ -216,7 +222,7 @@ def _group(parts: list[RenderableType]) -> Group | None:
 
 
 class TokenReply(_ScreenReply):
-    """Plain text in which a token's colour shows the token's source, followed by the draft's guess."""
+    """Plain text, in which colours show the tokens' sources; the draft's guess follows the text."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed
@@ -272,7 +278,7 @@ def _finished_blocks(source: str) -> tuple[str, str]:
 
 
 class _Code(CodeBlock):
-    """A code block without rich's blank before each line, which users would copy with the code."""
+    """A code block without rich's space before each line, which users would copy with the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = str(self.text).rstrip()
@@ -284,7 +290,10 @@ class _Markdown(Markdown):
 
 
 def _markdown(source: str) -> Markdown:
-    """Render Markdown. Each link's target is shown, so that a text cannot hide it. The model's line breaks are kept."""
+    """Render Markdown, with the model's line breaks.
+
+    Each link's target is shown, so that a text cannot hide where a link leads.
+    """
     rendered = _Markdown("", hyperlinks=False, code_theme="ansi_dark")
     rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:

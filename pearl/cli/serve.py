@@ -79,11 +79,13 @@ def serve(
 ) -> None:
     """Keep an engine running for others to connect to.
 
-    It runs until Ctrl-C or pearl stop; pearl chat --connect and pearl generate --connect use it, and pearl ps lists it.
-    Only this user's processes on this machine can reach it. Each client sets its own sampling and decoding.
+    It runs until Ctrl-C or pearl stop; pearl chat --connect and pearl generate --connect use it,
+    and pearl ps lists it. Only this user's processes on this machine can reach it. Each client sets
+    its own sampling and decoding.
 
-    With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
-    sampling settings are defaults of its requests, the decoding settings hold for all of them.
+    With --http it is also a server for every client of OpenAI's API, with the base URL
+    http://HOST:PORT/v1. The sampling settings are then the defaults of requests, and the decoding
+    settings hold for all requests.
     """
     door = None
     if http is None:

@@ -52,11 +52,11 @@ def run_command(session: ChatSession, line: str) -> str | None:
     return _HANDLERS[name](session, argument.strip())
 
 
-# The docstring of a command is its line in /help.
+# The docstring of each of these commands is its line in /help.
 
 
 def _help(session: ChatSession, _: str) -> None:
-    """this list; /? too"""
+    """show this list; /? too"""
     session.console.print(pair_table(list(COMMANDS.items()) + _HINTS))
     if session.show_draft:
         session.console.print(legend())
@@ -105,7 +105,9 @@ def _change(session: ChatSession, name: str, value: str) -> None:
 
 
 def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
-    """Return a copy of the options in which option `name` is changed. Values are validated as in a configuration file.
+    """Return a copy of the options in which the option `name` has another value.
+
+    The value is validated as if it stood in a configuration file.
 
     Args:
         value: the new value; "default" unsets the option.
@@ -144,7 +146,7 @@ def _value_text(name: str, value: Any) -> str:
 
 
 def _show(session: ChatSession, _: str) -> None:
-    """the models, the engine and how full the context is"""
+    """show the models, the engine and how full the context is"""
     engine = session.engine
     turns = len(session.conversation.turns)
     tokens = f"{session.conversation.length:,} of {engine.context:,} tokens"
@@ -158,9 +160,10 @@ def _show(session: ChatSession, _: str) -> None:
 
 
 def _model_text(session: ChatSession, role: ModelRole) -> str:
-    """Return a text with a model, its device and its dtype.
+    """Return the name of a model with its device and its dtype.
 
-    Device and dtype are those that the engine's card reports; without a card, those of the settings.
+    Device and dtype are those that the running engine reports in its card. If the engine has no
+    card, they are those of the settings.
     """
     model = session.engine.config.model(role)
     card = read_card(session.engine.directory)
@@ -172,7 +175,7 @@ def _model_text(session: ChatSession, role: ModelRole) -> str:
 
 
 def _stats(session: ChatSession, _: str) -> None:
-    """figures of this session, by method: medians over replies"""
+    """show figures of this session, by method: medians over replies"""
     if not session.figures:
         _say(session, "nothing has been measured yet")
         return
@@ -238,7 +241,7 @@ def _path(argument: str, usage: str) -> Path:
 
 @contextmanager
 def _file_errors(failure: str) -> Iterator[None]:
-    """Turn errors of the file system into `RequestError`, which does not end the chat.
+    """Turn errors of the file system into `RequestError`, which the chat prints without ending.
 
     Args:
         failure: the beginning of the message, such as "cannot read notes.txt".
@@ -267,7 +270,7 @@ def _file(session: ChatSession, argument: str) -> None:
 
 
 def _regen(session: ChatSession, _: str) -> str | None:
-    """another reply to the last message"""
+    """write another reply to the last message"""
     turn = session.conversation.undo()
     if turn is None:
         raise RequestError("there is no reply yet")
@@ -295,7 +298,7 @@ def _method(session: ChatSession, name: str) -> None:
 
 
 def _bye(session: ChatSession, _: str) -> None:
-    """leave; Ctrl-D too"""
+    """leave the chat; Ctrl-D too"""
     raise Leave
 
 

@@ -1,7 +1,8 @@
 """Reads lines from the user's terminal in a chat, and watches keys during a reply.
 
-Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and no process would get
-SIGWINCH. So Ctrl-C is always read as a key, with and without torchrun.
+Ctrl-C is always read as a key, because as a signal it would not reach the chat under torchrun.
+There this process has no controlling terminal: the signal of Ctrl-C would go to torchrun's agent,
+and the signal of a resize (SIGWINCH) to no process.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def raw_terminal() -> Iterator[None]:
 class KeyWatcher:
     """A context manager that reads the terminal's keys during a reply, in raw mode.
 
-    Ctrl-C calls `interrupt` in a thread. All other keys are passed on to the next prompts, as if they were typed there:
-    each prompt takes the keys up to an Enter, and the last prompt the keys after the last Enter.
+    Ctrl-C calls `interrupt` in a thread. All other keys are kept and given to the next prompts, as
+    if they were typed there: each prompt takes the keys up to an Enter, and the last prompt the
+    keys after the last Enter.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
@@ -154,6 +156,7 @@ class LineReader:
     Args:
         commands: command -> description.
         arguments: command -> completer of the command's argument.
+        remember: whether to keep the history in a file, for later chats.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class LineReader:
     def read(self) -> str:
         """Return the next message.
 
-        In an empty line, Ctrl-D raises `EOFError` and Ctrl-C raises `KeyboardInterrupt`.
+        If the line is empty, Ctrl-D raises `EOFError` and Ctrl-C raises `KeyboardInterrupt`.
         """
         hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
         text = self._session.prompt(">>> ", placeholder=hint)
@@ -215,7 +218,10 @@ def _without_quotes(text: str) -> str:
 
 
 def _history() -> History:
-    """Return the history. It is in a file that only this user can read; if that cannot be written, in memory."""
+    """Return the history of messages, in a file that only this user can read.
+
+    If that file cannot be written, the history is in memory.
+    """
     try:
         path = private_file("history")
         with path.open("a"):

@@ -1,4 +1,4 @@
-"""`pearl trace`: arguments and tables only; `pearl.trace` computes the numbers."""
+"""`pearl trace`: arguments and tables only. The package `pearl.trace` computes the numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,11 @@ def trace() -> None:
 @_FILES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(files: Sequence[Path], as_json: bool) -> None:
-    """Print each run's work, waits by cause and overlap, side by side, such as a run of sd and one of pearl."""
+    """Print each run's work, its waits by cause, and its overlap.
+
+    The overlap is the time in which both models worked at once. Several FILES are shown side by
+    side, such as a run of sd and a run of pearl.
+    """
     reports = {str(path): _report(path) for path in files}
     if as_json:
         write_json(STDOUT, reports if len(reports) > 1 else reports[str(files[0])])
@@ -64,7 +68,10 @@ def report(files: Sequence[Path], as_json: bool) -> None:
     help="Length of the picture; default: twelve verification steps of one run.",
 )
 def show(files: Sequence[Path], png: Path, start: float | None, seconds: float | None) -> None:
-    """Draw both workers on one time axis; several runs one above the other, on one scale of time."""
+    """Draw the work of both workers on one time axis.
+
+    Several runs are drawn one above the other, all on the same scale of time.
+    """
     traces = []
     for file in files:
         with damaged(file, TraceError):
@@ -80,7 +87,8 @@ def show(files: Sequence[Path], png: Path, start: float | None, seconds: float |
 def merge(file: Path) -> None:
     """Make FILE from the parts that a killed run has left.
 
-    Each worker writes a part beside FILE while it runs. Closing the engine merges them; a killed engine leaves them.
+    Each worker writes a part beside FILE while it runs. When an engine is closed, it merges its
+    parts; a killed engine leaves them.
     """
     chrome.merge(file)
     click.echo(printable(f"{file}: {len(read_document(file)['traceEvents'])} events"))

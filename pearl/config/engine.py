@@ -89,7 +89,8 @@ class EngineConfig(Section):
     )
     forwards: Literal["auto", "transformers"] = Field(
         default="auto",
-        description="auto: our own forward pass if it supports the model; transformers: always theirs.",
+        description="auto: our own forward pass if it supports the model; transformers: always "
+        "theirs.",
     )
     exact: bool = Field(
         default=False,
@@ -257,7 +258,7 @@ class EngineConfig(Section):
     def _lack(self, options: RequestOptions) -> str | None:
         """Return a message about something that `options` need and this engine lacks.
 
-        Return None if it lacks nothing.
+        Return None if the engine lacks nothing.
         """
         method = options.method
         if method not in DRAFTLESS and method != "auto" and not self.has_draft:
@@ -295,8 +296,9 @@ class EngineConfig(Section):
 class ModelConfig:
     """The settings of one model of the pair.
 
-    Except for `role` and `spec`, each field has the value of a field of `EngineConfig`: the one
-    with the same name or, for settings of one model only, "{role}_{name}", such as "draft_dtype".
+    All fields but `role` and `spec` are copied from `EngineConfig`. The field "dtype" of the draft
+    is copied from "draft_dtype"; a field that both models share is copied from the field of the
+    same name.
 
     Attributes:
         spec: the model as users name it: a directory, a hub id, and so on (see
@@ -339,6 +341,6 @@ class ModelConfig:
 def _on_one_host(info: ValidationInfo) -> bool:
     """Return whether `control` is for one host.
 
-    If `control` itself was refused, return True, so that there is only the one error message.
+    If `control` itself was refused, return True, so that no second error message follows.
     """
     return info.data.get("control", ON_ONE_HOST) == ON_ONE_HOST

@@ -103,7 +103,7 @@ def kind_of_parameter(name: str) -> type[int] | type[float]:
 def type_of(kind: Any) -> Any:
     """Return a field's type without None and `Annotated`.
 
-    For example, that of `Annotated[float, Meta(...)] | None` is `float`.
+    For example, `Annotated[float, Meta(...)] | None` becomes `float`.
     """
     while True:
         if get_origin(kind) is Annotated:
@@ -115,7 +115,7 @@ def type_of(kind: Any) -> Any:
 
 
 def bounds_of(kind: Any) -> list[Meta]:
-    """Return every `Meta` in a field's type, those of nested types first."""
+    """Return every `Meta` in a field's type, beginning with the nested types."""
     bounds = []
     for part in get_args(kind):
         if isinstance(part, Meta):

@@ -67,9 +67,10 @@ UNSET: Any = None
 
 
 def _number_or_word(value: Any) -> Any:
-    """Return a number of guesses, which may be passed as a number, as text or as a word.
+    """Convert a number of guesses: text to an int, and a word of `NUMBER_WORDS` to its value.
 
-    Flags are text, and YAML reads `off` as False.
+    The value of a flag is text. False means 0, because YAML reads the word `off` as False. Any
+    other value is returned as it is.
     """
     if value is False:
         return 0

@@ -85,7 +85,7 @@ class Reasoning(Record, frozen=True):
         start: the mark that begins the reasoning.
         start_token: the id of the token whose text is `start`. None if there is no such token; the
             text is then searched for `start`.
-        ends: the marks any of which ends the reasoning.
+        ends: the marks that can end the reasoning; one of them is enough.
         end_tokens: the ids of the tokens whose texts are `ends`. Empty if there are no such tokens;
             the text is then searched for `ends`.
         is_open: whether the reasoning begins in the prompt, which then has the mark `start`.
@@ -349,7 +349,7 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
-        """Return a copy in which the fields that `options` sets replace those of this object."""
+        """Return a copy in which the fields that `options` sets have the values of `options`."""
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:
@@ -381,9 +381,9 @@ class RequestOptions(Record, frozen=True):
         )
 
     def with_seed(self) -> Self:
-        """Return a copy that has a seed.
+        """Return these options if they have a seed, otherwise a copy with a random seed.
 
-        If no seed is set, it is a random one of 53 bits, which a JavaScript number can hold.
+        A random seed has 53 bits, so that a JavaScript number can hold it.
         """
         if self.seed is not None:
             return self
@@ -416,8 +416,8 @@ class RequestOptions(Record, frozen=True):
         """Return a copy in which fields that are None have their default values.
 
         Args:
-            defaults: the checkpoint's defaults, by field. A sampling option that has no default
-                there gets the value that switches it off.
+            defaults: the checkpoint's defaults, by field. A sampling option without a default in
+                `defaults` gets the value that switches the option off.
         """
         values = {**NEUTRAL, **defaults}
         unset = {name: value for name, value in values.items() if getattr(self, name) is None}
@@ -438,7 +438,7 @@ class RequestOptions(Record, frozen=True):
 
     @property
     def guesses(self) -> dict[str, int]:
-        """The settings that `AS_PUBLISHED` names; one that is None gets the method's default."""
+        """The options that `AS_PUBLISHED` names, by name; the method's default replaces None."""
         bounds = {}
         for name in AS_PUBLISHED:
             bounds[name] = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Types of values that are sent between processes, and the base class of what is sent.
+"""Types of the values that processes send each other, and `Record`, the base class of structs.
 
 A message from a peer is decoded into these types, which checks the bounds of its numbers and texts.
 """
@@ -20,11 +20,11 @@ Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base class of what is sent between processes.
+    """Base class of the structs that processes send each other.
 
     On the wire, an instance is an array of its fields in the order of their declaration.
     """
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy in which these fields have the values passed."""
+        """Return a copy with new values for some fields, such as `options.changed(seed=1)`."""
         return structs.replace(self, **fields)

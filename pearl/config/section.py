@@ -51,7 +51,8 @@ def check_utf8(value: str, setting: str) -> str:
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if `values` has a setting that is not in `allowed`.
 
-    The message names the most similar setting that is allowed, or all if none is similar.
+    The message names the most similar allowed setting. If no setting is similar, the message names
+    all allowed settings.
     """
     for key in values:
         if key not in allowed:

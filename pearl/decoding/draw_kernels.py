@@ -53,7 +53,7 @@ def _first_of_block(logits, keys, rate, best, V, BLOCK: constexpr):
 
 @triton.jit
 def _first_of_row(best, draws, blocks, MANY: constexpr):
-    """Write to draws [n, 2] the least score of each row of `best`, and the token that has it."""
+    """Write to draws [n, 2], for each row of `best`, the least logarithm and its token."""
     row = tl.program_id(0)
     block = tl.arange(0, MANY)
     scores = tl.load(best + row * 2 * blocks + block, mask=block < blocks, other=_INF)

@@ -93,8 +93,9 @@ def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
 def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
     """Return the ids whose `exponentials` for this key are below `EARLY`, in ascending order.
 
-    A few ids just above `EARLY` may be among them. This takes a third of the time of computing all
-    exponentials, because it compares random bits instead of their logarithms.
+    The result may also have a few ids whose exponentials are slightly above `EARLY`. This function
+    takes a third of the time of computing all exponentials, because it compares random bits instead
+    of their logarithms.
     """
     x = _steps(vocab_size) + np.uint64(key)
     y = np.empty_like(x)

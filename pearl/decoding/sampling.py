@@ -169,8 +169,9 @@ def race_rows_of_logits(
 def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
     """Draw a token from `probs` [vocab]: invert the cumulative sum at one uniform random number.
 
-    `probs` need not sum to 1.  This is ten times cheaper than a race, and is for draws that the
-    other model need not repeat.  The check value is not finite if the sum is 0 or not finite.
+    `probs` need not sum to 1.  This is ten times cheaper than a race.  A race is only needed if
+    draft and target should draw the same token.  The check value is not finite if the sum is 0 or
+    not finite.
 
     Args:
         otherwise: probabilities [vocab] to draw from if `probs` is 0 everywhere.
@@ -317,7 +318,10 @@ def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
 def _ends_highest(
     ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """Return the ids of a nucleus in which ties with its least likely token go to the highest ids.
+    """Return the nucleus `ids`, but with the highest ids among tokens as likely as its last token.
+
+    Example: the scores are 3 1 1 1, and the nucleus is 0 1. The tokens 1 to 3 are equally likely,
+    so return 0 3.
 
     Args:
         ids: the nucleus, the likeliest first; empty for a row that is not finite.
@@ -339,11 +343,9 @@ def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
 
 
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
-    """Return the ids of somewhat more than `count` logits, which include the `count` largest.
+    """Return the ids of the `count` largest logits and of a few others; None if that does not pay.
 
-    Return None if this does not pay.
-
-    This is a two-level top-k, which takes a third of the time of `topk`.  Let `least` be the
+    The method is a two-level top-k, which takes a third of the time of `topk`.  Let `least` be the
     `count`-th largest of the maxima of all blocks.  Then `count` blocks have a logit of at least
     `least`, so the `count` largest logits are at least `least`.  If many logits equal `least`, it
     does not matter which of them are returned.
@@ -392,9 +394,10 @@ def read_shortlist(*shortlists: torch.Tensor) -> list[Shortlist]:
 
 
 def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    """Return softmax(logits / temperature) of logits [n], the largest first.
+    """Return softmax(logits / temperature); temperature 0 counts as 1.
 
-    Temperature 0 counts as 1.
+    Args:
+        logits: [n], in descending order.
     """
     with np.errstate(invalid="ignore"):  # if a row is not finite, its draw says so
         weights = np.exp((logits - logits[0]) / (temperature or 1.0))

@@ -66,8 +66,8 @@ class Shaper:
         """Cut or extend the text to the first `length` tokens, which the model's KV cache holds.
 
         If the text is longer, its last tokens are removed. If it is shorter, tokens of the prompt
-        are appended: the KV cache holds them already, so the model was not fed them for this
-        request.
+        are appended. The model was not fed these tokens for this request, because the KV cache held
+        them already.
         """
         for token in reversed(self._text[length:]):
             self._text.pop()
@@ -209,7 +209,10 @@ class Shaper:
         return torch.where(row.max() == -torch.inf, equal, row)
 
     def _unended(self, row: torch.Tensor) -> torch.Tensor:
-        """Set the tokens that end a text to minus infinity, because its answer is still to come."""
+        """Set the tokens that end a text to minus infinity, and return the row.
+
+        This keeps the text from ending in its reasoning part, before the answer has begun.
+        """
         ends = [token for token in self._options.grammar_ends if token < len(row)]
         row[_ids(ends, row).long()] = -torch.inf
         return row

@@ -164,10 +164,10 @@ class LevelStep(Step):
         return shaper.shape(rows[0])[None]
 
     def _keep_block(self) -> int:
-        """Keep only the block's tokens of the tree in the KV cache; return how many that are.
+        """Drop the tree's tokens from the KV cache, except the block's; return how many stay.
 
-        The block's last token was never fed, so it is not among them. While the search goes on, the
-        block is empty, and so no token of the tree is kept.
+        The block's last token does not stay, because it was never fed. While the search goes on,
+        the block is empty, so no token of the tree stays.
         """
         path = self._search.path(self._block.tokens)
         nodes = list(range(self._chain))
@@ -195,7 +195,7 @@ class LevelStep(Step):
     def collect(self) -> Drafted:
         """Return the block as a proposal; it is empty until the search is done.
 
-        Each token's row [vocab] is zero except at the token, where it is the token's probability.
+        A token's row [vocab] has the token's probability at the token's id, and 0 at all other ids.
         """
         block = self._block
         rows = torch.zeros(len(block.tokens), self._vocab_size)

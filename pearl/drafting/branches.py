@@ -2,9 +2,9 @@
 
 The draft expects the target to commit the tokens that it drafted.  At each position its logits also
 rank the tokens that it did not draw.  The draft continues the likeliest of these tokens as
-branches, each in a KV cache slot of its own, with spare capacity of its forwards.  If the target
-then commits such a token, a window of draft tokens is ready.  The branch's slot becomes the slot of
-the text, so that nothing is computed again.
+branches.  Each branch has its own KV cache slot, and is fed in forwards of the text that have room
+for more tokens.  If the target then commits the token that a branch continues, a window of draft
+tokens is ready.  The branch's slot becomes the slot of the text, so that nothing is computed again.
 
 Draws are keyed by position, so a branch has the tokens that would be drafted after its outcome
 anyway.  Source: hedging as in speculative speculative decoding (Saguaro), and SpecBranch.
@@ -30,10 +30,11 @@ Outcome = tuple[int, int]  # (position, token): the target commits this token at
 
 
 def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: bool = False) -> Seen:
-    """Return what the likeliest tokens for `position` say about `token`, which was drawn there.
+    """Return the share and the runners-up of `token` among the likeliest tokens for `position`.
 
     Args:
         top: the shortlist of the logits that `token` was drawn from.
+        position: the position that `token` was drawn for.
         half: the draft's half of the acceptance rule.
         is_root: see `DraftHalf.likeliest`.
     """
@@ -57,8 +58,8 @@ class Branch:
 
     Attributes:
         outcome: the outcome that the branch is prepared for.
-        slot: the runner's slot with the branch's KV cache. It lacks only the branch's last token,
-            or the outcome's token if none was drafted after it.
+        slot: the runner's slot with the branch's KV cache. The cache lacks only the branch's last
+            token: the last of `tokens` or, if `tokens` is empty, the token of `outcome`.
         tokens: the tokens drafted after the outcome.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
         seen: the result of `see` for each token.
@@ -148,12 +149,12 @@ class Branches:
             self._shared[slot] = min(shared, length)
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
-        """Learn from tokens that are committed, and end the branches for their positions.
+        """Learn from the text's committed tokens, and end the branches for their positions.
 
         Args:
             start: the position of the first of `tokens`.
-            tokens: the tokens that continue the text.
-            committed: the number of committed tokens of the text.
+            tokens: the text's tokens from `start` on; the last ones may be uncommitted.
+            committed: how many tokens of the whole text are committed.
         """
         for position in list(self._seen):
             if position >= committed:
@@ -169,7 +170,7 @@ class Branches:
                 self.end(branch)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
-        """Let a branch's slot become the text's slot, if the branch continues it with `tokens`.
+        """Make a branch's slot the text's slot, if the branch continues the text with `tokens`.
 
         Args:
             start: length of the text in `slot`, without `tokens`.

@@ -8,8 +8,8 @@ of these tokens, in lexicographic order, as little-endian uint32.
 So tokens can be compared by comparing bytes, and no match crosses the end of a document.  A place
 is the index of a token in `tokens.bin`.  Because tokens are reversed, the suffix at a place holds
 the context of the token that follows in the text: the token at the place, then the tokens before
-it.  A binary search in the suffix array finds the places with the longest matching context.
-Places with shorter matches are around them in the array.
+it.  A binary search in the suffix array finds the places with the longest matching context.  In the
+array, places with shorter matches stand before and after the places with the longest match.
 
 A build gives the directory its name only when it is complete, so a killed build leaves no
 datastore. Files are not trusted: their sizes are checked on opening, and lookups in invalid data
@@ -169,9 +169,10 @@ class Datastore:
     def occurrences(self, text: Sequence[int], most: int = CONTINUATIONS) -> list[Occurrence]:
         """Return (place, match length) of places whose context matches the end of `text`.
 
-        The longest matches come first.  A match has at most `MOST_MATCHED` tokens.  As long as
-        there are fewer than `FEW` places, places whose match is half as long are added.  If there
-        are more than `most` places, every n-th of them is taken.
+        The longest matches come first.  A match has at most `MOST_MATCHED` tokens.  The search
+        begins with the longest match.  While there are fewer than `FEW` places, the required match
+        length is halved, and more places are added.  If this would give more than `most` places,
+        only every n-th place of that match length is added.
         """
         key = self._key(text[-MOST_MATCHED:])
         order = self.order
@@ -220,7 +221,8 @@ class Datastore:
     def _key(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of `tokens` in reverse, as `tokens.bin` would hold them.
 
-        They end before a token whose id the datastore cannot hold.
+        A token whose id the datastore cannot hold is left out, with all tokens before it. Example:
+        for tokens 5 X 7 8, where X is such a token, return the bytes of 8 7.
         """
         width = self.width
         key = []

@@ -71,8 +71,9 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
     of the record, joined by blank lines.  Example: {"text": "a", "id": 7} is the document "a", and
     {"ask": "b", "turns": ["c", "d"]} is b, c and d, with a blank line between them.
 
-    A file that is not UTF-8 text is skipped if it is in a named folder.  If it was named itself, or
-    if a file cannot be read, `ConfigError` is raised; its message names the file.
+    A file that is not UTF-8 text is skipped if it was found in a named folder.  Raises
+    `ConfigError`, which names the file, if such a file was itself named, or if any file cannot be
+    read.
     """
     for file in files:
         try:
@@ -86,7 +87,7 @@ def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
 
 
 def _text(file: File) -> list[str]:
-    """Return the file's text in a list; an empty list if a folder's file is not UTF-8 text.
+    """Return [the file's text]; [] if the file is not UTF-8 text and was found in a folder.
 
     Raises `ConfigError` if the file is not UTF-8 text and was named by the user.
     """

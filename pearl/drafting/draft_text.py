@@ -31,8 +31,8 @@ class DraftModel:
         vocab_size: size of the target's vocabulary. A draft model with more ids (padding) never
             draws these further ids. A draft model with fewer ids gives the missing ids probability
             0.
-        chains: whether a forward may be launched before the host knows the token that the forward
-            before it drew.
+        chains: whether a forward may be launched before the host knows the token that the previous
+            forward has drawn.
         at_once: whether the draws for all positions of a forward are launched before the first is
             read, so that the host waits for the device only once. On a CPU this is off, because it
             would compute draws that nobody reads.
@@ -66,7 +66,7 @@ class DraftModel:
     def room(self, fed: int) -> int:
         """Return how many more tokens fit into a forward that is fed `fed` tokens.
 
-        There is no limit if the runner takes no trees.
+        Only a runner that takes trees has a limit (`tree_nodes`).
         """
         nodes = self.runner.capabilities.tree_nodes or 1 << 31
         return max(0, nodes - fed)
@@ -74,8 +74,9 @@ class DraftModel:
     def seconds(self, alone: int) -> Callable[[int], float]:
         """Return a function: number of tokens fed -> seconds of the forward.
 
-        A forward of more than `alone` tokens is fed guesses or branches too. If forwards are
-        chained, it also has to wait for the host, which takes `delay` seconds.
+        A forward of more than `alone` tokens is also fed guesses or branches. If forwards are
+        chained, such a forward waits for the host, and the function adds `delay` seconds for this.
+        A shorter forward does not wait.
         """
         delay = self.delay if self.chains else 0.0
         return lambda fed: self.times.seconds(fed) + delay * (fed > alone)
@@ -129,8 +130,9 @@ class DraftText:
     def unfed(self, command: Draft) -> Sequence[int]:
         """Return those of the command's tokens that still have to be fed.
 
-        If a branch continues the text with these tokens, the branch was fed the first of them
-        already. Its slot then becomes the text's slot.
+        If a branch was already fed the first of the command's tokens, its slot becomes the text's
+        slot, and these tokens are not fed again. Example: the command has the tokens 5 6 7, and a
+        branch was fed 5 6; return 7.
         """
         if self.branches is None:
             return command.tokens

@@ -1,9 +1,9 @@
 """Guesses from several sources, fused: if several guess the same token, it is one candidate.
 
 The sources are the n-grams of the text itself, a datastore, `Habits` (n-grams of earlier outputs),
-a drafting head, and a prediction that the client sent.  Because of the fusion, the tree that
-`guess_tree` grows has one node for each token.  Source: the fused tree of SSSD (Marzollo et al.
-2024).
+a drafting head, and a prediction that the client sent.  Because of the fusion, no two children of
+a node in the tree of guesses (`guess_tree`) have the same token.  Source: the fused tree of SSSD
+(Marzollo et al. 2024).
 """
 
 from bisect import bisect
@@ -54,9 +54,9 @@ def text_index(
 
 @cache
 def index_factory(guesses: str) -> MakeIndex:
-    """Return the factory of indexes with this `module:name`; `text_index` if `guesses` is empty.
+    """Return the function that makes the index of a text, as `Method.guesses` names it.
 
-    See `Method.guesses`.
+    The name has the form "module:name". An empty name stands for `text_index`.
     """
     if not guesses:
         return text_index
@@ -68,8 +68,8 @@ def index_factory(guesses: str) -> MakeIndex:
 class StoreGuesses(SuffixLookup):
     """Candidates from a datastore for the positions of one text.
 
-    The occurrences are places in the datastore. Its tokens are in reverse order, so the token that
-    follows a place in the text is at the place before it (`stride` is -1).
+    An occurrence is a place in the datastore. The datastore has its tokens in reverse order, so the
+    token that follows place 7 in a document is at place 6 (`stride` is -1).
     """
 
     stride = -1
@@ -113,7 +113,7 @@ class Guesser(NgramIndex):
         store: a datastore to look guesses up in.
         habits: n-grams of the target's earlier outputs. They learn from the tokens that are
             committed after the prompt.
-        head: makes the source of the guesses of the target's drafting head.
+        head: makes the source that takes its guesses from the target's drafting head.
         prediction: the tokens that the client expects after the prompt.
     """
 
@@ -186,8 +186,8 @@ class Guesser(NgramIndex):
 def fused(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Merge candidates for one position; return each token once, the likeliest first.
 
-    If several sources guess a token, it gets the highest chance that any of them gives it, and
-    counts as a guess of that source. Chances are scaled to sum to at most 1.
+    If several sources guess a token, only the candidate with the highest chance is kept; its `also`
+    has the others. Chances are scaled to sum to at most 1.
     """
     best: dict[int, Candidate] = {}
     for candidate in candidates:

@@ -2,9 +2,10 @@
 
 The head reads the target's hidden states of committed tokens, and proposes a block of successive
 tokens, each with runners-up.  The block's tokens are the head's own draws, which use the same
-random numbers as the target's draws.  The block ends once its probability has become small.  For
-each rank, and for each bin of the probability that the head gives a guess, this file learns how
-often such guesses are right.
+random numbers as the target's draws.  The block ends once its probability has become small.
+
+Guesses are sorted into groups by two numbers: the rank of the guess, and the bin of the probability
+that the head gives the guess.  This file learns for each group how often its guesses are right.
 """
 
 from bisect import bisect
@@ -65,8 +66,8 @@ class StateLog:
 class HeadText:
     """The part of a slot's text that a head has read.
 
-    Each time the head continues where it stopped. If the log of hidden states begins elsewhere, the
-    states in between are gone, and the head starts anew where the log begins.
+    The head goes on reading where it stopped. If the log of hidden states begins at another
+    position, the head cannot go on. It then forgets the text, and starts where the log begins.
     """
 
     def __init__(self, head: Head, slot: int) -> None:
@@ -211,8 +212,8 @@ class HeadGuesses:
         """Return candidates for an uncommitted position.
 
         The head computes its block at the first call after tokens were committed. Pending tokens of
-        a draft may stand before the position. If they differ from the head's own draws, there are
-        no candidates.
+        a draft may stand before the position. If a pending token differs from the head's own draw,
+        there are no candidates.
         """
         number = position - self._position
         if number < 0:

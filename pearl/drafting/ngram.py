@@ -4,9 +4,8 @@
 at several positions into one tree.  `fused_guesses` adds other sources (`GuessSource`) to the
 text's own n-grams.
 
-Source: SSSD (Marzollo et al. 2024).  SSSD discounts counts by match length and depth.  Instead, we
-learn from the text as it grows how often candidates of each rank and match length are right (their
-rates).
+Source: SSSD (Marzollo et al. 2024).  SSSD discounts counts by match length and depth.  We learn
+rates instead: how often candidates of each rank and match length are right in the text so far.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class Candidate(
             no positions; otherwise empty.
         prepared: (token, chance) of each token that the draft's branch has after this token.
         rate: the learned rate that gave `chance`, as (row, column) in the source's table of rates.
-        origin: the source to ask for tokens that may follow this one; None for the index itself.
+        origin: the source to ask for tokens that may follow this one; None if that is the text's
+            own `NgramIndex`.
     """
 
     token: int
@@ -244,7 +244,10 @@ class SuffixLookup:
     def _rated(
         self, ranked: Iterable[tuple[int, Sequence[Occurrence]]], source: Source = Source.NGRAM
     ) -> list[Candidate]:
-        """Return candidates for ranked tokens, with chances by the rates of rank and match length.
+        """Return the tokens of `ranked` as candidates, and compute their chances.
+
+        There is a learned rate for each rank and match length. The rate for a token's rank and its
+        longest match is the probability that the token is right if all likelier tokens are wrong.
 
         Args:
             ranked: (token, its occurrences), the likeliest token first.
@@ -304,8 +307,8 @@ class NgramIndex(SuffixLookup):
         most_occurrences: most occurrences considered for a position. Longer matches are preferred,
             and then more recent ones.
         ranks: most candidates for a position.
-        reads_discarded: whether to call `discarded`, for which the target has to draw after
-            discarded tokens.
+        reads_discarded: whether to call `discarded`. If so, the target also has to draw a token
+            after each discarded token.
         has_head: whether the target's head may be asked for guesses now, which takes time.
         table: the positions of each n-gram of the text.
 
@@ -456,9 +459,10 @@ def anchored(
     Args:
         text: all tokens, the pending ones included.
         committed: number of committed tokens.
-        trust: for each pending token, the probability that it is accepted if those before it are.
-        alternatives: the draft's runners-up, each with the tokens that the draft's branch has after
-            it.
+        trust: for each pending token, the probability that it is accepted if all pending tokens
+            before it are.
+        alternatives: the draft's runners-up. Each comes with the tokens of the branch that
+            continues it, if there is such a branch.
     """
     by_position: dict[int, list[Alternative]] = {}
     for alternative in alternatives:
@@ -555,7 +559,9 @@ def guess_tree(
 
 
 class _Waiting(NamedTuple):
-    """A guess that may enter the tree. The likeliest guess is the least tuple, so it is first.
+    """A guess that may enter the tree, as an item of a heap.
+
+    The heap returns its least item first. This is the likeliest guess.
 
     Attributes:
         negative: minus the chance of the guess.

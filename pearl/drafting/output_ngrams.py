@@ -1,9 +1,9 @@
 """An n-gram table over a target's earlier outputs, as a source of guesses for later outputs.
 
 The n-grams of a text itself give no guess after a token that is new in that text.  In the answers
-on which the initial rates were measured, this was so at 15 to 22% of the positions.  There the
-target's earlier outputs often give a guess.  SSSD (Marzollo et al. 2024) looks such tokens up in a
-prepared datastore; `Habits` learns them from the outputs as they come.
+from which the rates in priors.json come, 15 to 22% of the positions have no guess for this reason.
+At such positions the target's earlier outputs often give a guess.  SSSD (Marzollo et al. 2024) uses
+a prepared datastore there.  `Habits` instead learns from each output which tokens followed others.
 """
 
 from bisect import bisect

@@ -23,11 +23,11 @@ _MOST = 8  # occurrences at a position
 
 
 class PredictedGuesses(SuffixLookup):
-    """Candidates from those places of the prediction that the text's last tokens occur before.
+    """Finds the text's last tokens in the prediction; the tokens that follow them are candidates.
 
-    The current place is the one up to which the text has followed the prediction. Longer matches
-    come first; among equally long ones, the nearest after the current place comes first. Places
-    before the current place count only if at least `LONGEST` tokens match, because few texts go
+    The current place is where the text has arrived in the prediction. Longer matches come first.
+    Among matches of the same length, the match nearest after the current place comes first. A match
+    before the current place counts only if it has at least `LONGEST` tokens, because few texts go
     back.
 
     The search covers the end of the prompt, followed by the prediction. So a text is first expected
@@ -75,7 +75,7 @@ class PredictedGuesses(SuffixLookup):
     def _nearest(self, ends: Sequence[int], may_return: bool) -> Iterator[int]:
         """Yield the places in `ends` from the current place on, the nearest first.
 
-        If `may_return`, yield the places before the current one after these.
+        If `may_return`, then also yield the places before the current place, the nearest first.
         """
         current = bisect_left(ends, self._place)
         yield from islice(ends, current, current + _MOST)

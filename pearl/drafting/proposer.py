@@ -38,8 +38,8 @@ class ModelProposer:
         vocab_size: size of the target's vocabulary.
         policies: returns the stop policy of a request; None if drafting stops only at the window's
             end.
-        chains: whether a forward is launched before the one before it has ended. By default this is
-            so if the runner can do it.
+        chains: whether to launch a forward while the previous forward still runs. None: if the
+            runner can do it.
         texts: the most texts at the same time; the runner's other slots are for branches.
         datastore: a further source of guesses.
         guides: makes the grammar guides of texts that have a grammar.

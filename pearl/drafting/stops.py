@@ -3,9 +3,9 @@
 A policy decides by the draft's distributions and the text, never by time, so that one seed gives
 one text.  The policy may look at the token that was drawn, because that token is sent and judged
 like any other.  The policy decides only whether the *next* position is drafted too.  An exact rule
-is exact at that position with or without a draft token.  Not sending a token that the policy has
-seen would bias the text; so this is done only under a rule that is not exact (see
-`RuleSpec.withholds`).
+is exact at that position with or without a draft token.  If the draft withheld a token because of
+what the policy saw, the text would be biased.  So the draft withholds tokens only under rules that
+are not exact (see `RuleSpec.withholds`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class AsyncStream:
     """The pieces of one text, to be iterated over once.
 
     Leaving the iteration early, or cancelling its task, cancels the text. Pieces are queued here
-    until they are read, at most one context of tokens, so a slow reader delays nobody.
+    until they are read, so a slow reader delays nobody. The queue has at most as many tokens as fit
+    the context.
 
     Attributes:
         watch: when the iteration began (`submitted`), when the request was sent (`begun`), and when
@@ -151,7 +152,7 @@ class AsyncEngine:
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """Return an `AsyncEngine` that uses a running engine, and leaves it open at the end."""
+        """Return an `AsyncEngine` for a running engine, which it does not close at the end."""
         wrapper = cls()
         wrapper._open(engine)
         return wrapper

@@ -59,8 +59,8 @@ class Client:
 
     Args:
         address: where the target listens.
-        launcher: what launched the target. The client closes the launcher when it is closed itself,
-            or when neither the client nor one of its streams is referenced any more.
+        launcher: what launched the target. Closing the client closes the launcher too. A client is
+            closed by `close`, or once neither the client nor one of its streams is referenced.
 
     Attributes:
         numbers: yields the numbers of new requests.
@@ -248,8 +248,8 @@ class Client:
     def _lose(self, why: str) -> None:
         """Give up the target, and end the workers without waiting for the user to close the engine.
 
-        If this is called again, the first cause is kept, because from then on the target is dead
-        only because this method has ended it.
+        A second call keeps the cause of the first call. Any later trouble with the target is only
+        the effect of the first call, which has ended the target.
         """
         cause = self._launcher.exit_cause(why)
         self._launcher.lose()

@@ -148,7 +148,10 @@ class Engine:
 
     @property
     def draft(self) -> DraftKeeper | None:
-        """The object that watches and restarts the draft worker; None if another process does."""
+        """The object that watches and restarts the draft worker.
+
+        None if the engine has no draft, or if another process launched the draft.
+        """
         return self._launcher.draft
 
     def stream(

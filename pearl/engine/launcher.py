@@ -131,10 +131,9 @@ class LocalLauncher:
         return self._deadline
 
     def _check_draft(self) -> None:
-        """Raise an error if the draft has ended.
+        """Raise the draft's error if the draft has ended.
 
-        If the draft has ended only because the target has, the target's error is raised; otherwise
-        the draft's.
+        If the draft has ended only because the target ended first, raise the target's error.
         """
         if self.draft is not None and not self.draft.worker.alive:
             error = self.draft.worker.exit_error()
@@ -145,7 +144,7 @@ class LocalLauncher:
     def keep(self) -> None:
         """From now on restart a failed draft, and let the user's other processes find the engine.
 
-        To be called once the engine is ready.
+        Call this once the engine is ready.
         """
         if self.draft:
             self.draft.keep()
@@ -203,9 +202,10 @@ class LocalLauncher:
                 log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
-        """Merge the trace files that the workers have written into `path`.
+        """Merge the workers' trace files into the file `path`.
 
-        If this fails, remove these files and any earlier trace at `path`, and raise `TraceError`.
+        If the merge fails, remove the workers' files and any earlier trace at `path`, and raise
+        `TraceError`.
         """
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
@@ -221,9 +221,9 @@ class LocalLauncher:
             raise
 
     def _end(self, seconds: float) -> None:
-        """End the workers and remove the engine's directory, unless an earlier call has done so.
+        """End the workers and remove the engine's directory. A second call does nothing.
 
-        If another thread is doing so, wait until it is done.
+        A call waits until the call of another thread is done.
 
         Args:
             seconds: how long each worker may take to end by itself.

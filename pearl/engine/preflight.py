@@ -1,6 +1,6 @@
-"""Checks before any worker starts, so that mistakes are reported without the time to import torch.
+"""Checks that need no torch. They run before any worker starts, so that mistakes show at once.
 
-These are the checks that need no torch; the workers do all others.
+The workers make all other checks, after they have imported torch.
 """
 
 import json
@@ -18,7 +18,7 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Check the models, devices and other files of those roles that run on this machine.
+    """Check the models, devices and other files of `roles`, which run on this machine.
 
     This also reads the headers of .gguf files, because workers have not enough time for that when
     they start. Raises `ModelError` for a model, a head or a device, and `ConfigError` for any other

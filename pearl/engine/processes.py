@@ -1,7 +1,7 @@
 """Launches worker processes and watches them.
 
-An engine launches both workers with this module. Under torchrun each rank launches its own worker
-with it. The module knows the status lines that a worker prints, but nothing of decoding.
+An engine uses this module to launch both workers. Under torchrun, each rank uses it to launch one
+worker. The module knows the status lines that a worker prints, but nothing of decoding.
 """
 
 import contextlib
@@ -197,8 +197,8 @@ class Worker:
 class DraftKeeper:
     """Restarts a draft worker that dies or hangs, at most `draft_restarts` times in a row.
 
-    Before each restart it waits, longer each time. The target notices a silent draft only during
-    requests, but this object watches all the time, and kills a draft that hangs.
+    The keeper waits before each restart, longer each time. The target notices a silent draft only
+    during requests, but this object watches all the time, and kills a draft that hangs.
 
     Attributes:
         restarts: number of restarts so far.
@@ -288,9 +288,9 @@ def _back_off(times: int) -> float:
 def environment_for(place: Device) -> dict[str, str]:
     """Return the environment variables of a worker whose model runs on `place`.
 
-    Libraries read some of them before they start threads. A worker that is pinned to cores gets as
-    many threads as cores. A worker with several GPUs sees only these GPUs, so that a model that is
-    spread over them does not use the other worker's GPU.
+    Libraries read some of these variables before they start threads. A worker that is pinned to
+    cores gets as many threads as cores. A worker with several GPUs sees only these GPUs, so that a
+    model that is spread over them does not use the other worker's GPU.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:

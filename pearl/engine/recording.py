@@ -1,4 +1,4 @@
-"""Recordings of traces that the user's process requests, and reads while the workers write them."""
+"""Trace recordings, which the user's process starts, and reads while the workers write them."""
 
 import secrets
 import time
@@ -18,8 +18,8 @@ class Recording:
     Args:
         post, wait_until: these methods of the `Client`. The client puts the target's answers into
             `answer`.
-        directory: the engine's directory, in which each worker writes a file, its part of the
-            recording.
+        directory: the engine's directory. Each worker writes its part of the recording to a file in
+            this directory.
         is_taken: whether the workers already write a trace of the whole run. If so, `start` raises
             `TraceError`.
     """

@@ -1,6 +1,7 @@
 """The card: a file in an engine's directory, by which the user's other processes find the engine.
 
-They can then list, use and stop it. Only the user who launched the engine can read that directory.
+The other processes can then list, use and stop the engine. Only the user who launched the engine
+can read the engine's directory.
 """
 
 import os
@@ -63,7 +64,10 @@ class Card(msgspec.Struct, frozen=True):
         return _started(self.pid) == self.started
 
     def place(self, role: str) -> ModelPlace:
-        """Return the device and dtype that the worker reported, or else those of the settings."""
+        """Return the device and dtype that the worker reported.
+
+        If the worker reported none, return the device and dtype of the settings.
+        """
         reported = self.places.get(role, {})
         return ModelPlace(
             reported.get("device", self.config[f"{role}_device"]),
@@ -96,10 +100,10 @@ def write_card(
 
 
 def read_card(directory: Path) -> Card | None:
-    """Return the card in `directory`, or None.
+    """Return the card in `directory`; None if the card is missing or cannot be used.
 
-    None is returned if the card is missing or damaged, or if another user could have written it. It
-    is also returned if the address is on another machine, but the configuration names no keys.
+    A card cannot be used if it is damaged, or if another user could have written it. A card with an
+    address on another machine cannot be used if its configuration names no keys.
     """
     path = directory / _FILE
     try:

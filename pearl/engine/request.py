@@ -57,9 +57,9 @@ class Options(TypedDict, total=False):
     """How one text is generated.
 
     method, rule: replace the method and rule of the `RequestOptions`.
-    prefix: the beginning of the reply, if the prompt is token ids that end with it. A `Chat` has a
-        field for it instead.
-    preview: whether to yield draft tokens too that are not judged yet.
+    prefix: the beginning of the reply, for a prompt of token ids that ends with it. For a `Chat`,
+        set `Chat.prefix` instead.
+    preview: whether pieces have draft tokens too, which are not judged yet (`Piece.preview`).
     raw: whether to take a text prompt as it is, which is the default. If False, the chat template
         is applied, if there is one.
     show: special tokens that are to appear in the text by name.
@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts, from one or several. A list of ints or messages is one prompt."""
+    """Return one prompt or several as a list. A list of ints or of messages is one prompt."""
     if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
@@ -93,7 +93,7 @@ def encode(
         context: the model's context, in tokens. A text that is much longer is refused before it is
             encoded.
 
-    Raises `RequestError` if the prompt is invalid, or text that is much longer than the context.
+    Raises `RequestError` if the prompt is invalid, or if its text is much longer than the context.
     """
     if isinstance(prompt, str):
         chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
@@ -229,10 +229,10 @@ def prompt_for(
 ) -> list[int]:
     """Return the prompt. If the options have a grammar, extend it so that the answer can begin.
 
-    Some chat formats have a text that begins an answer. It is appended if the prompt ends where a
-    reply begins. If the prompt has opened reasoning, the grammar begins after the token that ends
-    the reasoning. If the vocabulary has no such token, the reasoning is ended here: the text that
-    ends it is appended.
+    Some chat formats have a text that begins an answer. This text is appended if the prompt ends
+    where a reply begins. If the prompt has opened reasoning, the grammar begins after the token
+    that ends the reasoning. If the vocabulary has no such token, the text that ends the reasoning
+    is appended.
 
     Args:
         prefix: the beginning of the reply, if it is part of the prompt.

@@ -37,7 +37,7 @@ class Piece:
             as later tokens could change it.
         tokens: the committed tokens.
         provenance: where each token came from.
-        texts: for each token, the text that became final with it; joined they are `text`.
+        texts: for each token, the text that became final with it. `text` is these texts joined.
         preview: draft tokens that are not judged yet and may follow; empty unless requested.
         details: log probabilities and other details of each token; empty unless the options ask for
             them.

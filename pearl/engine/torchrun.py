@@ -113,7 +113,7 @@ class TorchrunLauncher(LocalLauncher):
         super().close()
 
     def _report_closed(self) -> None:
-        """Tell the other rank that the engine is closed, so that it ends its worker."""
+        """Tell the other rank that the engine is closed, so that the other rank ends its worker."""
         try:
             self._store.set(_CLOSED, "yes")
         except TransportError:
@@ -123,8 +123,8 @@ class TorchrunLauncher(LocalLauncher):
 def serve(config: EngineConfig, progress: Progress) -> None:
     """Run the draft on rank 1 until rank 0 closes the engine.
 
-    Raises the worker's error if it does not start. torchrun does not authenticate peers, so values
-    from its store are checked before they are used.
+    Raises the worker's error if the worker does not start. torchrun does not authenticate peers, so
+    values from its store are checked before they are used.
     """
     store = _store()
     with _reported_to_rank_0(store, config):

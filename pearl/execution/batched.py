@@ -19,8 +19,8 @@ def compute_together(
 ) -> Sequence[_Event]:
     """Compute commands together in one forward; return the event that answers each.
 
-    If that forward fails, each command is computed alone. So only those commands fail that cannot
-    be computed at all; `failed` makes their events.
+    If that forward fails, each command is computed alone. So a command fails only if it cannot be
+    computed even alone. `failed` makes the event for such a command.
     """
     if len(commands) > 1:
         try:

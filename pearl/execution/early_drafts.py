@@ -41,8 +41,8 @@ class EarlyDraft:
 
     Attributes:
         command: the command that the forward is expected to answer.
-        outcome: the event that answers the command, or the exception that the forward raised. If
-            the forward is still running, its `Step`.
+        outcome: the event that answers the command, or the exception that the forward raised. While
+            the forward runs, it is the forward's `Step`.
     """
 
     command: Draft
@@ -213,7 +213,7 @@ class Ahead:
         return drafted, early
 
     def _launch_next(self, command: Draft, launched: Step) -> EarlyDraft | None:
-        """Launch the forward after `launched` shortly before `launched` ends.
+        """Wait until `launched` has almost ended; then launch the next forward, and return it.
 
         Return None if no forward may follow, or if it pays to wait for the token of `launched`.
         """
@@ -255,9 +255,9 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _undoes(command: object, discarded: Draft) -> bool:
-    """Return whether `command` removes the early forward by itself.
+    """Return whether `command` also undoes the forward that was started early for `discarded`.
 
-    This is so if it is a rollback of the same request.
+    A rollback of the same request does.
     """
     return isinstance(command, Rollback) and command.request == discarded.request
 

@@ -1,7 +1,6 @@
 """Target and draft in one process, which take turns.
 
-They use the state machines and executors of the workers, without other processes and without a
-clock.
+Both models use the state machines and executors of the workers, but no other process and no clock.
 """
 
 from collections import deque

@@ -311,11 +311,11 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Return the position after the last of `tokens` that the last forward was fed.
+        """Return the position after those of `tokens` that the last forward was fed.
 
-        If the forward was fed a tree, also log the hidden states of these tokens. The KV cache
-        still has all nodes of the tree, because it is cut down to a path only before the next
-        forward.
+        If the forward was fed a tree, also log the hidden states of the tokens before that
+        position. The KV cache still has all nodes of the tree, because it is cut down to a path
+        only before the next forward.
 
         Args:
             tokens: the text from the forward's first position on.
@@ -328,8 +328,8 @@ class TargetExecutor:
     def states(self, verdict: Verdict) -> Iterable[HiddenStates]:
         """Return messages with hidden states, to be sent to the draft before `verdict`.
 
-        They have the states of those committed tokens that were fed and not sent yet. There are
-        none if the draft reads no hidden states.
+        The messages have the states of the committed tokens that the target was fed, without those
+        states that were sent before. There are no messages if the draft reads no hidden states.
         """
         request = self._requests.get(verdict.request)
         if request is None or not request.fed.tokens or not self._gives_states:

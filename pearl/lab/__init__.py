@@ -1,4 +1,6 @@
-"""Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it.
+"""Measurements and training: simulator, theory, benchmarks, experiments and distillation.
 
-One part is reached by name: the registry of methods (`pearl.spec.methods`) names the factories in `guesses`.
+Only `pearl.cli` imports this package, and the runtime works without it. The one exception is
+`guesses`: its functions make the guesses of other papers' methods, and are loaded when such a
+method is used. `pearl.spec.methods` has their names, such as "pearl.lab.guesses.published:pld".
 """

@@ -1,6 +1,7 @@
 """The start-up measurement: forwards of both models are timed at the same time, as they will run.
 
-The target's and the draft's worker each call their half right after they have connected.
+Right after they have connected, the target's worker calls `calibrate_target`, and the draft's
+worker calls `calibrate_draft`.
 """
 
 import time
@@ -13,18 +14,19 @@ from pearl.models.runner import ModelRunner, feed_chain
 FED = (1, 2, 4, 8)  # tokens fed to the target; other sizes are interpolated
 _CONTEXT = 32  # tokens in the cache before each forward
 _REPEATS = 3
-_DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its several sizes
+_DRAFT_SECONDS = 1.0  # the draft goes on for so long, because the target measures several sizes
 _MOST_DRAFTS = 200
 
 
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
     """Time forwards that are fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
 
-    If recorded forwards have two sizes, also time forwards of as many tokens as fit the smaller size, of one more, and
-    of as many as fit the larger size.  The cache is empty afterwards.
+    If the runner has CUDA graphs of two sizes, such as 16 and 64 rows, forwards of 16, 17 and 64
+    tokens are timed too.  The cache is empty afterwards.
 
     Args:
-        brief: the times are known already: run the model once, and return no times.
+        brief: whether the times are known already. The model is then run only once, and no times
+            are returned.
     """
     if brief:
         base = 0
@@ -50,8 +52,9 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
     """Return (seconds of a one-token forward, seconds per token of a longer forward).
 
-    The first is the median over about a second of forwards, or over a few if `brief`.  The second is an upper estimate,
-    from this process's first forward.  The cache is empty afterwards.
+    The first is the median over about a second of forwards, or over a few forwards if `brief`.  The
+    second is an upper estimate, because it comes from this process's first forward, which is slow.
+    The cache is empty afterwards.
     """
     began = time.monotonic()
     base = _fill(runner)
@@ -74,7 +77,10 @@ def _fill(runner: ModelRunner) -> int:
 
 
 def forward_seconds(runner: ModelRunner, base: int, fed: int) -> float:
-    """Return the time of a forward fed `fed` tokens, on a cache of `base` tokens."""
+    """Return the seconds of a forward that is fed `fed` tokens when the cache holds `base` tokens.
+
+    Raises `ModelError` if the logits are not finite.
+    """
     runner.rollback(base)
     runner.synchronize()
     began = time.perf_counter()

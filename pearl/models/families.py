@@ -1,7 +1,7 @@
-"""The model families: what our own forward pass computes, and which GGUF files are read. No torch.
+"""The model families: which models our own forward pass computes, and which GGUF files are read.
 
-`families.toml` has a table for each.  `runner`, `direct` and `memory` read a family's `Forward`; `gguf` reads its
-`Gguf`.
+`families.toml` has a table for each family.  The modules that compute or load a model read its
+family's `Forward`; `checkpoints.gguf` reads its `Gguf`.  This module must not import torch.
 """
 
 import tomllib
@@ -14,7 +14,8 @@ from msgspec import Struct
 
 Config = Mapping[str, Any]  # as in config.json
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
-# The matrices of a decoder layer: name -> (outputs, inputs); see `dimensions`.
+# The matrices of a decoder layer: name -> names of its (outputs, inputs), whose sizes `dimensions`
+# returns.
 MATRICES = {
     "self_attn.q_proj": ("queries", "hidden"),
     "self_attn.k_proj": ("keys", "hidden"),
@@ -41,8 +42,8 @@ HEAD_ACTIVATIONS = ACTIVATIONS | {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-# Language models of vision models -> the family that computes the same for a text without pictures,
-# where the three positions of a token are equal.
+# Language models of vision models -> the family that computes the same for a text without pictures.
+# In such a text the three positions of a token are equal.
 TWINS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -58,24 +59,33 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """How a family differs from Llama in our own forward pass.
 
     Attributes:
-        biases: setting of config.json -> the matrices that have a bias if the setting is true, by the beginnings of
-            their names. The setting "" is always true.
-        head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
-        norms: names of a layer's norms: before attention, after it, before the MLP, after it; "": none there.
-        norm_shift: a number that is added to a norm's weights, which are then applied in float32.  None: a norm rounds
-            its input before the weights are applied, as in Llama.
-        fused: matrices that a checkpoint has as one -> their parts.
-        default_window: the attention window of all layers if config.json has neither sliding_window nor layer_types;
-            0: unlimited. None: if it has no layer_types, all layers have full attention.
-        scales_embedding: whether embeddings are multiplied by the root of the hidden size.
-        has_multipliers: whether the configuration has multipliers, as Granite's.
-        has_caps: whether attention scores and logits may be limited with a tanh, as Gemma 2's.
-        has_experts: whether layers may have experts.
-        clamps_experts: whether experts are gpt-oss's: with biases, and gate and up limited.
-        has_sinks: whether the softmax of each head has a learned score without a position.
+        biases: which matrices have a bias if a setting of config.json is true: the setting -> the
+            beginnings of the matrices' names, such as "mlp_bias" -> ("mlp",). The setting "" is
+            always true.
+        head_norms: how queries and keys are normalised (RMS): "each" head alone, "all" heads
+            together, or "" for not at all.
+        norms: names of a layer's norms before attention, after attention, before the MLP and after
+            the MLP; "" where there is none.
+        norm_shift: a number that is added to a norm's weights, which are then applied in float32.
+            None: a norm rounds its input before the weights are applied, as in Llama.
+        fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
+            it.
+        default_window: the attention window of all layers, for a config.json with neither
+            sliding_window nor layer_types; 0: unlimited. None: in models of this family, all layers
+            have full attention if config.json has no layer_types.
+        scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
+        has_multipliers: whether config.json has multipliers of embeddings, scores, residuals and
+            logits, as Granite's has.
+        has_caps: whether attention scores and logits may be limited with a tanh, as in Gemma 2.
+        has_experts: whether a layer's MLP may be a mixture of experts.
+        clamps_experts: whether experts are like gpt-oss's, with biases, and with gate and up
+            clamped.
+        has_sinks: whether each head has an attention sink: a learned score in its softmax that
+            belongs to no position.
         rotates: how rope pairs the first n = `partial_rotary_factor` * head_dim numbers of a head: "halves" (i with
             i + n / 2) or "pairs" (2i with 2i + 1). "": it rotates the whole head, in halves.
-        reads_directly: whether config.json is complete; else transformers completes it, and loads the model.
+        reads_directly: whether config.json states all settings, so that `checkpoints.direct` can
+            load the model. Otherwise transformers completes the settings and loads the model.
     """
 
     biases: Mapping[str, tuple[str, ...]] = {}
@@ -95,19 +105,22 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gguf(Struct, frozen=True, forbid_unknown_fields=True):
-    """A family's GGUF files, with llama.cpp's defaults for what they leave open.
+    """How a family's GGUF files are read, with llama.cpp's defaults for what they do not state.
 
     Attributes:
         architecture: llama.cpp's name of the family; "": its files are not read.
-        needed: further keys that a file must have -> their settings in config.json.
-        optional: keys that a file may lack -> their settings. The check of tensor shapes finds a size that is missing.
-        settings: defaults of config.json for what a file does not state.
+        needed: the keys that files of this family must have, in addition to the keys that the files
+            of all families must have: the key -> its setting in config.json.
+        optional: a key that a file may lack -> its setting in config.json. If a size is missing
+            that the model does need, the check of the tensors' shapes fails.
+        settings: values of config.json for settings that a file does not state.
         window: (period, tokens): each `period`-th layer has full attention, the others a window of `tokens`.
-        ropeless: each `ropeless`-th layer does not rotate queries and keys; 0: all do.
-        has_two_ropes: layers with a window have a rope of their own, which is not scaled.
+        ropeless: each `ropeless`-th layer does not rotate queries and keys; 0: all layers do.
+        has_two_ropes: whether layers with a window have a rope of their own, which is not scaled.
         layers_of_27b: number of layers of the family's 27B model, which scales attention scores by another number than
-            the smaller ones; 0: the family has no such model.
-        interleaves: files interleave the two halves of each head in the rows of queries and keys.
+            the smaller models; 0: the family has no such model.
+        interleaves: whether files interleave the two halves of each head in the rows of queries and
+            keys.
         rope: settings of `rope_parameters` that no file states.
     """
 
@@ -129,7 +142,8 @@ class Family(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model_type: its name in config.json.
         architecture: its class in transformers.
-        forward: how our own forward computes it.
+        forward: how our own forward computes the family.
+        gguf: how its GGUF files are read.
     """
 
     model_type: str
@@ -164,7 +178,7 @@ def is_of_own_forward(config: Config) -> bool:
 
 
 def forward_of(architecture: str, config: Config) -> Forward | None:
-    """Return what our own forward needs to compute a model; None if it does not compute it: see `not_computed`."""
+    """Return how our own forward computes a model; None if it does not, see `not_computed`."""
     if not_computed(architecture, config):
         return None
     return OWN_FORWARD[architecture].forward
@@ -176,8 +190,8 @@ def not_computed(
     """Return the reason why our own forward does not compute a model; "" if it does.
 
     Args:
-        architecture: class in transformers.
-        config: as in config.json, with `rope_parameters`.
+        architecture: the model's class in transformers.
+        config: the model's settings as in config.json, with `rope_parameters`.
         activations: names of the MLP activations that the caller can compute.
     """
     if architecture not in OWN_FORWARD:
@@ -191,7 +205,7 @@ def not_computed(
 
 
 def _ropes(config: Config) -> list[Config]:
-    """Return the settings of the model's rope, or of the rope of each kind of layer."""
+    """Return the settings of the model's ropes: there is one, or one for each kind of layer."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return []
@@ -234,7 +248,9 @@ def activation_of(config: Config) -> str | None:
 def layer_kinds(forward: Forward, config: Config) -> list[tuple[int, str | None]]:
     """Return (window, rope) of each layer of a model that `forward_of` accepts.
 
-    window: tokens attended, itself included (0 = all). rope: name ("" = the only one, None = no rope).
+    The window is the number of tokens that a token attends to, itself included; 0 means all. The
+    rope is the name of the layer's rope; it is "" if the model has only one, and None if the layer
+    has no rope.
     """
     count = config["num_hidden_layers"]
     has_one_rope = "rope_type" in config["rope_parameters"]
@@ -279,7 +295,7 @@ def dimensions(config: Config) -> dict[str, int]:
 
 
 def weight_shapes(forward: Forward, config: Config) -> Shapes:
-    """Return the shape of each tensor of a checkpoint, by its name there."""
+    """Return the shape of each tensor that a model's checkpoint has, by the tensor's name."""
     sizes = dimensions(config)
     embedding = (config["vocab_size"], sizes["hidden"])
     shapes: Shapes = {
@@ -296,7 +312,7 @@ def weight_shapes(forward: Forward, config: Config) -> Shapes:
 
 
 def _layer_shapes(forward: Forward, config: Config, sizes: Mapping[str, int]) -> Shapes:
-    """Return the shapes of the tensors of a layer."""
+    """Return the shapes of a layer's tensors, by their names within the layer."""
     shapes: Shapes = {}
     if forward.has_sinks:
         shapes["self_attn.sinks"] = (config["num_attention_heads"],)
@@ -320,7 +336,7 @@ def _layer_shapes(forward: Forward, config: Config, sizes: Mapping[str, int]) ->
 
 
 def _matrix_shapes(forward: Forward, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the (outputs, inputs) of a layer's matrices as a checkpoint has them, without experts."""
+    """Return the (outputs, inputs) of a layer's matrices as in a checkpoint, without experts."""
     shapes = {name: (sizes[outputs], sizes[inputs]) for name, (outputs, inputs) in MATRICES.items()}
     for name, parts in forward.fused.items():
         outputs = 0
@@ -334,7 +350,11 @@ def _matrix_shapes(forward: Forward, sizes: Mapping[str, int]) -> dict[str, tupl
 
 
 def _expert_shapes(config: Config, are_clamped: bool) -> Shapes:
-    """Return the shapes of a layer's router and experts. are_clamped: see `Forward.clamps_experts`."""
+    """Return the shapes of a layer's router and experts.
+
+    Args:
+        are_clamped: see `Forward.clamps_experts`.
+    """
     count = config.get("num_experts") or config["num_local_experts"]
     hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]

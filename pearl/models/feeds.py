@@ -60,12 +60,18 @@ def paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def parent_rows(parents: Sequence[int], first: int) -> list[int]:
-    """Return the row of each node's parent, where the tree begins in row `first`; -1 for a node that has no parent."""
+    """Return the row of each node's parent, for a tree whose first node is in row `first`.
+
+    It is -1 for a node that has no parent.
+    """
     return [first + parent if parent >= 0 else -1 for parent in parents]
 
 
 def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
-    """Return whether `path` begins at a child of the slot's sequence, and each node is the parent of the next."""
+    """Return whether the nodes of `path` can continue the slot's sequence, in their order.
+
+    The first node must follow the sequence, and each node must be the parent of the next.
+    """
     expected_parent = -1
     for node in path:
         if not 0 <= node < len(parents) or parents[node] != expected_parent:
@@ -82,9 +88,11 @@ class Layout(NamedTuple):
         table: [rows, 4], with these columns:
             0: the slot;
             1: the position;
-            2: how many of the slot's first positions the row attends to: those before its own and its own, or, in a
-               tree, those before the tree. A row of a block also attends to later rows of the block;
-            3: in a tree, the row of its parent, which it attends to as well; -1 if it has none.
+            2: how many of the slot's first positions the row attends to. The last of them is, in a
+               chain, the row's own position; in a tree, the position before the tree; in a block of
+               a `DFlashHead`, the block's last position;
+            3: in a tree, the row of the node's parent; -1 if it has none. The row also attends to
+               itself and to all its ancestors.
         fed: the rows of each feed.
     """
 

@@ -51,10 +51,13 @@ def own_runner(
     records: bool = True,
     **options: Any,
 ) -> ForwardRunner:
-    """Return the runner of our own forward on the model's device. Raises `KernelsUnfit` on a GPU.
+    """Return the runner of our own forward on the model's device.
+
+    Raises `KernelsUnfit` if the device is a GPU, and our kernels cannot compute the model there.
 
     Args:
-        records: see `KernelRunner`. For the options see `ForwardRunner`.
+        records: see `KernelRunner`.
+        options: see `ForwardRunner`.
     """
     if model.device.type == "cpu":
         return CpuRunner(model, context, **options)

@@ -1,8 +1,9 @@
-"""A runner whose every forward lasts a given time from call to return: emulates a model of known speed.
+"""Emulates a model of known speed: every forward lasts a given time from call to return.
 
-Only the forwards are lengthened, so the runtime's own time between them stays visible.  The core stays awake, as it
-does while a real model computes on it, or while it waits for a GPU.  A forward ends with small torch operations, so
-that torch's code is in the core's caches, as after a real forward.
+Only the forwards are lengthened, so the runtime's own time between them stays visible.  The core
+stays awake, as it does while a real model computes on it, or while it waits for a GPU.  A forward
+ends with small torch operations, so that torch's code is in the core's caches, as after a real
+forward.
 """
 
 import time
@@ -15,8 +16,8 @@ from torch.nn.functional import linear, softmax
 from pearl.models.runner import Feed, ModelRunner
 
 _NAP_SECONDS = 1e-5  # short: a core that sleeps through a forward is slow after it
-_SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is spent in operations
-_OPERATION_SECONDS = 5e-5  # of one operation
+_SPIN_SECONDS = 5e-4  # time after the last nap, by which naps may overshoot; torch computes in it
+_OPERATION_SECONDS = 5e-5  # time of one torch operation
 _WEIGHT = torch.ones(64, 64)
 
 

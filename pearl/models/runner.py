@@ -1,4 +1,7 @@
-"""The one interface between the runtime and a model. Knows nothing of drafts, targets, windows or processes."""
+"""The one interface between the runtime and a model.
+
+This module knows nothing of drafts, targets, windows or processes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +18,23 @@ __all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "check_feeds", "feed
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The features of a runner beyond one chain in one slot.
+    """What a runner can do beyond feeding one chain to one slot.
 
     Attributes:
-        slots: sequences that it holds side by side.
-        tree_nodes: the most tokens of a tree; 0: it takes no trees.
-        launches: whether a forward of few tokens returns before it is computed. It then accepts tokens that the device
-            has not drawn yet.
-        row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
-            nor on the other feeds of the forward.
-        features: width of the hidden states that it keeps for each token fed, for a head; 0: it keeps none. See
-            `ForwardRunner`.
-        together: whether the feeds of several slots are one forward; else they are computed one after the other.
-        prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
-            whole pieces only, because later positions have other bits. 1: it can reuse the cache up to any position.
+        slots: number of sequences that the runner holds at the same time.
+        tree_nodes: the most tokens of a tree; 0: the runner takes no trees.
+        launches: whether a forward of few tokens returns before the device has computed it. If so,
+            its tokens may be a tensor that the device has not computed yet.
+        row_invariant: whether the bits of a position's logits depend neither on how its sequence
+            was cut into chains nor on the other feeds of the forward.
+        features: width of the hidden states that the runner keeps for each token fed, for a
+            drafting head; 0: it keeps none. See `ForwardRunner`.
+        together: whether the feeds of several slots are one forward. Otherwise they are computed
+            one after the other.
+        prompt_piece: number of a prompt's positions that are computed together, as a piece. Another
+            text can reuse the cache of a prompt only in whole pieces, because positions after the
+            last whole piece may have been computed in another way, with other bits. 1: another text
+            can reuse the cache up to any position.
     """
 
     slots: int = 1
@@ -58,17 +64,19 @@ class ModelRunner(Protocol):
     weights: str = ""
 
     def length(self, slot: int = 0) -> int:
-        """Return the number of tokens that the slot holds; a tree that waits for `keep` does not count."""
+        """Return the number of tokens that the slot holds. A tree does not count before `keep`."""
         ...
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Feed each slot its tokens; return for each feed its logits [rows, vocab_size], float32.
 
-        A row holds the logits for the position after its token.  A chain continues its slot's sequence at once.  A tree
-        waits for `keep`, which chooses the path that continues the sequence; another feed or a rollback discards it.
+        A row holds the logits for the position after its token.  A chain continues its slot's
+        sequence at once.  A tree waits for `keep`, which chooses the path that continues the
+        sequence; another feed to the slot, or a rollback, discards the tree.
 
-        At most one feed a slot.  Raises `RequestError` where a context would overflow or a capability is missing (the
-        cache is then unchanged).  The tensors are the caller's to keep: a later forward does not overwrite them.
+        A slot may have only one of the feeds.  Raises `RequestError`, with the cache unchanged, if
+        a context would overflow or a feed needs a capability that the runner lacks.  The returned
+        tensors belong to the caller: a later forward does not overwrite them.
         """
         ...
 
@@ -82,31 +90,33 @@ class ModelRunner(Protocol):
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         """Continue the slot's sequence by the nodes of `path`, a path of the tree that was fed last.
 
-        Each node is the parent of the next.  The slot is then as if only the path had been fed.  For runners that take
-        trees.
+        Each node of the path is the parent of the next.  The slot is then as if only the path had
+        been fed.  Only runners that take trees have this method.
         """
         raise AssertionError(f"{type(self).__name__} takes no trees")
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """Replace the sequence of slot `into` by the first `length` tokens of `slot`; None: all of them.
+        """Replace the sequence of slot `into` by the first `length` tokens of `slot`.
 
-        For runners with several slots.
+        Only runners with several slots have this method.
 
         Args:
-            shared: `into` holds the first `shared` of these tokens already, so they need not be copied.
+            length: number of tokens to copy; None: all.
+            shared: how many of these tokens `into` holds already, so that they need not be copied.
         """
         raise AssertionError(f"{type(self).__name__} holds one sequence")
 
     def use_threads(self, count: int) -> Sequence[int]:
-        """On a CPU: compute with `count` threads from now on, the calling thread included.
+        """Compute with `count` threads of a CPU from now on, the calling thread included.
 
-        No bit of a result may depend on `count`.  Returns the native ids of the other threads, so that the caller can
-        give each of them a core.  They are torch's threads, unless the runner has its own.
+        No bit of a result may depend on `count`.  Return the native ids of the other threads, so
+        that the caller can give each of them a core.  They are torch's threads, unless the runner
+        has threads of its own.
         """
         return use_torch_threads(count)
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all forwards; returns at once on a CPU."""
+        """Wait until the device has finished all forwards. On a CPU they are finished already."""
         if self.device.type == "cuda":
             # Only the current stream, not the stream that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
@@ -124,7 +134,7 @@ def feed_chain(
 
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
-    """Raise `RequestError` for feeds that `runner` cannot take. Messages call the runner `name`."""
+    """Raise `RequestError` if `runner` cannot take the feeds. Messages call the runner `name`."""
     slots = runner.capabilities.slots
     tree_nodes = runner.capabilities.tree_nodes
     for feed in feeds:
@@ -141,7 +151,7 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
                 f"{end} tokens do not fit the context of {runner.context}. Shorten the prompt, lower "
                 "max_tokens, or load the model with a larger context."
             )
-        # On a GPU an id outside the table would abort the whole process, not this request.
+        # On a GPU an id outside the table would abort the whole process, not only this request.
         is_known = isinstance(feed.tokens, torch.Tensor)
         if not is_known and not 0 <= min(feed.tokens) <= max(feed.tokens) < runner.vocab_size:
             raise RequestError(

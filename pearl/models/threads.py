@@ -1,7 +1,8 @@
-"""Finds the native ids of torch's threads, between which it splits operations on a CPU.
+"""Sets how many threads of a CPU torch splits operations between, and finds their native ids.
 
-OpenMP starts such a team for each thread that calls torch. The team spins between two operations, and its threads wait
-for each other at the end of each operation. If another process holds the core of one of them, this takes milliseconds.
+OpenMP starts a team of threads for each thread that calls torch. The team spins between two
+operations, and its threads wait for each other at the end of each operation. If another process
+holds the core of one thread, the whole team waits for milliseconds.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Sequence
 
 import torch
 
-_GRAIN = 1 << 15  # least elements of an elementwise operation for each thread of torch
+_GRAIN = 1 << 15  # torch uses one more thread for so many further elements of an operation
 _local = threading.local()  # `pool`: the calling thread's team, in OpenMP's order
 
 
 def use_torch_threads(count: int) -> Sequence[int]:
-    """Let torch split this thread's operations between `count` threads; return the native ids of the others."""
+    """Let torch split the calling thread's operations between `count` threads.
+
+    Return the native ids of the other `count` - 1 threads.
+    """
     torch.set_num_threads(count)
     if count == 1:  # no other thread takes part
         return ()

@@ -1,9 +1,10 @@
-"""Toy models: exact known distributions, no weights. For tests, emulation and the simulator.
+"""Toy models for tests, emulation and the simulator: they have exactly known distributions.
 
-A pair made with one seed has a chosen acceptance rate alpha.  In every context the target's distribution lives on one
-half of the vocabulary, and draft = alpha * target + (1 - alpha) * rival, where the rival lives on the other half.  So
-the sum of min(target, draft) is exactly alpha: under the ratio rule acceptance is i.i.d. with rate alpha.  A pair with
-`coin=1` has this rate under every rule and at every temperature, greedy included: see `coin_pair`.
+A pair made with one seed has a chosen acceptance rate alpha.  In every context the target's
+distribution lives on one half of the vocabulary, and draft = alpha * target + (1 - alpha) * rival,
+where the rival lives on the other half.  So the sum of min(target, draft) is exactly alpha, and
+under the ratio rule acceptance is i.i.d. with rate alpha.  A pair with `coin=1` has this rate under
+every rule and at every temperature, greedy included: see `coin_pair`.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ class ToyRunner(ModelRunner):
 
     Args:
         distribution: the tokens so far (at least one) -> probabilities [vocab_size], float32.
-        slots: sequences that it holds side by side.
+        slots: number of sequences that the runner holds.
     """
 
     device = torch.device("cpu")
@@ -102,9 +103,10 @@ class ToyRunner(ModelRunner):
 def alpha_pair(
     vocab_size: int, alpha: float, seed: int = 0, order: int = 8
 ) -> tuple[NextToken, NextToken]:
-    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens.
+    """Return (target, draft) distributions with acceptance rate exactly `alpha` in every context.
 
-    Both are functions of the context alone, so calls with the same arguments share their rows.
+    Both depend on the last `order` tokens alone.  So they are cached, and calls with the same
+    arguments share them.
     """
 
     @lru_cache(maxsize=4096)
@@ -128,10 +130,11 @@ def coin_pair(
 ) -> tuple[NextToken, NextToken]:
     """Return (target, draft) distributions that are equal in a share `alpha` of all contexts of `order` tokens.
 
-    In the other contexts their likely tokens are disjoint.  So a draft token is accepted with rate `alpha`, i.i.d.,
-    whether greedy or sampled, under any rule, any filter of probabilities and any size of the vocabulary.  A row has no
-    zeros, and is peaked as in texts: the probability of the r-th likeliest token is proportional to r ** -1.6, so that
-    top-p 0.95 leaves about 90 tokens of any large vocabulary.
+    In the other contexts no token is likely under both.  So a draft token is accepted with rate
+    `alpha`, i.i.d., whether greedy or sampled, under any rule, any filter of probabilities and any
+    size of the vocabulary.  No probability is zero.  Distributions are as peaked as in real texts:
+    the probability of the r-th likeliest token is proportional to r ** -1.6, so that top-p 0.95
+    leaves about 90 tokens of any large vocabulary.
     """
     generator = _generator(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
@@ -177,18 +180,23 @@ def _hash(seed: int, context: tuple[int, ...]) -> int:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """Return a generator. `torch.Generator()` needs modules that a worker leaves out of torch: see `meta_device`."""
+    """Return a generator with this seed.
+
+    It is a clone, because `torch.Generator()` needs modules that workers do not import: see
+    `meta_device`.
+    """
     return torch.default_generator.clone_state().manual_seed(seed)
 
 
 def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:
-    """Return the runner of a toy model, with slots for `texts` sequences and their branches.
-
-    Raises `ModelError` for an unknown key or a bad value.
+    """Return the runner of a toy model. Raises `ModelError` for an unknown or bad option.
 
     Args:
-        spec: such as "toy" or "toy:vocab=32,alpha=0.8,seed=1,context=4096". With coin=1 it is one of `coin_pair`.
+        spec: such as "toy" or "toy:vocab=32,alpha=0.8,seed=1,context=4096". With coin=1 the model
+            is one of a `coin_pair`, else of an `alpha_pair`.
         role: "target" or "draft".
+        texts: number of texts at a time. The runner has a slot for each text, and a few slots more
+            for a draft's branches.
     """
     options = toy_options(spec)
     make_pair = coin_pair if options.coin else alpha_pair

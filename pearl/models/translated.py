@@ -1,4 +1,7 @@
-"""A `ModelRunner` for a draft whose vocabulary differs from the target's. It takes and returns the target's tokens."""
+"""A `ModelRunner` for a draft whose vocabulary differs from the target's.
+
+It is fed the target's token ids, and returns logits for them.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +16,11 @@ _LONGEST = 2  # most draft tokens for each token of the target, on average over 
 
 
 class _Spelling(NamedTuple):
-    """A feed in the draft's tokens, and where each of the target's tokens ends in the draft's cache."""
+    """A feed translated into the draft's tokens.
+
+    Attributes:
+        ends: the position in the draft's cache after each of the target's tokens.
+    """
 
     feed: Feed
     ends: list[int]
@@ -22,10 +29,11 @@ class _Spelling(NamedTuple):
 class TranslatedRunner(ModelRunner):
     """Runs the draft's `runner` on token ids of the target, whose vocabulary has `vocab_size` ids.
 
-    Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution is renormalised over
-    the tokens that both models have, and only these are proposed.  A token that only the target has is fed as the draft
-    tokens that spell it.  A text may take at most twice as many draft tokens as it has tokens: where a token's spelling
-    would take more, the end of the spelling is left out.
+    Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution
+    is renormalised over the tokens that both models have, and only these are proposed.  A token
+    that only the target has is fed as the draft tokens that spell it.  A text may take at most
+    twice as many draft tokens as it has tokens; if a token's spelling would exceed this, the end of
+    the spelling is left out.
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Estimates of how often the target commits a drafted token, and how often a runner-up of it.
+"""Estimates of how often the target commits a drafted token, and how often a runner-up instead.
 
 A runner-up is a token that the draft found likely but did not draw. The estimates depend on what
 the draft's distribution says of the token (`Seen`), and are updated during generation.
@@ -38,7 +38,7 @@ class Seen(Record, frozen=True):
 
 
 class Foresight:
-    """How often the target commits a drafted token, and how often a runner-up if it rejects the token."""
+    """Rates at which the target commits a drafted token, or else one of its runners-up."""
 
     def __init__(self) -> None:
         self._agreed = list(_AGREED)
@@ -55,7 +55,7 @@ class Foresight:
     def agrees(self, seen: Seen) -> float:
         """Return the probability that the target commits the drafted token.
 
-        The probability assumes that the target commits all tokens before it.
+        The probability assumes that the target commits all tokens before the drafted token.
         """
         return self._agreed[seen.share]
 

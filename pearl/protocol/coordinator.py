@@ -79,7 +79,7 @@ class Coordinator:
         return commands
 
     def _pass(self, event: object, machine: RequestMachine) -> list[object]:
-        """Give an event to a request's machine. If this ends the request, begin waiting ones."""
+        """Give an event to a request's machine. If the request ends, begin waiting requests."""
         commands = machine.handle(event)
         if machine.state is State.IDLE:
             commands += self._release(machine)

@@ -1,6 +1,7 @@
 """The target's view of the draft in one request.
 
-It covers the prefix that the draft was sent, how far the draft may draft, and what it has sent.
+It covers the prefix that the draft was sent, how far the draft may draft, and what the draft has
+sent.
 This file decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
 
@@ -38,7 +39,7 @@ class DraftState:
 
     Args:
         context: the draft model's context length; 0 if there is no draft.
-        window: the window length c to begin with: the one that the last finished request used last.
+        window: the window length c to begin with: the last one of the request that ended last.
     """
 
     def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
@@ -122,8 +123,9 @@ class DraftState:
     def next_block(self) -> int:
         """Length of the next block: the pending tokens that a block rule judges as a whole.
 
-        A block is shorter than `Request.block` at the end of the text; a bonus token belongs to no
-        block. It is also shorter if the draft has paused, because no more tokens come.
+        A block is shorter than `Request.block` if fewer tokens can come: near the end of the text,
+        near the end of the draft's context, and after the draft has paused. A bonus token belongs
+        to no block, so the block leaves a position for the bonus token at the end of the text.
         """
         request = self._request
         text_left = request.submit.limit - request.sequence.committed - request.method.bonus
@@ -156,7 +158,7 @@ class DraftState:
         return window
 
     def grant(self) -> int:
-        """Return the first position that the draft may not draft. It never falls within an epoch.
+        """Return the first position that the draft may not draft. This only grows within an epoch.
 
         Also choose the window c anew at every 8th call. c changes only here, where the draft gets a
         new limit; otherwise the target could wait for tokens beyond the draft's limit. If the text
@@ -315,7 +317,8 @@ class DraftState:
     def _compare(self, message: DraftTokens) -> Received:
         """Compare draft tokens that came late with the tokens committed at their positions.
 
-        If all of them agree, append the message's further tokens to the pending tokens.
+        If all the draft tokens at committed positions agree, the message's tokens at later
+        positions become pending tokens.
         """
         request = self._request
         counts = request.counts
@@ -372,8 +375,9 @@ class DraftState:
     def _is_open(self, position: int, token: int) -> bool:
         """Return whether a branch for `token` at `position` may still be needed.
 
-        The position must not be committed, and the main line must have another token there. It may
-        have none there if the position is the next one and the method has bonus tokens.
+        The branch may be needed if the position is not committed, and the main line has another
+        token there. It may also be needed if the main line ends just before the position, and the
+        method has bonus tokens.
         """
         request = self._request
         tokens = request.sequence.tokens
@@ -386,7 +390,7 @@ class DraftState:
     def _is_astray(self, message: DraftTokens) -> bool:
         """Return whether these tokens cannot be right, because they follow a wrong draft token.
 
-        The draft sent them before it knew that the target had committed another token there.
+        The draft sent them before it knew that the target had replaced the wrong draft token.
         """
         is_correction = message.after is not None and message.after[0] == self._diverged
         return message.known <= self._diverged and not is_correction
@@ -410,7 +414,7 @@ class DraftState:
 
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
-    """Return a copy of the message that has only its tokens from index `start` to before `end`."""
+    """Return a copy of the message with only its tokens[start:end]."""
     if start == 0 and end >= len(message.tokens):
         return message
     is_lookup = start > 0 and message.source is Source.MODEL

@@ -53,8 +53,8 @@ class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
     Args:
-        slot: the slot of the draft model; a request may reuse the KV cache of the request before
-            it.
+        slot: the slot of the draft model. A request may reuse the KV cache of the slot's previous
+            request.
         context: how many tokens a slot holds; positions from `context` on are never drafted.
         machines: the machines of all slots, this one included.
         piece: see `Capabilities.prompt_piece`.
@@ -187,7 +187,7 @@ class DraftMachine(Machine):
         do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send the tokens of branches that were not sent before.
+        """Send the tokens of branches, except tokens that were sent before.
 
         A branch continues the text for one outcome other than the expected one. Branches for
         positions that are already committed are not sent.
@@ -401,8 +401,8 @@ class Drafter:
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
         """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
 
-        If no slot is free, return the machines in turn. The target then has ended a request, and
-        the `Finish` message of that request is on its way.
+        If no slot is free, successive calls return one machine after the other. The target has then
+        ended one of the running requests, but that request's `Finish` message is still on its way.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:

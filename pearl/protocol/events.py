@@ -161,7 +161,10 @@ class Drafted(OfRequest, frozen=True):
 
 
 class Open(OfRequest, frozen=True):
-    """Start a request in slot `slot`. The draft does so whenever it is sent a whole prefix."""
+    """Start a request in slot `slot`.
+
+    The draft starts a request anew whenever the target sends a whole prefix.
+    """
 
     prompt: tuple[int, ...]
     options: RequestOptions
@@ -169,7 +172,7 @@ class Open(OfRequest, frozen=True):
 
 
 class Spread(OfRequest, frozen=True):
-    """Compute on these cores from now on."""
+    """Compute on `cores` from now on."""
 
     cores: Cores
 
@@ -197,7 +200,7 @@ class Alternative(Struct, frozen=True):
     Attributes:
         tokens: the runner-up, and then the tokens prepared after it. They may replace the text's
             tokens from `position` on.
-        chances: for each of `tokens`, the probability that it is right if all tokens before it are.
+        chances: chances[i] is the probability that tokens[i] is right if all earlier tokens are.
     """
 
     position: int
@@ -247,7 +250,8 @@ class Forward(OfRequest, frozen=True):
     Attributes:
         start: the position of the first token to feed.
         tokens: the text's tokens to feed.
-        rows: how many of the last `tokens` to keep the logits of. Those of guesses are kept too.
+        rows: number of tokens at the end of `tokens` whose logits are kept. The logits of guesses
+            are always kept.
         guess: what to base guesses on; None to feed no guesses.
     """
 
@@ -346,8 +350,8 @@ class Sample(OfRequest, frozen=True):
 
     Attributes:
         node: the token of the last forward after which to draw, see `FedTokens`.
-        follow: whether to go on drawing where the drawn token was fed as a guess after `node`. The
-            logits after that guess then give the next draw, and so on.
+        follow: whether to draw further tokens. If the drawn token was fed as a guess after `node`,
+            the logits after the guess give the next draw, and so on.
     """
 
     position: int
@@ -361,8 +365,8 @@ class Judged(Struct, frozen=True):
     Attributes:
         accepted: how many tokens were accepted, counted from the first.
         token: the token to commit after the accepted ones: a correction. None if all were accepted.
-        stop_after: after how many of the committed tokens, `token` included, a stop string is
-            complete; None if there is none.
+        stop_after: a stop string is complete after this many of the tokens to commit, which are the
+            accepted tokens and `token`; None if no stop string is complete.
         odds: expected rejections and bias; None if the rule does not see the draft's distributions.
         is_candidate: whether `token` is no correction but accepted too, as one of several
             candidates for its position (rules batch and spectr).
@@ -378,8 +382,9 @@ class Judged(Struct, frozen=True):
 class Sampled(Struct, frozen=True):
     """The target's own draws for successive positions, in answer to `Sample`.
 
-    All draws but the last equal guesses that were fed: each is a child of the one before in the
-    tree. `stop_after` is the number of `tokens` after which a stop string is complete, or None.
+    All draws but the last were fed as guesses. In the tree of guesses each draw is a child of the
+    previous draw. `stop_after` is the number of `tokens` after which a stop string is complete, or
+    None if no stop string is complete.
     """
 
     tokens: tuple[int, ...]

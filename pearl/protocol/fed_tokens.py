@@ -53,9 +53,10 @@ class FedTokens:
         return self._children.get((node, token))
 
     def walk(self, node: int, tokens: Iterable[int]) -> list[int]:
-        """Follow `tokens` down the tree from `node`; return the nodes passed.
+        """Follow `tokens` down the tree from `node`; return their nodes.
 
-        Stops before the first token that the forward was not fed at this place.
+        Stops at the first token that is no child in the tree. In the example of the class,
+        walk(0, [7, 9]) returns [1], the node of 7, because 9 was not fed after 7.
         """
         children = self._children
         nodes = []
@@ -68,7 +69,10 @@ class FedTokens:
         return nodes
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
-        """Return the nodes whose logits are for the `count` positions from `position` on."""
+        """Return the nodes whose logits predict the `count` positions from `position` on.
+
+        In the example of the class, nodes(2, 1) returns (0,), the node of 6 at position 1.
+        """
         index = position - 1 - self.start
         return tuple(self.path[index : index + count])
 

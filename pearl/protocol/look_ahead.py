@@ -53,7 +53,7 @@ class LookAhead:
         """Return a new `Payoff`, which decides how many guesses to feed in one forward.
 
         Args:
-            fed: number of tokens that the forward is fed of the text, not counting guesses.
+            fed: number of tokens of the text that the forward is fed; guesses do not count.
             most: the most guesses that will be offered to the `Payoff`.
         """
         seq = self._request.sequence
@@ -67,7 +67,7 @@ class LookAhead:
         return Payoff(expected, seconds, LEAST_GAIN)
 
     def _acceptance(self, seen: Seen | None) -> float:
-        """Return the probability that a pending token is right if all tokens before it are."""
+        """Return the probability that a pending token is right if all earlier tokens are right."""
         if seen is None:
             return self._speeds.acceptance
         return self._speeds.foresight.agrees(seen)
@@ -75,7 +75,7 @@ class LookAhead:
     def _alternatives(self, pending: Sequence[Seen | None]) -> tuple[Alternative, ...]:
         """Return the likeliest runners-up of the pending tokens.
 
-        Each comes with the tokens that the draft's branch has after it, if there is such a branch.
+        If the draft has sent a branch for a runner-up, the branch's tokens follow the runner-up.
         """
         request = self._request
         foresight = self._speeds.foresight

@@ -76,7 +76,8 @@ class Source(StrEnum):
 class SparseRow(Record, frozen=True):
     """A distribution in which few tokens are possible.
 
-    `ids` has the bytes of their ids (int32 LE), `probs` those of their probabilities (float32 LE).
+    `ids` has the bytes of the possible tokens' ids (int32 LE), and `probs` has the bytes of their
+    probabilities (float32 LE).
     """
 
     ids: Annotated[bytes, Meta(max_length=MAX_FRAME)]
@@ -207,8 +208,8 @@ class Finished(Message, frozen=True, tag=6):
 class Begin(Message, frozen=True, tag=7):
     """The target sends the draft a whole prefix to draft from.
 
-    It does so at the start of a request, and again whenever the draft has to be resynchronised. For
-    `draft_until` and `digest` see `Verdict`.
+    A request starts with this message. The message is sent again whenever the draft has to be
+    resynchronised. For `draft_until` and `digest` see `Verdict`.
     """
 
     request: Count
@@ -261,7 +262,7 @@ class Verdict(Message, frozen=True, tag=9):
         epoch: higher than in the last verdict if the tokens that the draft has sent are discarded.
         start: the position of the first token in `tokens`.
         tokens: the tokens committed since the last verdict.
-        draft_until: the draft may draft the positions before this one.
+        draft_until: the first position that the draft may not draft.
         digest: rolling hash of the whole committed prefix, `tokens` included.
     """
 
@@ -286,7 +287,7 @@ class HiddenStates(Message, frozen=True, tag=18):
 
 
 class Resync(Message, frozen=True, tag=10):
-    """The draft requests the whole prefix, because its own lacks tokens or has another digest."""
+    """The draft requests the whole prefix; its copy lacks tokens or has another digest."""
 
     request: Count
     epoch: Count
@@ -352,9 +353,9 @@ class Pong(Message, frozen=True, tag=15):
 
 
 class Trace(Message, frozen=True, tag=17):
-    """Begins the trace recording `number` if `on` is true, and ends that recording otherwise.
+    """Begins the trace recording `number` if `on` is true, and ends the recording if not.
 
-    The receiver returns the same message once it has done so.
+    The receiver returns the same message once the recording has begun or ended.
     """
 
     number: Count

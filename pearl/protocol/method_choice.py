@@ -20,9 +20,9 @@ On a busy machine one way may drop to a fifth of its rate within a second while 
 its rate.  So a way is left within ten tokens if its rate falls below 0.7 of another way's rate.  A
 trial is then left for the best way, and the best way is left for a trial of the faster way.
 
-The rates of `ngram` and `ar` depend little on the text, but those of ways with a draft depend on it
-much.  A way with a draft that was best on one text may be slow on the next.  So `ngram` is tried
-again as soon as its usual rate is higher than the current rate of the best way.
+The rates of `ngram` and `ar` depend little on the text, but the rates of ways with a draft depend
+much on the text.  A way with a draft that was best on one text may be slow on the next.  So `ngram`
+is tried again as soon as its usual rate is higher than the current rate of the best way.
 
 Ways are tried only under rules whose text does not depend on what was proposed, and on one request
 at a time.
@@ -269,9 +269,10 @@ class Auto:
     def end(self) -> None:
         """End the text.
 
-        The last stretch counts if it has at least half of a stretch's tokens and steps. A trial
-        that no stretch of the best way follows is compared with the stretch before it, or with the
-        best way's usual rate.
+        The last stretch counts if it has at least half of a stretch's tokens and steps. If no
+        stretch of the best way has followed the last trial, the trial is compared with the best
+        way's last stretch in this text. If there is no such stretch either, the trial is compared
+        with the best way's usual rate.
         """
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()
@@ -281,7 +282,7 @@ class Auto:
         self._restart()
 
     def _start(self) -> None:
-        """Begin a stretch with `self.way`. The stretch is a trial unless this is the best way."""
+        """Begin a stretch with `self.way`; it is a trial unless `self.way` is the best way."""
         if self.way != self.best:
             self._since_trial = self._waited[self.way] = 0
         self._has_drafted |= METHODS[self.way].drafts
@@ -302,10 +303,10 @@ class Auto:
         return self._rate > 0 and self._steps >= _STEPS and self._tokens >= _TOKENS
 
     def _refuge(self) -> str | None:
-        """Return the way to change to if the way in use is clearly slower than it; None otherwise.
+        """Return a way to change to, if the way in use is clearly slower; None otherwise.
 
-        From a trial this is the best way. From the best way it is the way with the highest rate in
-        this text.
+        During a trial, this is the best way. If the best way is in use, this is the way that had
+        the highest rate in this text.
         """
         rates = dict(self._made)  # without the way in use
         rates.pop(self.way, None)
@@ -320,7 +321,7 @@ class Auto:
         return refuge if rate < _CLEARLY * rates[refuge] else None
 
     def _recent_rate(self) -> float | None:
-        """Return the tokens per second of the last steps; None if these are too few.
+        """Return the tokens per second of the last steps; None if the steps or tokens are too few.
 
         The slowest step is left out, because a disturbance of the machine may have slowed it.
         """
@@ -409,7 +410,8 @@ class Auto:
 
         Args:
             left: number of tokens left until the text's limit.
-            left_for_reading: the same for ways with a draft, less the cost of the draft's prefill.
+            left_for_reading: number of tokens left for ways with a draft: `left`, less the cost of
+                the draft's prefill if the draft has not prefilled the text yet.
         """
         if self._since_trial < _LEAST_PATIENCE or left < 2 * _TOKENS:
             return None
@@ -421,17 +423,18 @@ class Auto:
         return None
 
     def _is_affordable(self, method: str, left: int) -> bool:
-        """Return whether a trial is expected to cost only a small share of the tokens.
+        """Return whether a trial of `method` is neither too early nor too expensive.
 
-        These are the tokens that are left in the text, or those generated since the way's last
-        trial.
+        A trial is too early within `_patience` tokens of the way's last trial. It may cost a small
+        share of the tokens left in the text, or of the tokens generated since the way's last trial;
+        the larger of the two shares is the limit.
         """
         waited = self._waited[method]
         budget = max(_SHARE_OF_TEXT * left, _SHARE_OF_WAIT * waited)
         return waited >= self._patience(method) and self._cost(self._slowdown(method)) <= budget
 
     def _patience(self, method: str) -> float:
-        """Return how many tokens must lie between two trials of a way: more for slower ways."""
+        """Return how many tokens must lie between two trials of a way. Slower ways need more."""
         count = self.estimates[method].count
         if not count:
             return 0
@@ -443,8 +446,7 @@ class Auto:
     def _slowdown(self, method: str) -> float:
         """Return the best way's rate / the expected rate of `method`.
 
-        Return 0 if nothing is known about `method`, so that a trial of it is expected to cost
-        little.
+        Return 0 if nothing is known about `method`: a trial is then expected to cost little.
         """
         estimate = self.estimates[method]
         usual = self.rates.get(method)

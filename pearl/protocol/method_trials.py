@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class AutoText:
     """Chooses the way (the decoding method in use) of one text under method auto, and times it.
 
-    If the request has another method than auto, there is no choice, and this object only gives the
-    draft its cores back.  If the text depends on what is proposed (as under rule ratio), method
-    auto always uses the way `Auto.untimed`.
+    If the request has another method than auto, there is no choice. This object then only makes the
+    target leave the draft's cores to the draft.  If the text depends on what is proposed (as under
+    rule ratio), method auto always uses the way `Auto.untimed`.
 
     Args:
         draft: what the target knows about the draft in this request.

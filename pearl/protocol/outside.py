@@ -16,7 +16,7 @@ REFUSED = "RequestError"
 def can_serve(options: RequestOptions) -> bool:
     """Return whether a draft service takes requests with these options.
 
-    It drafts greedily and token by token, from logits without penalties, biases or grammars.
+    A draft service drafts greedily, token by token, without penalties, biases or grammars.
     """
     is_greedy = options.temperature == 0 and options.rule_in_force.block(options.parameters) == 1
     return options.method == OPTIONS.method and is_greedy and not options.shapes_logits

@@ -1,7 +1,7 @@
 """Proposals: tokens that were guessed for a text and are not judged yet.
 
-Tokens of the draft model and branches that it prepared for other outcomes are proposals.  A
-`ProposalStore` keeps the proposals of one request.
+The draft model's tokens are proposals, and so are the branches that it has prepared for outcomes
+other than the expected one.  A `ProposalStore` keeps the proposals of one request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Proposal(Struct, frozen=True):
         assert self.after is None or self.after[0] + 1 == self.start, (self.after, self.start)
 
     def followed_by(self, more: Proposal) -> Proposal:
-        """Return this proposal with the tokens of `more`, which continue it."""
+        """Return this proposal, extended by the tokens of `more`, which start at its end."""
         return replace(
             self,
             tokens=self.tokens + more.tokens,
@@ -56,8 +56,8 @@ class Proposal(Struct, frozen=True):
     def sources(self) -> tuple[Source, ...]:
         """Who guessed each token.
 
-        If the draft model proposed several tokens in one forward, it drew the first, and the later
-        ones are n-gram guesses that it confirmed (`Source.LOOKUP`).
+        If the draft model proposed several tokens in one forward, it drew the first token. The
+        later tokens are n-gram guesses that the draft model confirmed (`Source.LOOKUP`).
         """
         if self.source is Source.MODEL:
             return (Source.MODEL, *[Source.LOOKUP] * (len(self.tokens) - 1))

@@ -37,17 +37,17 @@ class Tally:
             committed.
         num_siblings: runners-up of the draft that the target was fed as guesses.
         guessed_by_source: committed guesses by who guessed them (`Source`). A token that several
-            sources guessed counts for the one that gave it the highest chance.
+            sources guessed counts for the source that gave it the highest chance.
         accepted_by_source: accepted draft tokens by how they were drafted: "model"; "lookup" if the
             draft confirmed an n-gram guess, which saved it a forward; "branch" if they belong to a
             branch that was prepared for the outcome of a rejection.
         num_draft_stops: windows that the stop policy ended early.
         num_rejections: draft tokens that were corrected. Counted only if the rule sees the draft's
             distributions, which rule coupled does not.
-        num_foreseen_rejections: rejections after which a branch for their outcome was there
-            already.
-        num_foreseen_bonuses: bonus tokens after which a branch for them was there already (method
-            ssd).
+        num_foreseen_rejections: rejections for which the draft had already sent the branch that
+            continues the correction.
+        num_foreseen_bonuses: bonus tokens for which the draft had already sent the branch that
+            continues the bonus token (method ssd).
         ways: for method auto, number of committed tokens by the way in use.
         rates: for method auto, tokens per second of each way as timed in this and earlier texts.
         draft_speedup: for method auto, speed of the best way with a draft / speed of `ngram`, by
@@ -98,7 +98,7 @@ class Counts(Tally):
     """The counters of a running request.
 
     Attributes:
-        odds: sum of the `Odds` of all judgements that have them; None if none has.
+        odds: sum of `Judged.odds` over all judgements; None if no judgement had any.
         late: draft tokens that agree with the text, but came after the target had committed its own
             draw for their position.
         loss: why the draft was lost; empty if it was not lost.

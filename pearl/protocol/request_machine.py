@@ -15,9 +15,9 @@ and not judged yet. It yields one row of logits for the position after each fed 
 
 The target may also be fed guesses, which come from n-grams, a datastore or a head. They form a tree
 together with the unfed tokens. If the text turns out to follow a guess, the row after the guess is
-there already. Some rules commit the target's own draw whatever was proposed. With guesses under
-such a rule no row is held: the target draws at once, and the draft continues from the tokens it is
-sent.
+there already. Under some rules the target commits its own draw, whatever was proposed. If such a
+rule is used with guesses, no row is held: the target draws at once, and the draft continues from
+the tokens that the target sends.
 """
 
 from __future__ import annotations
@@ -349,7 +349,8 @@ class RequestMachine(Machine):
     def _sample(self) -> None:
         """Draw the next token from the target's row, and commit it.
 
-        If the drawn token was fed as a guess, its row gives the token after it too, and so on.
+        If the drawn token was fed as a guess, the row after the guess gives a further token, and so
+        on.
         """
         request = self.request
         position = self.sequence.committed
@@ -366,10 +367,10 @@ class RequestMachine(Machine):
         request.commit(sampled.tokens[0], provenance, sampled.stop_after == 1)
 
     def commit_draws(self, sampled: Sampled, node: int) -> None:
-        """Commit the target's own draws, and count how many of them the draft tokens agree with.
+        """Commit the target's own draws, and count the draft tokens that agree with them.
 
-        All draws but the last were fed as guesses; these guesses are a path in the tree after
-        `node`.
+        All draws but the last were fed as guesses. In the tree of guesses they are a path that
+        begins after `node`.
         """
         request = self.request
         num_accepted = 0

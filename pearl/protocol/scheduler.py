@@ -51,10 +51,10 @@ class Batch(Generic[_Command]):
         """Return how many seconds to delay the forward, so that more requests can join it.
 
         The requests in `waiting` still wait for draft tokens. One draft forward serves several
-        requests, so their tokens arrive almost together. A request that misses this forward waits
-        for a whole one, so joining it saves that request t_target. Each ready request pays the
-        delay. The delay is at most t_target * waiting / ready, so that it costs no more than it can
-        save. It is also at most 1.2 draft forwards.
+        requests, so their tokens arrive almost together. If a request joins this forward, it need
+        not wait until the forward ends, which saves the request t_target. But the delay holds up
+        every request that is ready now. So the delay is at most t_target * waiting / ready: in sum
+        it then costs no more than it can save. It is also at most 1.2 draft forwards.
 
         Args:
             waiting: numbers of the requests that wait for draft tokens.
@@ -117,8 +117,8 @@ class Scheduler:
         """Take the next request off the queue and assign it a slot; return (request, slot).
 
         Return None if no request waits or no slot is free. The slot is the free one whose KV cache
-        holds the longest prefix of the prompt. If several hold equally much, it is the one that was
-        released first.
+        holds the longest prefix of the prompt. If several slots hold equally much, the slot that
+        was released first is assigned.
         """
         if not self._queues or not self._free:
             return None

@@ -10,7 +10,7 @@ _BASE = 1_000_003_579_127
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
     """Return the rolling polynomial hash of a prefix with hash `digest` followed by `tokens`.
 
-    Takes O(1) time per token. The hash is below 2**61; that of no tokens is 0.
+    Takes O(1) time per token. The hash is below 2**61; the hash of no tokens is 0.
     """
     for token in tokens:
         digest = (digest * _BASE + token + 1) % _MODULUS
@@ -61,8 +61,9 @@ class TokenSequence:
         return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
-        """Replace the sequence by a committed prefix; reuse the KV cache of their common tokens.
+        """Replace the sequence by `prefix`, all of whose tokens are committed.
 
+        The KV cache is reused as far as the old sequence and `prefix` begin with the same tokens.
         The last token always counts as not fed, because the logits after it are needed.
         """
         self.fed = min(self.held(prefix), len(prefix) - 1)

@@ -67,9 +67,9 @@ class ForwardTimes:
 
     Args:
         known: (size, seconds) of each size that was measured before.
-        like: times of the same model on other cores. A size that was measured only on those cores
-            is estimated from its time there. That time is multiplied by (sum of the times here) /
-            (sum of the times there), summed over the sizes measured here.
+        like: times of the same model on other cores. If a size was measured only on the other
+            cores, its time is estimated as its time there times a factor. The factor is (sum of the
+            times here) / (sum of the times there), summed over the sizes measured here.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class ForwardTimes:
     def seconds(self, fed: int) -> float:
         """Return the seconds of a forward of `fed` tokens, measured or interpolated; 0 if unknown.
 
-        The time of a size is never more than that of a larger size, because sizes that were
-        measured seldom may be outliers. Beyond the largest measured size, each further token adds
+        The time of a size is never more than the time of a larger size, because a time that was
+        measured seldom may be an outlier. Beyond the largest measured size, each further token adds
         the mean time per token between the smallest and the largest measured size.
         """
         table = self._sorted or self._table()
@@ -147,10 +147,10 @@ class ForwardTimes:
         return self._waits.get(size, _LASTS)
 
     def _bound(self, fed: int) -> float:
-        """Return the longest time, in seconds, with which the first forward of a size can count.
+        """Return the cap, in seconds, on the time of the first forward of a size.
 
-        This is the interpolated time or, if that is longer, `fed` times the time per token of the
-        largest measured size.
+        The cap is the interpolated time or, if that is longer, `fed` times the time per token of
+        the largest measured size.
         """
         table = self._table()
         if not table.sizes:
@@ -212,9 +212,9 @@ Times = tuple[tuple[Annotated[int, Meta(ge=1)], Seconds], ...]
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured speeds of a pair of models on its devices, with which an engine can start.
+    """The measured speeds of a pair of models on its devices. A later engine can start with them.
 
-    They are taken while no text is being generated.
+    The speeds are taken while no text is being generated.
 
     Attributes:
         t_draft: seconds of a draft forward; 0 if unknown.
@@ -250,8 +250,8 @@ class Speeds:
         elsewhere: the target's forward times on other sets of cores.
         auto: method auto's estimates.
         foresight: acceptance rates by what the draft's distribution says of a token.
-        cores: the cores that the target computes on now. It has only its own while a text uses the
-            draft.
+        cores: the cores that the target computes on now. The target has only its own cores while a
+            text uses the draft.
     """
 
     t_draft: float = 0.0
@@ -290,9 +290,10 @@ class Speeds:
         )
 
     def on(self, cores: Cores) -> ForwardTimes:
-        """Return the target's forward times on these cores.
+        """Return the target's forward times on `cores`.
 
-        Times that were not measured there are estimated from those on the target's own cores.
+        If a size was not measured on `cores`, its time is estimated from the time on the target's
+        own cores.
         """
         if cores is self.cores:
             return self.target
@@ -337,7 +338,7 @@ class Speeds:
         return self.t_target(1) / self.t_draft if self.t_draft else 0.0
 
     def best_window(self, beside: int = 0) -> int:
-        """Return the window c, in tokens, with the most expected tokens per second.
+        """Return the window c, in tokens, for which the expected tokens per second are highest.
 
         If target forwards took equally long for any number of tokens, this would be the speed ratio
         (PEARL, Theorem 1). Return a default if either model's speed is unknown.

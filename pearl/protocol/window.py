@@ -71,7 +71,7 @@ LEAST_GAIN = 1.05
 
 
 class Payoff:
-    """Decides how many guesses to feed in a forward for the most expected tokens per second.
+    """Decides how many guesses to feed in a forward, to maximise the expected tokens per second.
 
     Guesses are offered one by one, the likeliest first.
 
@@ -82,7 +82,7 @@ class Payoff:
         least_gain: feed guesses only if they multiply the tokens per second by more than this.
 
     Attributes:
-        count: how many of the guesses offered so far to feed, counted from the first.
+        count: number of guesses to feed: the first `count` guesses that were offered.
     """
 
     def __init__(self, expected: float, seconds: Sequence[float], least_gain: float = 1.0) -> None:
@@ -114,7 +114,7 @@ class Payoff:
 def worthwhile(
     chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
 ) -> int:
-    """Return how many candidate tokens to add to a forward for the most expected tokens per second.
+    """Return how many candidates to add to a forward, to maximise the expected tokens per second.
 
     Args:
         chances: for each candidate the probability that it is accepted, in descending order.
@@ -134,7 +134,7 @@ class Window:
 
     Attributes:
         needed: the target starts a forward once this many tokens wait to be fed.
-        draft_until: the draft may draft the positions of the text before this one.
+        draft_until: the first position of the text that the draft may not draft.
     """
 
     needed: int
@@ -162,10 +162,10 @@ class Window:
         Args:
             policy: "stream" or "fixed", see DESIGN section 2.
             c: the window length in tokens, fixed or chosen from measured speeds.
-            fresh: whether a new window begins at `length`, because no drafted token is left. This
-                is so after a prefill, a rejection or a bonus token.
-            pending: if `fresh`, the number of tokens of a branch that the draft had prepared for
-                this outcome; they are there although a new window begins.
+            fresh: whether a new window begins at `length`, as after a prefill, a rejection or a
+                bonus token.
+            pending: the number of pending tokens, used if `fresh`. A new window can begin with
+                pending tokens if the draft had prepared a branch for the correction or bonus token.
         """
         if not method.drafts:
             return Window(1, length)

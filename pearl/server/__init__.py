@@ -1,1 +1,4 @@
-"""The OpenAI-compatible HTTP face of an engine; needs the extra `server`. Launches nothing and knows no terminal."""
+"""An OpenAI-compatible HTTP server for an engine; it needs the extra `server`.
+
+The caller starts the engine. Nothing here uses the terminal.
+"""

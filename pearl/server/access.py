@@ -1,4 +1,4 @@
-"""Access control: checks the API key, the host and the origin before anything else of a request is read."""
+"""Access control: the API key, the host and the origin are checked before the body is read."""
 
 import hashlib
 import hmac
@@ -21,10 +21,11 @@ class Access:
     """Decides which requests are answered.
 
     Attributes:
-        key: the API key of /v1; None if requests need no key.
-        hosts: names that the Host header may have, without a port; None for any name. This keeps out web pages that
-            make a domain of their own resolve to the user's loopback address (DNS rebinding).
-        origins: origins of web pages that may use the server, besides its own.
+        key: the API key that paths under /v1 need; None if they need no key.
+        hosts: the names, without a port, that the Host header may have; None allows any name. The
+            check stops DNS rebinding: a web page that makes its own domain resolve to the user's
+            loopback address.
+        origins: origins of web pages that may use the server, besides the server's own page.
     """
 
     key: str | None = None
@@ -32,7 +33,10 @@ class Access:
     origins: frozenset[str] = frozenset()
 
     def check(self, request: Request) -> None:
-        """Raise `ApiError` for a request that is not answered."""
+        """Raise `ApiError` if the request must not be answered.
+
+        The host is checked for every path, the origin and the key for paths under /v1 only.
+        """
         self._check_host(request)
         # The path is not read from `request.url`, which a Host header with a slash would change.
         if request.scope["path"].startswith("/v1/"):
@@ -60,9 +64,10 @@ class Access:
     def _check_origin(self, request: Request) -> None:
         """Raise 403 for a request from a web page of another origin.
 
-        The page could not read the answer, but it would make the server compute the answer. Pages cannot change the
-        headers read here, and programs do not send them. A proxy may change the Host header, so Sec-Fetch-Site takes
-        precedence over the comparison with it.
+        The browser would hide the answer from the page, but the server would have computed it. The
+        check reads headers that only browsers send, and that pages cannot change. If the browser
+        sends Sec-Fetch-Site, this header decides. Otherwise, the page is the server's own if the
+        Origin header names the same host as the Host header, which a proxy may have changed.
         """
         origin = request.headers.get("origin")
         if origin is None:

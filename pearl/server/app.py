@@ -55,7 +55,7 @@ _LOOK_SECONDS = 1.0  # between two checks whether the server ends, while a timel
 
 
 class App:
-    """The ASGI application, `asgi`."""
+    """The server's endpoints; `asgi` is the ASGI application that serves them."""
 
     def __init__(self, service: Service, setup: Setup, access: Access) -> None:
         self._service = service
@@ -142,7 +142,7 @@ class App:
         return _WhileConnected(self._send_timeline)
 
     async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send what both workers do, as server-sent events, until the server ends."""
+        """Send what both workers do, as server-sent events, until the engine or the server ends."""
         stream = _EventStream(send)
         with self._timeline.viewed() as viewer, suppress(ApiError, EngineClosed):
             while True:
@@ -182,10 +182,10 @@ class App:
     def _posted(
         self, read: Callable[[Any], tuple[TextRequest, ReplyWriter]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Make an endpoint that answers with texts.
+        """Make the function that answers a POST request with generated texts.
 
         Args:
-            read: returns the checked request that a body makes, and the writer of its answer.
+            read: checks a parsed body; returns the request and the writer of its reply.
         """
 
         async def answer(request: Request) -> Response:
@@ -243,7 +243,7 @@ def _page_headers(html: str) -> dict[str, str]:
 
 
 class _WhileConnected(Response):
-    """An answer that takes time, and is cancelled if the client disconnects."""
+    """A response that takes time to compute, and is cancelled if the client disconnects."""
 
     def __init__(self, reply: ASGIApp) -> None:
         self._reply = reply
@@ -270,7 +270,7 @@ class _WhileConnected(Response):
 
 @dataclass
 class _Reply:
-    """Answers a request with its texts, as a stream or all at once.
+    """Answers a request with the texts generated for it, as a stream or all at once.
 
     `arrived`: when the request arrived, a time.monotonic().
     """
@@ -366,7 +366,10 @@ class _Reply:
 
 @contextmanager
 def _errors_about(param: str) -> Iterator[None]:
-    """Turn the engine's errors into errors for the client, about the field `param` unless they name an option."""
+    """Turn an error of the engine into an error for the client.
+
+    The client's error names the field `param`, unless the engine's error names an option.
+    """
     try:
         yield
     except PearlError as error:
@@ -374,7 +377,10 @@ def _errors_about(param: str) -> Iterator[None]:
 
 
 class _EventStream:
-    """Sends the server-sent events of several texts, one at a time. The headers go out with the first event."""
+    """Sends the server-sent events of several texts, one event at a time.
+
+    The headers go out with the first event.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send

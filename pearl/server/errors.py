@@ -27,7 +27,7 @@ _WHOLE = re.compile(
 )
 _HEADERS = {  # by status
     401: {"www-authenticate": "Bearer"},
-    408: {"connection": "close"},  # else the rest of the body would be read as the next request
+    408: {"connection": "close"},  # so that the rest of the body is not read as a request
 }
 
 
@@ -46,11 +46,11 @@ class Error(BaseModel):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Refuses a request.
+    """The error with which the server refuses a request.
 
     Attributes:
-        status: the status code of HTTP.
-        param: the wrong field of the request, if any.
+        status: the HTTP status code.
+        param: the name of the wrong field; None if the error is about no single field.
         code: a short name that programs can test.
     """
 
@@ -89,7 +89,8 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     """Turn an error of the engine into an error for the client.
 
     Args:
-        param: the field that a `RequestError` is about, unless the error's text begins with the name of an option.
+        param: the field that a `RequestError` or `ConfigError` is about. If the error's text begins
+            with the name of an option, that option is named instead.
     """
     match error:
         case RequestError() | ConfigError():
@@ -132,7 +133,7 @@ def invalid_field(failure: ValidationError) -> ApiError:
 
 
 def _in_words(message: str) -> str:
-    """Return pydantic's message without its own terms."""
+    """Return pydantic's message without words for programmers, such as "Value error, "."""
     message = re.sub(
         "^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message
     )
@@ -140,7 +141,10 @@ def _in_words(message: str) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Return pydantic's location as a path such as messages[0].content. Leaves out tags of unions, such as "|text"."""
+    """Return pydantic's location as a path such as messages[0].content.
+
+    Tags of unions, such as "|text", are left out.
+    """
     path = ""
     for part in loc:
         if isinstance(part, int):

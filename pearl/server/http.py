@@ -1,4 +1,7 @@
-"""Reads the bodies of requests, and writes replies as OpenAI's objects, whole or in chunks; `app` sends them."""
+"""Reads the bodies of requests, and writes replies as OpenAI's objects, whole or in chunks.
+
+The module `app` sends the replies.
+"""
 
 import asyncio
 import secrets
@@ -23,7 +26,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request) -> Any:
-    """Return the parsed body. Raises `ApiError`."""
+    """Return the body, parsed from JSON.
+
+    Raises `ApiError` if the body is no JSON, too long, or does not arrive within `BODY_SECONDS`.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise ApiError(415, "send the body with the header Content-Type: application/json")
@@ -58,13 +64,15 @@ class ReplyText:
     """One text of a reply, as OpenAI's message: reasoning, content and tool calls.
 
     Attributes:
-        index: its place among the texts of the request.
-        result: the engine's result; complete once the text has ended.
-        wait_seconds: how long the text waited until it was submitted.
-        reasoning_tokens: number of tokens up to the end of the reasoning; its closing tag may be among the answer's.
+        index: the text's place among the texts of the request, from 0.
+        result: the engine's result; it is set once the text has ended.
+        wait_seconds: how long the text waited until it was sent to the engine's workers.
+        reasoning_tokens: number of tokens of the reasoning. The tokens of the closing tag may count
+            as tokens of the answer.
 
     Args:
-        parser: takes the text apart; None if all of it is content.
+        parser: splits the text into reasoning, content and calls; None if all of the text is
+            content.
     """
 
     result: Result
@@ -74,12 +82,12 @@ class ReplyText:
         self.index = index
         self.reasoning_tokens = 0
         self._parser = parser
-        self._reply = Delta()  # so far
+        self._reply = Delta()  # all that was fed so far
         self._is_thinking = False
         self._held_tokens = 0  # whose text may still become reasoning or answer
 
     def feed(self, piece: Piece) -> dict[str, Any]:
-        """Take the next piece of the text, and return the fields of a delta that are certain with it.
+        """Take the next piece of the text, and return the fields of the delta that it adds.
 
         Text that may be the beginning of a tag or call is held back until a later piece.
         """
@@ -96,7 +104,7 @@ class ReplyText:
         return self._taken(joined)
 
     def finish(self) -> dict[str, Any]:
-        """Return the fields of the last delta: what was held back."""
+        """End the text, and return the fields of the last delta: the text that was held back."""
         if self._parser is None:
             return {}
         new = self._parser.finish()
@@ -106,7 +114,10 @@ class ReplyText:
         return self._taken(new)
 
     def _count(self, new: Delta) -> None:
-        """Count the held tokens as reasoning or as answer, once `new` shows which of the two they belong to."""
+        """Count the tokens whose text was held back, as soon as `new` shows where they belong.
+
+        If `new` has reasoning, the tokens count as reasoning, otherwise as answer.
+        """
         is_answer = bool(new.content or new.calls)
         if new.reasoning:
             self.reasoning_tokens += self._held_tokens
@@ -115,13 +126,13 @@ class ReplyText:
             self._is_thinking = not is_answer
 
     def _taken(self, new: Delta) -> dict[str, Any]:
-        """Add what is new to the reply; return its fields."""
+        """Add `new` to the reply, and return the fields of `new` that are not empty."""
         self._reply += new
         return _fields(new)
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message so far."""
+        """The message, as far as the text has been generated."""
         message = {"role": "assistant", "content": "", **_fields(self._reply)}
         if self._reply.calls:
             message["tool_calls"] = [without(call, "index") for call in self._reply.calls]
@@ -151,23 +162,29 @@ def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 class ReplyWriter(Protocol):
-    """Writes a reply in the format of one endpoint: as a whole, or as server-sent events that are sent one by one."""
+    """Writes a reply in the format of one endpoint, whole or as server-sent events."""
 
     def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
-        """Return a reply whose texts have ended. May take long: call it outside the event loop."""
+        """Return the whole reply; all its texts must have ended.
+
+        This may take long, so it is called outside the event loop.
+        """
 
     def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
-        """Return the events of a piece. Before the first piece of a text, return also those that begin the text.
+        """Return the events of a piece. The first piece's events include those that begin the text.
 
         Args:
             delta: what the piece adds to the text's message.
         """
 
     def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
-        """Return the events that end a text. `delta`: what was held back of its message."""
+        """Return the events that end a text.
+
+        `delta`: the part of the message that was held back until the end.
+        """
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        """Return the events after all texts."""
+        """Return the events that end the stream, once all texts have ended."""
 
     def error(self, body: dict[str, Any]) -> bytes:
         """Return the last event of a stream that fails."""
@@ -206,7 +223,11 @@ class CompletionWriter(ReplyWriter):
         return encode({**self._head, "object": self._OBJECT, "usage": usage, "choices": choices})
 
     def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
-        """Return a chunk if the piece has text, or if the client requested details of its tokens."""
+        """Return the chunk for a piece; no bytes if the chunk would be of no use.
+
+        A chunk is of use if the piece adds to the message, or if the piece has tokens whose details
+        the client has requested.
+        """
         has_details = self._include_provenance or piece.details
         if not delta and not (has_details and piece.tokens):
             return b""
@@ -231,15 +252,15 @@ class CompletionWriter(ReplyWriter):
         return event(body)
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a whole text."""
+        """Return the fields of a choice that hold a whole text."""
         return {"text": message["content"]}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a piece."""
+        """Return the fields of a choice that hold one piece of a text."""
         return {"text": delta.get("content", "")}
 
     def _logprobs(self, tokens: Sequence[int], details: Sequence[TokenDetails]) -> Any:
-        """Return log probabilities of tokens; None if the client did not request them, as only chats can."""
+        """Return the field `logprobs`; None here, because only chats have log probabilities."""
         return None
 
     def _chunk(
@@ -299,22 +320,23 @@ class ChatWriter(CompletionWriter):
 
 
 def _with_both_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message or delta whose reasoning has both names that clients know."""
+    """Return a message or delta with its reasoning under both names that clients read."""
     if "reasoning_content" not in message:
         return message
     return message | {"reasoning": message["reasoning_content"]}
 
 
 def finish_reason(result: Result) -> str:
-    """Return OpenAI's finish reason, "length" or "stop"; an end-of-sequence token is a stop."""
+    """Return OpenAI's finish reason: "length" for a text that was cut, otherwise "stop"."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
 def usage(texts: Sequence[ReplyText], n: int) -> dict[str, Any]:
-    """Count the tokens of a request, and add the statistics of its drafts: the field `usage` of every endpoint.
+    """Return the field `usage`: the request's token counts, and its statistics of speculation.
 
     Args:
-        n: texts for each prompt, adjacent in `texts`; the tokens of a prompt count once.
+        n: number of texts for each prompt. The texts of one prompt are adjacent in `texts`, and the
+            tokens of the prompt are counted once for all of these texts.
     """
     results = [text.result for text in texts]
     prompt_tokens = sum(len(result.prompt_tokens) for result in results[::n])
@@ -369,7 +391,7 @@ def _statistics(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def sources(results: Sequence[Result]) -> dict[str, int]:
-    """Count the tokens by source."""
+    """Return the number of generated tokens by source, such as {"accepted": 30, "corrected": 4}."""
     counts: Counter[str] = Counter()
     for result in results:
         counts.update(source.value for source in result.provenance)

@@ -1,4 +1,8 @@
-"""The server's address and lifetime: it binds before a model loads, and serves until a signal or the engine's loss."""
+"""The server's address and lifetime.
+
+The address is bound before a model is loaded. The server runs until a signal ends it or the engine
+is lost.
+"""
 
 import asyncio
 import ipaddress
@@ -30,22 +34,25 @@ STOP_SECONDS = 2.0  # how long running requests may go on after the signal
 _CUT_SECONDS = 5  # how long open connections may last after the signal
 _IDLE_SECONDS = 15  # how long a connection may idle before its first request and between two
 _LOOK_SECONDS = 0.2
-_HEADER = 32 << 10  # bytes of a request line and headers that have not ended
-_CONNECTIONS = 512  # maximum open connections: from there on every request gets 503
+_HEADER = 32 << 10  # maximum bytes of a request line and its headers
+_CONNECTIONS = 512  # maximum number of open connections; beyond it, every request gets 503
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 
 @dataclass(frozen=True)
 class Door:
-    """A bound address.
+    """A bound address, and the settings of the server that will answer there.
 
     Attributes:
-        bound: a socket that does not listen yet, so connections are refused until the models are loaded.
+        bound: a socket that does not listen yet, so connections are refused until the models are
+            loaded.
         host: the host, as a URL has it.
         access: decides which requests are answered.
-        model: the name under which clients request the model; None for the name under which it was loaded.
+        model: the name under which clients request the model; None for the name under which it was
+            loaded.
         tool_parser: the format in which the model writes tool calls, a name in `pearl.text.tools`.
-        reasoning_tags: the tags around its reasoning, as `pearl.text.reasoning.check_tags` takes them.
+        reasoning_tags: the tags around the model's reasoning, as `pearl.text.reasoning.check_tags`
+            takes them.
         logs_requests: whether each request is logged.
     """
 
@@ -71,10 +78,11 @@ class Door:
     def serve(self, engine: Engine, options: RequestOptions) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        Raises `ConfigError` if the address is in use, and `TargetLost` `LOST_SECONDS` after the engine is lost.
+        Raises `ConfigError` if the address is in use. If the engine is lost, the server answers
+        with 503 for `LOST_SECONDS`, and then raises `TargetLost`.
 
         Args:
-            options: the defaults of requests.
+            options: the default options of requests.
         """
         raise_limit()
         try:
@@ -104,7 +112,11 @@ class Door:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection. It also closes if no first request comes, or if malformed bytes come during an answer."""
+    """uvicorn's connection, which the server also closes in two further cases.
+
+    The first case: no first request comes in time. The second: malformed bytes come while the
+    server answers.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -157,16 +169,24 @@ async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
 
 
 def name_of(target: str) -> str:
-    """Return the model's name for clients: its directory's or file's name without the path, else `target`."""
+    """Return the model's name for clients.
+
+    If `target` is the path of a file or directory, the name is its last part; otherwise it is
+    `target`.
+    """
     path = Path(target)
     return path.name if path.exists() else target
 
 
 def bind(address: str, key: str | None = None, origins: Sequence[str] = (), **options: Any) -> Door:
-    """Bind HOST:PORT; port 0 stands for any free port. Raises `ConfigError`.
+    """Bind HOST:PORT; port 0 stands for any free port.
+
+    Raises `ConfigError` if the address cannot be bound, or if other machines can reach the address
+    and there is no key.
 
     Args:
-        key: the API key. Without a key, the Host header of a request must be one of the server's own names.
+        key: the API key; None if requests need no key. Without a key, the Host header of a request
+            must be one of the server's own names.
         origins: see `Access`.
         options: further fields of `Door`.
     """

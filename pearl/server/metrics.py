@@ -1,7 +1,7 @@
 """Metrics of the server for Prometheus.
 
-Series that mean the same as vLLM's have vLLM's names, so that dashboards for vLLM show them. The names of all other
-series begin with `pearl:`.
+A series that vLLM has, too, has vLLM's name here, so that dashboards for vLLM show it. The names of
+all other series begin with `pearl:`.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,9 @@ _SERIES = yaml.decode((files("pearl.server") / "series.yaml").read_bytes(), type
 
 
 class ServerMetrics:
-    """All series of one server, with the label `model_name`; for the event loop's thread only.
+    """All series of one server, with the label `model_name`.
+
+    Only the event loop's thread may call the methods.
 
     Args:
         gauges: functions that return the current value of "running", "waiting" and "restarts".
@@ -49,7 +51,7 @@ class ServerMetrics:
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._model = model
         self._registry = prometheus_client.CollectorRegistry()
-        # For a series with a label, a function of its value.
+        # For a series with a label: a function that takes the label's value.
         self._series = {key: self._registered(series) for key, series in _SERIES.items()}
         for key, current in gauges.items():
             self._series[key].set_function(current)
@@ -73,7 +75,7 @@ class ServerMetrics:
         return prometheus_client.generate_latest(self._registry)
 
     def refused(self, status: int) -> None:
-        """Count a request that was not served."""
+        """Count a request that was refused with the HTTP code `status`."""
         self._series["refused"](str(status)).inc()
 
     def piece(self, piece: Piece) -> None:

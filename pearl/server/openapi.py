@@ -18,12 +18,13 @@ _PROBLEMS = (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)
 
 @dataclass(frozen=True)
 class HttpEndpoint:
-    """A path of the server, from which both its route and its part of the document are made.
+    """A path of the server; its route and its entry in /openapi.json are made from this.
 
     Attributes:
-        path: the path in Starlette's notation, such as /v1/models/{name:path}, where {name} is a model.
+        path: the path in Starlette's notation, such as /v1/models/{name:path}, where {name} is a
+            model.
         answer: the function that answers a request.
-        description: what the answer is; /openapi.json leaves out an endpoint without description.
+        description: what the answer is. An endpoint without a description is not in /openapi.json.
         body: the schema of a POST request; None if the endpoint is for GET.
     """
 
@@ -34,7 +35,12 @@ class HttpEndpoint:
 
 
 def document(endpoints: Sequence[HttpEndpoint], model: str, keyed: bool) -> dict[str, Any]:
-    """Return the whole document. `model`: the name of the served model; `keyed`: whether /v1 needs an API key."""
+    """Return the whole document.
+
+    Args:
+        model: the name of the served model.
+        keyed: whether the paths under /v1 need an API key.
+    """
     bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
     paths = {}
     for endpoint in endpoints:

@@ -11,7 +11,7 @@ DISCONNECTED = 499  # nginx's status of a request whose client did not wait for 
 
 
 def show_requests(is_on: bool) -> None:
-    """Turn the log of requests on or off, whatever the level of other messages is."""
+    """Turn the log of requests on or off; the level of all other log messages stays."""
     log.setLevel(logging.INFO if is_on else logging.CRITICAL)
 
 
@@ -50,5 +50,5 @@ def log_refused(what: str, status: int, message: str) -> None:
 
 
 def _short(text: str) -> str:
-    """Return `text` on one line, without its end if it is long."""
+    """Return `text` on one line, cut after 200 characters."""
     return " ".join(text.split())[:200]

@@ -32,14 +32,14 @@ TextBody = ChatCompletionRequest | CompletionRequest
 
 @dataclass(frozen=True)
 class Setup:
-    """What a server serves.
+    """The model that a server serves, and the settings with which requests are read.
 
     Attributes:
         model: the name under which clients request the model.
-        options: the defaults of requests.
-        tools: the format in which the model writes calls.
+        options: the default options of requests.
+        tools: the format in which the model writes calls of tools.
         engine: the configuration of the engine.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
     """
 
     model: str
@@ -55,7 +55,8 @@ class TextRequest:
 
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
-        params: how to decode and sample. `numbered` returns the options of one of the texts.
+        params: the options that all texts of the request share; `numbered` completes them for one
+            text.
         prompt_field: name of the field with the prompts.
         limit_field: name of the field that set max_tokens; empty if max_tokens is a default.
         format: how calls of tools are written in the text; None if the text may have no calls.
@@ -70,7 +71,7 @@ class TextRequest:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the reply, if it is part of a chat's prompt."""
+        """The beginning of the reply that a chat's prompt already has; empty if there is none."""
         prompt = self.prompts[0]
         return prompt.prefix if isinstance(prompt, Chat) else ""
 
@@ -103,7 +104,7 @@ class TextRequest:
         return ReplyText(index, parser)
 
     def shown(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> set[str]:
-        """Return the special tokens whose names the reply's parser reads."""
+        """Return the special tokens that stay in the text because the reply's parser needs them."""
         names: set[str] = set()
         if not isinstance(self.body, ChatCompletionRequest):
             return names
@@ -118,7 +119,8 @@ class TextRequest:
         """Return the options of text number `sample`, counted from 0. All texts share one seed.
 
         Args:
-            room: how many tokens the context can hold after the prompt. A default of max_tokens is at most this.
+            room: how many tokens the context can hold after the prompt. The server's default of
+                max_tokens is reduced to this; a max_tokens in the request is not.
         """
         max_tokens = self.params.max_tokens
         if max_tokens is not None and not self.limit_field:
@@ -170,7 +172,11 @@ def _chat(request: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup)
 
 
 def _begun(message: Mapping[str, Any], setup: Setup) -> str:
-    """Return the text of a reply that is to be continued, with its reasoning where the model writes any."""
+    """Return the beginning of the reply, which the client has sent and the model continues.
+
+    If the client has sent reasoning, the result begins with the reasoning, in the tags that the
+    model uses.
+    """
     content = str(message["content"])
     thought = message.get("reasoning_content")
     if not thought or setup.tokenizer is None:
@@ -182,8 +188,8 @@ def _begun(message: Mapping[str, Any], setup: Setup) -> str:
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool for the chat template.
 
-    It is made from the body, not from the parsed schema: a template writes fields in the order that it gets, which
-    should be the client's order.
+    The prompt should have the fields in the client's order. A template writes the fields in the
+    order in which it gets them, so the tool is made from the body, not from the parsed schema.
     """
     fields = {}
     for name, value in function.items():
@@ -217,7 +223,10 @@ def _decoding(request: TextBody, setup: Setup) -> RequestOptions:
 
 
 def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
-    """Return the options that constrain the text: to `response_format`, or to a call if the model must make one."""
+    """Return the options that constrain the text; empty if nothing constrains it.
+
+    A text is constrained to a call if the model must call a tool, otherwise to `response_format`.
+    """
     cause = "response_format"
     schema = None
     if request.response_format is not None:
@@ -242,9 +251,9 @@ def _grammar(request: TextBody, setup: Setup) -> dict[str, Any]:
 
 
 def check_fits(tokens: Sequence[int], request: TextRequest, context: int) -> None:
-    """Raise `ApiError` if the context is too small for the prompt and the text.
+    """Raise `ApiError` if the prompt is empty, or if the context is too small for prompt and text.
 
-    The text has max_tokens tokens if the request sets max_tokens, else at least one.
+    The text needs max_tokens tokens if the request sets max_tokens, otherwise at least one.
     """
     if not tokens:
         raise ApiError(400, "the prompt is empty", param=request.prompt_field)

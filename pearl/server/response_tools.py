@@ -1,12 +1,14 @@
 """Tools of /v1/responses as functions of a chat, where names have no namespace.
 
-Codex sends the functions of an MCP server as a group, and newer versions send all tools as an item of `input`:
+Codex sends the functions of an MCP server as a group, and newer versions send all tools as an item
+of `input`:
 
     {"type": "additional_tools", "tools": [
-        {"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]}
+        {"type": "namespace", "name": "mcp__files", "tools": [
+            {"type": "function", "name": "read"}]}]}
 
-The model is told of a function mcp__files__read. If it calls this function, the client gets {"name": "read",
-"namespace": "mcp__files"}, and finds by both fields what to run.
+The model is told of a function mcp__files__read. If the model calls this function, the client gets
+{"name": "read", "namespace": "mcp__files"}, and finds by both fields what to run.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ _TOP = "functions"  # the namespace of functions that are in no other
 
 
 class _Member(NamedTuple):
-    """A tool, and the namespace that it is in; empty for none."""
+    """A tool and its namespace, which is empty if the tool is in none."""
 
     namespace: str
     tool: dict[str, Any]
@@ -27,7 +29,8 @@ class ResponseTools:
     """The tools of one request.
 
     Attributes:
-        chat_tools: in the notation of chats; tools of other types than `function` are as they were.
+        chat_tools: the tools in the notation of /v1/chat/completions. Tools of types other than
+            `function` are unchanged.
     """
 
     def __init__(self, tools: list[Any], items: list[dict[str, Any]]) -> None:
@@ -39,14 +42,14 @@ class ResponseTools:
         for member in _members(tools):
             if member.tool.get("type") == "function":
                 name = chat_name(member.namespace, str(member.tool.get("name")))
-                self._members[name] = member  # sent again in a later item: the latest counts
+                self._members[name] = member  # the latest, if it is sent again
             else:
                 others.append(member.tool)
         functions = [_chat_tool(name, member.tool) for name, member in self._members.items()]
         self.chat_tools = functions + others
 
     def call_fields(self, name: str) -> dict[str, Any]:
-        """Return the fields of a call's item that name its function. `name`: the name in the chat."""
+        """Return the fields of a call that name its function. `name`: its name in the chat."""
         member = self._members.get(name)
         if member is None or not member.namespace:
             return {"name": name}
@@ -70,7 +73,7 @@ def _members(tools: list[Any]) -> Iterator[_Member]:
 
 
 def objects_in(values: Any) -> list[dict[str, Any]]:
-    """Return the objects in what should be a list of them."""
+    """Return the JSON objects in `values`, which should be a list of objects; skip all else."""
     if not isinstance(values, list):
         return []
     return [value for value in values if isinstance(value, dict)]

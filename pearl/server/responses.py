@@ -1,4 +1,7 @@
-"""/v1/responses: turns its requests into chats, and the chats' texts into items and events, in OpenAI's order."""
+"""The endpoint /v1/responses.
+
+Its requests become chats. The texts of these chats become items and events, in OpenAI's order.
+"""
 
 import json
 import re
@@ -32,7 +35,7 @@ from pearl.text.tools import Call
 
 MOST_KEPT = 1000  # responses that can be continued
 MOST_CHARACTERS = 64 << 20  # of their conversations as JSON
-# Fields of a chat -> their names here. Messages have other numbers than items.
+# Fields of a chat -> their names here. A message's index is dropped: items have other indices.
 _RENAMED = {
     re.compile(r"^messages(\[\d+\])?(?=\W|$)"): "input",
     re.compile("^max_completion_tokens"): "max_output_tokens",
@@ -71,7 +74,7 @@ class ResponsesRequest(SharedRequest):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The items of `input`."""
+        """The items of `input`; if `input` is a text, one message of the user."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
@@ -79,7 +82,10 @@ class ResponsesRequest(SharedRequest):
     def chat(
         self, body: dict[str, Any], messages: list[dict[str, Any]], tools: ResponseTools
     ) -> dict[str, Any]:
-        """Return the body of the chat. `messages`: those of `input` and of earlier responses."""
+        """Return the body of an equivalent request to /v1/chat/completions.
+
+        `messages`: the chat's messages, made from earlier responses and from `input`.
+        """
         shared = self.model_fields_set & ChatCompletionRequest.field_names
         chat = {name: body[name] for name in shared - {"stream_options"}}
         if self.instructions is not None:
@@ -109,14 +115,22 @@ class ResponsesRequest(SharedRequest):
 
 
 def _renamed(text: str) -> str:
-    """Replace names of a chat's fields in `text`, a field or an error message, by the names of this endpoint."""
+    """Return `text` with this endpoint's name of a field in place of the chat's name.
+
+    For example, messages becomes input. `text` is the name of a chat's field, or an error message
+    that begins with such a name.
+    """
     for pattern, name in _RENAMED.items():
         text = pattern.sub(name, text)
     return text
 
 
 def _named(choice: Any) -> Any:
-    """Return a chat's choice of a function, {"type": "function", "function": {"name": ...}}, for a response's."""
+    """Return a choice of a function in the notation of chats.
+
+    For example, {"type": "function", "name": "read"} becomes {"type": "function", "function":
+    {"name": "read"}}. Any other choice is returned unchanged.
+    """
     if not isinstance(choice, dict) or choice.get("type") != "function":
         return choice
     name = chat_name(choice.get("namespace"), str(choice.get("name")))
@@ -124,11 +138,14 @@ def _named(choice: Any) -> Any:
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages; items of types that have no place there are left out. Raises `ApiError`.
+    """Return the items as messages of a chat.
 
-    An assistant's reasoning, content and calls are three items and one message:
-    [{"type": "reasoning", ...}, {"type": "function_call", ...}] becomes
-    [{"role": "assistant", "content": "", "reasoning_content": ..., "tool_calls": [...]}].
+    An assistant's reasoning, content and calls are three items here, but one message of a chat:
+    [{"type": "reasoning", ...}, {"type": "function_call", ...}] becomes [{"role": "assistant",
+    "content": "", "reasoning_content": ..., "tool_calls": [...]}].
+
+    Items of unknown types are left out. Raises `ApiError` if there are too many items, or if one
+    refers to an earlier item by its id.
     """
     if len(items) > MOST_MESSAGES:
         raise invalid("input", f"takes at most {MOST_MESSAGES} items")
@@ -167,9 +184,10 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
-    """Return the assistant's message that the next item belongs to: the last, unless it has one of the fields `ends`.
+    """Return the assistant's message to which the next item is added.
 
-    Otherwise the item begins a new message, which is appended.
+    The last of `messages` is returned if it is an assistant's and has none of the fields `ends`.
+    Otherwise, a new message is appended to `messages` and returned.
     """
     last_message = messages[-1] if messages else {}
     if last_message.get("role") != "assistant" or any(last_message.get(end) for end in ends):
@@ -198,7 +216,11 @@ def _output(output: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    """Return a chat's content; parts of unknown kinds stay, to be refused by the chat's schema."""
+    """Return an item's content as the content of a chat's message.
+
+    For example, a part of the type input_text gets the type text. Parts of unknown types are kept,
+    so that the chat's schema refuses them.
+    """
     if not isinstance(content, list):
         return content
     parts = []
@@ -215,7 +237,7 @@ class _Conversation(NamedTuple):
 
 
 class Responses:
-    """The endpoint: reads requests, and keeps the conversations of the latest responses."""
+    """Reads requests, and keeps the conversations of the latest responses for later requests."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -224,7 +246,7 @@ class Responses:
         self._lock = threading.Lock()
 
     def read(self, body: Any) -> tuple[TextRequest, ReplyWriter]:
-        """Return the checked request, and what writes its answer. Raises `ApiError`."""
+        """Return the checked request, and the writer of its reply. Raises `ApiError`."""
         response = validate(ResponsesRequest, body)
         messages = self._earlier(response.previous_response_id) + chat_messages(response.items)
         tools = ResponseTools(response.tools, response.items)
@@ -246,7 +268,10 @@ class Responses:
         return request, writer
 
     def _earlier(self, id: str | None) -> list[dict[str, Any]]:
-        """Return the messages of the response `id` and those before it."""
+        """Return the conversation up to and including the response `id`; empty if `id` is None.
+
+        Raises `ApiError` if the response is not kept.
+        """
         with self._lock:
             if id is None:
                 return []
@@ -270,7 +295,7 @@ class Responses:
 # ---- answers ----
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
-_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # item -> the kind of its part
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by the item's type
 # Fields of a chat's usage -> their names here.
 _RENAMED_USAGE = {
     "prompt_tokens": "input_tokens",
@@ -294,9 +319,10 @@ _ECHOED = (  # fields that a response repeats
 
 
 class _ResponseWriter(ReplyWriter):
-    """Writes one response: its output is a list of items, of which the last grows.
+    """Writes one response, whose output is a list of items; new text is added to the last item.
 
-    Every method that writes takes the next numbers of the stream's events.
+    Events are numbered, so the methods that return events must be called in the order of the
+    stream.
     """
 
     def __init__(
@@ -313,7 +339,7 @@ class _ResponseWriter(ReplyWriter):
         self._items: list[dict[str, Any]] = []
         self._number = 0
         self._events = b""  # not returned yet
-        self._status = "completed"  # of what has ended
+        self._status = "completed"  # of items, and of the response, once they have ended
 
     def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
         self.last(texts[0], texts[0].message)
@@ -371,7 +397,7 @@ class _ResponseWriter(ReplyWriter):
         }
 
     def _add(self, name: str, /, **fields: Any) -> None:
-        """Add an event to those that are written next."""
+        """Add an event to those that the next call of `_written` returns."""
         self._events += self._event(f"response.{name}", fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
@@ -385,7 +411,7 @@ class _ResponseWriter(ReplyWriter):
         return events
 
     def _add_of_item(self, name: str, /, **fields: Any) -> None:
-        """Add an event that names its item, the last one."""
+        """Add an event about the last item, with that item's id and index."""
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         self._add(name, **place, **fields)
 
@@ -412,7 +438,7 @@ class _ResponseWriter(ReplyWriter):
         self._add_of_item(f"{_TEXTS[kind]}.delta", **fields)
 
     def _begin(self, kind: str, call: Call | None = None) -> None:
-        """Close the last item, and begin a new one."""
+        """Close the last item, and begin a new item of the type `kind`."""
         self._close()
         id = f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
         item: dict[str, Any] = {"id": id, "type": kind, "status": "in_progress"}

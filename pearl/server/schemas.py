@@ -1,7 +1,8 @@
-"""The bodies of requests as pydantic models, from which /openapi.json is made too, and the checks that fields share.
+"""The bodies of requests as pydantic models, and the checks that their fields share.
 
-A field that is not supported is refused by name if it would change the text, and ignored otherwise. Unknown fields are
-ignored, so that clients of other servers need no change; the log warns once about each.
+/openapi.json is made from the same models. A field that is not supported is refused by name if it
+would change the text, and ignored otherwise. Unknown fields are ignored, so that clients of other
+servers need no change; the log warns once about each.
 """
 
 from __future__ import annotations
@@ -255,9 +256,10 @@ class Tool(Body):
 
 
 def is_function(tool: Any) -> bool:
-    """Return whether to keep a tool. Log a warning if not: its type is a string other than "function".
+    """Return whether to keep a tool; tools of other types than "function" are left out.
 
-    A tool whose type is no string is kept: validation refuses it.
+    The log warns about a tool that is left out. A tool whose type is no string is kept, so that
+    validation refuses it.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind == "function":
@@ -290,7 +292,11 @@ class AllowedTools(Body):
 
 
 def _kind_of_choice(choice: Any) -> str:
-    """Return the tag of a `tool_choice`: "|" of a word, "|allowed" of a subset, else "|named"."""
+    """Return the tag by which pydantic finds the type of a `tool_choice`.
+
+    The tag is "|" for a word such as "auto", "|allowed" for a subset of the tools, and "|named" for
+    one function.
+    """
     if isinstance(choice, str):
         return "|"
     is_subset = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
@@ -321,7 +327,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_to_keep(self) -> dict[str, Any] | None:
-        """The JSON schema that the text has to match; None for free text."""
+        """The JSON schema that the text has to match; None if the text is free."""
         if self.json_schema is not None:
             return self.json_schema.json_schema
         if self.type == "json_object":
@@ -361,7 +367,7 @@ _Prompt = (
 
 
 def _field_of(name: str) -> Any:
-    """Return the type and the pydantic field of an option. The field has its bounds, default and description."""
+    """Return an option's type, and a pydantic field with its bounds, default and description."""
     option = OPTIONS[name]
     bounds = {}
     for bound in bounds_of(option.type):
@@ -377,7 +383,10 @@ _FIELDS: dict[str, Any] = {name: _field_of(name) for name in NUMBERS}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
-    """The fields that all endpoints share. Those that are options have the bounds of `RequestOptions`."""
+    """The fields that all endpoints share.
+
+    A field that is also an option of `RequestOptions` has the bounds of that option.
+    """
 
     unserved: ClassVar = FOREIGN_FIELDS["refused"]
     model: str
@@ -401,7 +410,11 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type
     @field_validator("top_k", "seed", mode="before")
     @classmethod
     def _as_elsewhere(cls, value: Any, info: ValidationInfo) -> Any:
-        """Turn a top_k of -1 into 0 (off), and a negative seed into the unsigned number with its 64 bits."""
+        """Accept negative values that other servers accept.
+
+        A top_k of -1 becomes 0 (off). A negative seed becomes the unsigned number with the same 64
+        bits.
+        """
         if type(value) is not int or not -(2**63) <= value < 0:
             return value
         if info.field_name == "seed":
@@ -550,7 +563,7 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions to choose from where the model must make a call; none if it need not."""
+        """The functions of which the model must call one; empty if it may answer with text."""
         mode = self.tool_choice
         if isinstance(mode, NamedTool):
             name = mode.function.name

@@ -1,4 +1,4 @@
-"""The engine as the server uses it: texts are queued for it, and counted in metrics."""
+"""The engine as the server uses it: texts are queued, and counted in the server's metrics."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,13 +33,13 @@ class Service:
         return self.engine.client.lost
 
     def close(self) -> None:
-        """Fail all texts that are not finished, and let no more begin: the server ends."""
+        """Fail all texts that have not ended, and let none begin, because the server ends."""
         for text in self._texts:
             text.fail(EngineClosed())
         self._async.close()
 
     def check(self) -> None:
-        """Raise `ApiError` once the engine is lost or the server ends."""
+        """Raise `ApiError` if the engine is lost or the server is ending."""
         if self.lost:
             raise of_engine(TargetLost(self.lost))
         try:
@@ -51,7 +51,10 @@ class Service:
     async def text(
         self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
-        """Yield the stream of a text. The text is queued once the stream is read; leaving the block early cancels it.
+        """Return a context manager whose `async with` block gets the stream of a text.
+
+        The text is queued when the stream is first read. If the block is left before the text has
+        ended, the text is cancelled.
 
         Args:
             arrived: when the text's request arrived, a time.monotonic().

@@ -1,6 +1,7 @@
-"""A live trace of both workers for the page: a recording that is read while it is written.
+"""A live trace of both workers for the server's web page.
 
-The recording runs while there are viewers.
+It is a recording of the workers' trace (see `pearl.engine.recording`), which is read while the
+workers write it. The recording runs while there are viewers.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ Viewer = asyncio.Queue[Event]  # the events that have not been sent to the viewe
 
 
 class Timeline:
-    """Sends the events of `recording` to viewers, and records while there are any."""
+    """Sends the events of `recording` to the viewers, and records only while there are viewers."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -50,7 +51,7 @@ class Timeline:
                 viewer.put_nowait(event)
 
     async def _work(self) -> None:
-        """Record while there are viewers."""
+        """Record until the last viewer has left; try again if a recording fails or ends."""
         while self._viewers:
             try:
                 await self._record()
@@ -72,7 +73,13 @@ class Timeline:
 
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
-    """Return the events written since the last read, except those of a worker on another host."""
+    """Return the events that the workers on this host have written since the last read.
+
+    Args:
+        name: the path of the recording; each worker writes a file of its own beside this path.
+        read: the number of bytes that have been read of each worker's file. This function updates
+            these numbers.
+    """
     events = []
     for path in part_paths(name):
         records, read[path] = records_since(path, read.get(path, 0))
@@ -82,9 +89,10 @@ def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
 
 
 def _shown(role: str, record: TraceRecord) -> list[Event]:
-    """Return the events of a record: a forward, other work or a wait, and the sources of committed tokens.
+    """Return what the page shows of a trace record: a span of work or waiting, or committed tokens.
 
-    Their times are milliseconds of the machine's monotonic clock.
+    Committed tokens are shown by their sources. Times are milliseconds of the machine's monotonic
+    clock.
     """
     events: list[Event] = []
     if record.track != LOOP:

@@ -57,7 +57,7 @@ def decoding_problem(
 ) -> str | None:
     """Return why a method, an acceptance rule and a stop policy do not fit; None if they fit.
 
-    This checks options wherever they are made: by a user, by the engine, or from another process.
+    Options are checked here wherever they come from: a user, the engine or another process.
     """
     try:
         method_spec = chosen("method", method, METHODS)

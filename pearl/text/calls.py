@@ -1,7 +1,8 @@
-"""Reads calls of tools from text that comes in pieces. Each way of writing calls has its reader.
+"""Reads calls of tools from text that comes in pieces. Each notation of calls has its own reader.
 
-A reader is a generator over a `Cursor`. It yields None when it needs more text, and a `Part` for each part of a call
-that is certain. It takes text from the cursor only when it knows that the text is a call; other text stays there.
+A reader is a generator that reads from a `Cursor`. It yields None when it needs more text, and a
+`Part` as soon as a part of a call is certain. A reader takes only the text of calls from the
+cursor; all other text stays in the cursor.
 """
 
 import ast
@@ -20,10 +21,12 @@ NEVER = "(?!)"
 
 
 class Part(NamedTuple):
-    """A part of a call. The first part of a call has the name.
+    """A part of a call.
 
     Attributes:
         source: the text from which the part was read.
+        name: the function's name; empty unless the part is the first of its call.
+        arguments: the next piece of the arguments' JSON text.
     """
 
     source: str
@@ -32,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Cursor:
-    """Text that has not been read yet.
+    """The part of a reply that has come but has not been read yet.
 
     Attributes:
         is_last: whether no more text will come.
@@ -56,7 +59,10 @@ class Cursor:
         return self._marks.readable(text)
 
     def match(self, expression: str, start: int = 0) -> Generator[None, None, Any]:
-        """Return the match at `start`, or None if there is none. Wait until enough text has come to decide that."""
+        """Return the match of an expression at `start`; None if there is no match.
+
+        Yields until enough text has come to tell whether there is a match.
+        """
         pattern = self.compiled(expression)
         while True:
             match = pattern.match(self.text, start, partial=not self.is_last)
@@ -73,12 +79,17 @@ class Cursor:
 
 
 Reading = Generator[Part | None, None, bool]  # its return value: whether there was a call
-# Reads one call that is preceded by a number of characters, such as an opening tag, that are taken with the call.
+# Reads one call. The number is the length of the text before the call, such as an opening tag; this
+# text is taken from the cursor together with the call.
 CallReader = Callable[[Cursor, int, Schemas], Reading]
 
 
 def read_tail(cursor: Cursor, expression: str) -> Reading:
-    """Read the end of a call if it is there. Return whether it is complete; the end of the reply may cut it."""
+    """Read the text that `expression` matches, such as a closing tag, if this text comes next.
+
+    Returns whether the whole text was read. If the reply ends within this text, the part that has
+    come is read, and the result is False.
+    """
     match = yield from cursor.match(expression)
     if match is not None:
         yield Part(cursor.take(match.end()))
@@ -134,7 +145,10 @@ _REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the argu
 
 
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read {"name": "add", "arguments": {"a": 1}}. The fields may come in any order and be nested in "function"."""
+    """Read a call such as {"name": "add", "arguments": {"a": 1}}.
+
+    The fields may come in any order, and may be inside an object "function".
+    """
     head = yield from cursor.match(_NAMED, lead)
     if head is None:
         return (yield from _read_whole_object(cursor, lead))
@@ -142,7 +156,10 @@ def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _read_named(cursor: Cursor, head: Any, rest: str) -> Reading:
-    """Read a call whose name has been matched: the arguments, and a rest that may be missing."""
+    """Read the rest of a call, of which `head` has matched the text up to the arguments.
+
+    `rest`: an expression for the text after the arguments, which may be missing.
+    """
     name = cursor.readable(head.group(1))
     yield Part(cursor.take(head.end()), name)
     yield from _read_json(cursor)
@@ -151,7 +168,7 @@ def _read_named(cursor: Cursor, head: Any, rest: str) -> Reading:
 
 
 def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read an object, as `read_object` does, if it names a function of the request."""
+    """Read an object, as `read_object` does, if it names a function in `schemas`."""
     arguments = yield from cursor.match(rf"\{{\s*{_ARGUMENTS}", lead)
     if arguments is not None:
         return (yield from _read_whole_object(cursor, lead, schemas))
@@ -162,9 +179,9 @@ def read_known_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) -> Reading:
-    """Read an object that can be told to be a call only once it is complete.
+    """Wait until a JSON object is complete, and read the object if it is a call.
 
-    `known`: the functions that a call may name; None if it may name any.
+    `known`: the functions that a call may name; None if a call may name any function.
     """
     start = yield from cursor.match(r"\{", lead)
     if start is None:
@@ -206,7 +223,10 @@ def _call_in(text: str) -> Part | None:
 
 
 def _arguments_in(arguments: Any) -> str:
-    """Return a call's arguments as JSON text. `arguments` may be None (there are none) or such a text already."""
+    """Return a call's arguments as JSON text.
+
+    `arguments`: the parsed value, or a text that holds it. None and an empty text become {}.
+    """
     if isinstance(arguments, str):
         value = value_in(arguments)
         if isinstance(value, dict) or arguments.strip() in ("", "null", "None"):
@@ -217,7 +237,7 @@ def _arguments_in(arguments: Any) -> str:
 
 
 def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
-    """Read the arguments at the cursor, and yield them piece by piece."""
+    """Read a JSON value at the cursor, and yield its text piece by piece."""
     balance = _Balance()
     while True:
         end = balance.find(cursor.text)
@@ -231,7 +251,10 @@ def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
 
 
 class _Balance:
-    """Finds the end of a JSON or Python value in pieces of text: where the brackets outside strings balance."""
+    """Finds the end of a JSON or Python value that comes in pieces of text.
+
+    The value ends where every bracket outside strings has been closed.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -239,7 +262,10 @@ class _Balance:
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """Take the next piece of text. Return the index after the closing bracket in it; None if the value goes on."""
+        """Take the next piece of text; return the index after the value's end.
+
+        Returns None if the value does not end in this piece.
+        """
         for index, character in enumerate(text):
             if self._quote:
                 if self._is_escaped or character == "\\":
@@ -258,11 +284,13 @@ class _Balance:
 
 
 class NamedCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """Reads a name, arguments in JSON, and a rest that may be missing; or an object, as `read_object` does.
+    """Reads a call that is a name followed by arguments in JSON, such as add{"a": 1}.
+
+    If `head` does not match, it reads an object, as `read_object` does.
 
     Args:
         head: matches the text up to the arguments; its group is the name.
-        rest: matches the text after the arguments.
+        rest: matches the text after the arguments, which may be missing.
     """
 
     head: str
@@ -279,15 +307,18 @@ class NamedCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """Reads a name, and then arguments between tags. The function's schema says which type each argument has.
+    """Reads a call that is a name followed by arguments between tags.
+
+    The function's schema says which type each argument has.
 
     Args:
-        head: matches the text up to the first argument, or to `end` if there is none; its group is the function's name.
-        key: matches the text from there to an argument's value; its group is the argument's name.
-        value_end: matches the closing tag of a value, and looks ahead at the text after it, because a value may contain
-            the closing tag.
+        head: matches the text up to the first argument, or to `end` if there is none; its group is
+            the function's name.
+        key: matches the text before an argument's value; its group is the argument's name.
+        value_end: matches the closing tag of a value, and looks ahead at the text after it, because
+            a value may contain the closing tag.
         end: matches the end of the call.
-        is_padded: whether a line feed before a value, and one after it, are not part of the value.
+        is_padded: whether each value stands between two line feeds that are not part of it.
         is_known: whether a call must name a function of the request.
     """
 
@@ -328,7 +359,10 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
         return True
 
     def _read_value(self, cursor: Cursor, schema: Any) -> Reading:
-        """Read one value; return whether it is complete. A string is yielded while it comes, others at their end."""
+        """Read one value; return whether it is complete.
+
+        A string is yielded piece by piece; any other value is yielded once it is complete.
+        """
         if types_of(schema) == {"string"}:
             return (yield from self._read_string(cursor))
         pattern = cursor.compiled(self.value_end)
@@ -376,7 +410,10 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
             yield None
 
     def _cut_length(self, cursor: Cursor) -> int:
-        """Return the length of a value that the reply's end cuts. The beginning of a closing tag is not counted."""
+        """Return the length of a value that is cut by the end of the reply.
+
+        The beginning of a closing tag is not counted.
+        """
         match = cursor.compiled(self.value_end).search(cursor.text, partial=True)
         return len(cursor.text) if match is None else int(match.start())
 
@@ -385,7 +422,10 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of a property. If it is a reference into the same document, return what it refers to."""
+    """Return the schema of the property `name`.
+
+    If that is a reference within `schema`, such as {"$ref": "#/$defs/Point"}, it is followed.
+    """
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
@@ -401,7 +441,7 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; an empty set if it names none."""
+    """Return the JSON types that a schema allows; an empty set if the schema names no type."""
     if not isinstance(schema, Mapping):
         return set()
     stated = schema.get("type", [])
@@ -452,7 +492,11 @@ def _fits(value: Any, types: set[str]) -> bool:
 
 
 def _cut(text: str, schema: Any) -> str:
-    """Return the JSON of a value that the reply's end has cut, as far as the value goes."""
+    """Return as JSON a value whose end is missing, because the reply ended within the value.
+
+    `text`: the part that has come. For example, `re` of a string becomes `"re`, without a closing
+    quote.
+    """
     types = types_of(schema)
     if types and "string" not in types:
         return text.strip()
@@ -463,7 +507,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def value_in(text: str) -> Any:
-    """Parse a text as JSON, or else as a Python literal. Return None if it is neither."""
+    """Parse a text as JSON or, if it is no JSON, as a Python literal; None if it is neither."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -482,9 +526,10 @@ def value_in(text: str) -> Any:
 
 
 def read_python(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read [add(1, b="x"), stop()]. Arguments without a name get the schema's names, in the schema's order.
+    """Read calls such as [add(1, b="x"), stop()].
 
-    If any item of the list is no call of a function of the request, the whole list is text.
+    Positional arguments get the names of the schema's properties, in their order. If any item of
+    the list is no call of a function in `schemas`, the whole list is text.
     """
     head = yield from cursor.match(r"\[\s*([A-Za-z_][\w.-]*)\s*(?=\()", lead)
     if head is None or head.group(1) not in schemas:
@@ -503,7 +548,7 @@ def read_python(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _calls_in(text: str, schemas: Schemas) -> list[Part]:
-    """Return the calls in a Python list. Return no calls if an item is no call, or an argument gets no name."""
+    """Return the calls in a Python list; no calls if any item cannot be read as a call."""
     try:
         listing = ast.parse(text, mode="eval").body
         assert isinstance(listing, ast.List)
@@ -513,7 +558,11 @@ def _calls_in(text: str, schemas: Schemas) -> list[Part]:
 
 
 def _call_of(node: ast.expr, schemas: Schemas) -> Part:
-    """Return the call that a node of Python's syntax tree stands for. Raises `ValueError` if it is no call."""
+    """Return the call that a node of Python's syntax tree stands for.
+
+    Raises `ValueError` if the node is no call of a function in `schemas`, or its arguments do not
+    fit the schema.
+    """
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     name = ast.unparse(node.func)
@@ -539,7 +588,10 @@ _GEMMA_END = rf"\}}\s*{regex.escape('<tool_call|>')}"
 
 
 def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
-    """Read call:add{a:1,b:<|"|>x<|"|>}. The token <|"|> stands for the quotes of strings; keys have no quotes."""
+    """Read a call such as call:add{a:1,b:<|"|>x<|"|>}.
+
+    The token <|"|> stands for the quotes of strings; keys have no quotes.
+    """
     head = yield from cursor.match(r"call:([\w.-]+)\s*(?=\{)", lead)
     if head is None:
         return False
@@ -566,7 +618,10 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 
 def _from_gemma(cursor: Cursor, text: str) -> str:
-    """Return Gemma's arguments as JSON, as far as they go: the reply's end may have cut them."""
+    """Return arguments in Gemma's notation as JSON text.
+
+    If the end of the reply has cut the arguments, the JSON is cut at the same place.
+    """
     pattern = cursor.compiled(
         rf"{_QUOTE}(?P<string>.*?)(?P<end>{_QUOTE}|$)|(?P<key>[^\s{{}}\[\],:{ANY}]+)(?=\s*:)"
     )

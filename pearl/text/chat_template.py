@@ -1,7 +1,7 @@
-"""Renders chat templates, with the messages in the form that each template takes.
+"""Renders chat templates, with the messages in a form that the template accepts.
 
-jinja2 has the settings that transformers gives it; importing transformers itself would take a second. A template is
-untrusted code, so it runs in jinja2's sandbox.
+jinja2 is set up as in transformers; importing transformers itself would take a second. A template
+is untrusted code, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def render(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Return the prompt for the next reply. Raises what the template raises.
+    """Return the prompt for the next reply. Raises the exceptions that the template raises.
 
     Args:
-        special: the special tokens by name.
+        special: the special tokens by their names in templates, such as {"bos_token": "<s>"}.
         variables: further variables of the template, such as enable_thinking.
     """
     context = {
@@ -50,7 +50,10 @@ def render(
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls, with its reasoning under both names that templates read."""
+    """Return a message without null fields.
+
+    The reasoning gets both names that templates read: `reasoning_content` and `reasoning`.
+    """
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = fields.get("reasoning_content", fields.get("reasoning"))
     if reasoning is not None:
@@ -68,7 +71,7 @@ def _compiled(template: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks text that a model is trained to write; a prompt has the text without the mark."""
+        """Reads {% generation %}, which marks text for training; the prompt has only the text."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -102,15 +105,17 @@ def chat_prompt(
     messages: Messages,
     as_plain: Callable[[str], str] = lambda text: text,
 ) -> str:
-    """Return `render(messages)`, with the messages in a form that the template takes.
+    """Return `render(messages)`, with the messages in a form that the template accepts.
 
-    Many templates print a system message only at the beginning, and refuse or leave out a later one; some refuse all.
-    If the template refuses the messages or leaves one out, the text of all system messages is moved to the beginning
-    or, if that does not help, into the first message of the user. If no form gives a prompt with all of that text, the
-    first form that the template takes is used. Raises `RequestError` if the template takes none.
+    Many templates print a system message only at the beginning, and refuse or leave out a later
+    system message. Some templates refuse any system message. So three forms are tried in order: the
+    unchanged messages; the text of all system messages at the beginning; this text in the first
+    message of the user. The first form whose prompt has the text of all system messages is used. If
+    there is none, the first form that the template accepts is used. Raises `RequestError` if the
+    template accepts no form.
 
     Args:
-        as_plain: returns a text of a user or tool without the names of control tokens.
+        as_plain: changes the text of a user or tool so that no control token is read in it.
     """
     messages = [_as_plain(_with_joined_parts(message), as_plain) for message in messages]
     prompts = []  # that lack the text of a system message
@@ -151,7 +156,11 @@ def _refusal(problem: Exception) -> RequestError:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages as they are, with one system message, and with none."""
+    """Yield the forms of the messages to try, the unchanged messages first.
+
+    The second form has one system message, at the beginning. The third has none: the text of the
+    system messages is in the first message of the user.
+    """
     yield messages
     texts = _system_texts(messages)
     if not texts:
@@ -177,7 +186,7 @@ def _system_texts(messages: Messages) -> list[str]:
 
 
 def _has_system_texts(prompt: str, messages: Messages) -> bool:
-    """Return whether a prompt has the text of every system message, whatever its white space."""
+    """Return whether a prompt has the text of every system message. White space is not compared."""
     texts = _system_texts(messages)
     if not texts:
         return True
@@ -197,9 +206,10 @@ def _say_moved() -> None:
 
 
 def _rendered(render: Callable[[Messages], str], messages: Messages) -> str:
-    """Render messages whose calls have their arguments as an object, or as text if the template refuses objects.
+    """Render messages, with the arguments of calls as objects.
 
-    Most templates take objects, and some, such as DeepSeek's, take text.
+    Most templates accept objects. If this template refuses them, as DeepSeek's does, the arguments
+    are given as text.
     """
     with_objects = [_with_arguments(message, _as_object) for message in messages]
     try:
@@ -249,8 +259,8 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> d
 def _as_object(arguments: Any) -> dict[str, Any]:
     """Return arguments as an object. Text that was cut off is read as far as it goes.
 
-    For example {"key": "re"} for the text `{"key": "re`. Text that is no JSON object becomes an argument with the name
-    "arguments": {"arguments": "red"} for the text `red`.
+    For example, the text `{"key": "re` becomes {"key": "re"}. Text that is no JSON object becomes
+    an argument with the name "arguments": the text `red` becomes {"arguments": "red"}.
     """
     from pydantic_core import from_json  # which refuses half a surrogate pair, as tokenizers do
 

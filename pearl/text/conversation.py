@@ -1,8 +1,9 @@
 """Several turns of a chat, and the prompt tokens for the next reply.
 
-Each prompt is the whole conversation as the chat template writes it. The engine reuses the longest common prefix of the
-KV cache, so a turn prefills only from the first token that differs. The template gets a thinking model's reasoning
-apart from the answer; most templates leave out the reasoning of earlier turns.
+Each prompt is the whole conversation as the chat template writes it. The engine reuses the longest
+common prefix of the KV cache, so a turn prefills only from the first token that differs. A thinking
+model's reasoning is given to the template in a field of its own, because most templates leave out
+the reasoning of earlier turns.
 
 This file knows a tokenizer, and no engine.
 """
@@ -19,14 +20,17 @@ from pearl.text.stream import Tokenizer
 
 
 class Turn(BaseModel):
-    """A message and its reply."""
+    """A message of the user, and the model's reply."""
 
     user: str
     reply: str
 
 
 class Saved(BaseModel):
-    """The file format. `target` is the model that wrote the replies; `load` ignores it."""
+    """The file format of a saved conversation.
+
+    `target` is the model that wrote the replies; `load` ignores it.
+    """
 
     model_config = ConfigDict(extra="ignore")  # earlier files have the tokens too
 
@@ -40,8 +44,8 @@ class Conversation:
     """The messages of a chat so far.
 
     Args:
-        tokenizer: the target's.
-        raw: whether each message continues the text as it is, without a chat template.
+        tokenizer: the target's tokenizer.
+        raw: whether the prompt is the plain text of all messages, without a chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
@@ -52,7 +56,7 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the turns so far."""
+        """The number of tokens of the turns so far; 0 if there are none."""
         return len(self.prompt("")) if self.turns else 0
 
     def prompt(self, message: str) -> list[int]:
@@ -84,9 +88,10 @@ class Conversation:
         return self.turns.pop() if self.turns else None
 
     def make_room(self, message: str, room: int) -> int:
-        """Remove the oldest turns until the prompt for `message` has at most `room` tokens; return their number.
+        """Remove the oldest turns until the prompt for `message` has at most `room` tokens.
 
-        Raises `RequestError`, and changes nothing, if the message is too long by itself.
+        Returns how many turns were removed. Raises `RequestError`, and changes nothing, if the
+        message is too long by itself.
         """
         for count in range(len(self.turns) + 1):
             length = len(self._prompt(self.turns[count:], message))

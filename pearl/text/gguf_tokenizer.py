@@ -1,7 +1,8 @@
-"""The tokenizer that a GGUF file describes, as one of the `tokenizers` library.
+"""Builds the tokenizer that a GGUF file describes, with the `tokenizers` library.
 
-The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks, have llama.cpp's meaning.  Some
-regular expressions of llama.cpp only approximate those of the published model: there we use the published ones.
+The names of `tokenizer.ggml.pre`, and the defaults of fields that a file lacks, mean what they mean
+in llama.cpp. Some regular expressions of llama.cpp only approximate those of the published model;
+in such cases we use the published ones.
 """
 
 from collections.abc import Sequence
@@ -45,8 +46,9 @@ _ENDS = (
     "[e~[ <|ifm|im_end|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
     "<reponame> <|file_sep|>"
 )
-# Tokens of `_ENDS` that end no text where the vocabulary has all tokens of a set: in the format of gpt-oss and Solar
-# "<|end|>" closes the reasoning, and the answer follows; in Gemma 4's vocabulary "</s>" is a word of HTML.
+# Tokens of `_ENDS` that end no text if the vocabulary has all tokens of one of these sets. In the
+# format of gpt-oss and Solar, "<|end|>" closes the reasoning, and the answer follows. In Gemma 4's
+# vocabulary, "</s>" is a word of HTML.
 _CLOSES_REASONING = (
     "<|return|> <|call|>",
     "<|return|> <|calls|>",
@@ -60,9 +62,11 @@ _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], list[int]]:
-    """Return the tokenizer that a file's fields describe, its tokenizer_config.json, and the tokens that end a text.
+    """Return a file's tokenizer, its tokenizer_config.json, and the ids that end a text.
 
     Raises `ValueError` if the tokenizer cannot be reproduced exactly.
+
+    `fields`: the metadata of the GGUF file.
     """
     stated = _stated(fields)
     ends = _ends(stated)
@@ -85,7 +89,10 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], lis
 
 
 def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
-    """Return the chat template, or both templates by name if the file has another one for tools. Ignores all others."""
+    """Return the chat template; if there is another one for tools, return both by name.
+
+    Any further templates are ignored.
+    """
     default = stated.get("chat_template")
     tool_use = stated.get("chat_template.tool_use")
     if tool_use is None:
@@ -96,7 +103,11 @@ def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
 
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer's fields, "tokenizer.ggml.tokens" as "tokens", without special ids beyond the vocabulary."""
+    """Return the tokenizer's fields by short names, such as "tokens" for "tokenizer.ggml.tokens".
+
+    Special ids beyond the vocabulary are left out. Raises `ValueError` if the tokenizer is of an
+    unknown kind, lacks a field, or has a token twice.
+    """
     stated = {}
     for name, value in fields.items():
         if name.startswith("tokenizer."):
@@ -126,7 +137,11 @@ def _stated(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(stated: dict[str, Any]) -> list[int]:
-    """Return the ids that end a text, `eos_token_id` first; make them control tokens, whatever the file states."""
+    """Return the ids that end a text, `eos_token_id` first.
+
+    The function also changes `stated`: these ids become control tokens, whatever type the file
+    gives them.
+    """
     tokens = stated["tokens"]
     kinds = list(stated.get("token_type", [_NORMAL] * len(tokens)))
     stated["token_type"] = kinds
@@ -150,7 +165,10 @@ def _ends(stated: dict[str, Any]) -> list[int]:
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE, and whether texts begin with BOS unless the file states otherwise."""
+    """Return a byte-level BPE, and whether texts begin with BOS by default.
+
+    A setting in the file takes precedence over this default.
+    """
     pretokenizer = _pretokenizer(stated.get("pre") or "default")
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
@@ -183,12 +201,16 @@ def _pretokenizer(name: str) -> _Pretokenizer:
 
 
 def _of_scores(stated: dict[str, Any]) -> Tokenizer:
-    """Return sentencepiece's BPE, which first merges the two neighbours that make the token of the highest score."""
+    """Return sentencepiece's BPE.
+
+    In each step, this BPE merges the two neighbours that make the token of the highest score.
+    """
     tokens = stated["tokens"]
     kinds = stated["token_type"]
     has_prefix = _has_prefix(stated)
     if not has_prefix:
-        # Texts are then searched for user-defined tokens after normalisation, where spaces are "▁".
+        # Without a prefix, texts are searched for user-defined tokens after normalisation, when
+        # spaces have become "▁".
         entries = set(tokens)
         for id, token in enumerate(tokens):
             name = token.replace(" ", _SPACE)
@@ -217,9 +239,10 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return all pairs of words that make another word, sorted by the score of that word, the highest first.
+    """Return all pairs of words that make a third word when they are joined.
 
-    For example ("a", "b") makes "ab"; and "abc" is made by ("a", "bc") and by ("ab", "c"), if all of these are words.
+    The pairs are sorted by the score of the third word, the highest score first. For example, if
+    the words are "a", "c", "ab", "bc" and "abc", then the pairs are ("a", "bc") and ("ab", "c").
     """
     kinds = stated["token_type"]
     scores = stated["scores"]
@@ -236,12 +259,15 @@ def _merges(ids: dict[str, int], stated: dict[str, Any]) -> list[tuple[str, str]
 
 
 def _has_prefix(stated: dict[str, Any]) -> bool:
-    """Return whether a space is put before each text, and before what follows a special token."""
+    """Return whether a space is put before each text, and before the text after a special token."""
     return bool(stated["model"] == "llama" and stated.get("add_space_prefix", True))
 
 
 def _add_special(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Add the unknown, control and user-defined tokens, so that texts are searched for these before they are split."""
+    """Add the unknown, control and user-defined tokens.
+
+    Texts are searched for these tokens before they are split.
+    """
     name = stated["name"].lower()
     strips = "phi-3" in name or "phi3" in name
     is_normalized = stated["model"] == "llama" and not _has_prefix(stated)
@@ -259,7 +285,10 @@ def _add_special(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
 
 
 def _frame(tokenizer: Tokenizer, stated: dict[str, Any], has_bos: bool) -> None:
-    """Set the tokens that are put before and after each text, for example "bos $A eos"."""
+    """Set the tokens that are put before and after each text.
+
+    For example, in the template "bos $A eos", $A stands for the text.
+    """
     template = "$A"
     pair = "$A $B"
     frame_tokens = []
@@ -284,10 +313,10 @@ def _frame_token(stated: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Raise `ValueError` if the tokenizer does not reproduce the file's.
+    """Raise `ValueError` if the tokenizer differs from the one in the file.
 
-    It must have as many tokens, encode each special token to its own id, and decode what it encodes to the same text
-    (compared in NFC). The texts of about 500 tokens are tried.
+    The tokenizer must have as many tokens as the file, and encode each special token to its own id.
+    The texts of about 500 tokens are encoded and decoded, and must stay the same (compared in NFC).
     """
     tokens = stated["tokens"]
     kinds = stated["token_type"]

@@ -1,7 +1,8 @@
 """Grammars: llguidance (extra `structured`) keeps texts to a JSON schema or a regular expression.
 
-The tokens that may follow depend on the text alone, so they are the same for target and draft.  So every acceptance
-rule keeps its guarantee: under `coupled`, for example, one seed still gives one text whatever was proposed.
+Which tokens may follow depends on the text alone, so target and draft allow the same tokens. Every
+acceptance rule therefore keeps its guarantee. For example, under `coupled` one seed still gives one
+text, whatever the draft proposed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _MOST_RESTARTS = 8  # of one text's parser: each restart reads the whole text ag
 
 
 def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
-    """Return a request's grammar as workers get it: kind, line feed, text. Empty if there is no grammar.
+    """Return a request's grammar in the form that workers take; empty if there is no grammar.
 
-    For example "regex\\n[a-z]+", or "json_schema\\n" and a schema. Raises `RequestError` for a schema or expression
-    that cannot be used, or if llguidance is not installed.
+    The form is a kind, a line feed and a text: for example "regex\\n[a-z]+", or "json_schema\\n"
+    and a schema. Raises `RequestError` for a schema or expression that cannot be used, or if
+    llguidance is not installed.
     """
     if json_schema is None and regex is None:
         return ""
@@ -65,9 +67,10 @@ def _short(problem: str) -> str:
 class Guide:
     """Knows which tokens may follow one text.
 
-    A guessed token may violate the grammar; it gets probability 0, and its branch ends there.  The parser may also fail
-    on guessed text that is never committed (no token of the model fits, or the text exceeds a limit); the tokens before
-    the failure remain valid.
+    The text may end with guessed tokens, which the target has not verified yet. A guessed token
+    that violates the grammar gets probability 0, and no guess after it can be accepted. The parser
+    may also fail on guessed text that is never committed: the model may have no token that fits, or
+    the text may exceed a limit. The tokens before the failure remain valid.
 
     Args:
         make: returns a parser at the beginning of the text.
@@ -109,10 +112,10 @@ class Guide:
             del self._valid[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return whether each token may follow, [vocab]; None if the text has left the grammar, or ended.
+        """Return whether each token may follow, [vocab]; None after the text's end or a violation.
 
-        Raises `GrammarError` if the parser has failed. If it failed because no token of the model fits, returns all
-        False instead.
+        If the parser has failed because no token of the model fits, the result is all False. Raises
+        `GrammarError` if the parser has failed for another reason.
         """
         import numpy as np
 
@@ -129,10 +132,11 @@ class Guide:
         return mask[:-_EXTRA_IDS]
 
     def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
-        """Return the result of `step`. If the parser fails, try once more with a new parser that has read the text.
+        """Return the result of `step`; if the parser fails, try again with a new parser.
 
-        A parser that has failed cannot recover, even if the text on which it failed has been rolled back. A copy made
-        before the failure would not help: a parser and its copies share the counters to which the limits apply.
+        The new parser has read the valid tokens. A parser that has failed cannot recover, even if
+        the text on which it failed has been rolled back. A copy made before the failure would not
+        help, because a parser and its copies share the counters to which the limits apply.
         """
         result = step(self._matcher)
         if self._matcher.is_error() and self._restarts < _MOST_RESTARTS:
@@ -149,8 +153,8 @@ class Guide:
 def _takes(token: int, matcher: LLMatcher) -> bool:
     """Return whether the text may continue with `token`.
 
-    If the parser refuses the token without an error, its mask is computed as well: only then does a lexer report that
-    it has failed.
+    If the parser refuses the token without an error, the mask of allowed tokens is computed as
+    well, because only then does a lexer report that it has failed.
     """
     takes = bool(matcher.try_consume_tokens([token]))
     if not takes and not matcher.is_error():
@@ -171,7 +175,11 @@ class Guides:
         self._size = size
 
     def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
-        """Make a guide for a text that ends before any token of `ends`. Raises `GrammarError`."""
+        """Make a guide for a text.
+
+        The first token that is in `ends` ends the text, and is not part of the text. Raises
+        `GrammarError` if the grammar cannot be used.
+        """
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -228,11 +236,12 @@ class _Vocabulary:
         return max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that write exactly `text`. Where no token fits what is left of the text, the result ends with
-        `_unwritten`.
+        """Return tokens that write exactly `text`.
 
-        llguidance calls this for text that a grammar forces, and then allows only its first token: tokens that write
-        something else, such as an unknown token or the space that many tokenizers put first, would be wrong.
+        If no token fits the rest of the text, the result ends with `_unwritten`, which stands for
+        this rest. llguidance calls this for text that a grammar forces, and then allows only the
+        first of the tokens. Tokens that write something else would be wrong, such as an unknown
+        token or the space that many tokenizers put first.
         """
         tokens = self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
         if b"".join(self.tokens[token] for token in tokens) == text:
@@ -246,7 +255,7 @@ class _Vocabulary:
         return tokens
 
     def _fitting(self, text: bytes, start: int) -> int:
-        """Return the longest token with which `text` continues at `start`."""
+        """Return the longest token with which `text` goes on at `start`, or `_unwritten`."""
         for end in range(min(len(text), start + self._longest), start, -1):
             token = self._ids.get(text[start:end])
             if token is not None:

@@ -1,9 +1,10 @@
 """Represents each special token in a text by one character that no text can contain.
 
-A model that quotes "</think>" writes ordinary tokens, and a model that ends its reasoning writes the special token
-"</think>". Decoded, the two read the same. So the special token is replaced by a lone surrogate, a character that
-UTF-8 never decodes to, and expressions that search for the token are compiled to search for that character. If the
-vocabulary has no such token, expressions search for the name, which then counts wherever it stands.
+A model that quotes "</think>" writes ordinary tokens, and a model that ends its reasoning writes
+the special token "</think>". Once decoded, the two look the same. So the special token is replaced
+by a lone surrogate, a character that UTF-8 never decodes to. Expressions that search for the token
+are compiled to search for that character. If the vocabulary has no such token, expressions search
+for the name, and find it wherever it is written.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def _ids_of(tokenizer: Any, names: tuple[str, ...]) -> dict[int, str]:
 
 
 class Marks:
-    """Maps names that are tokens of the vocabulary to characters, and back.
+    """Maps the names of special tokens to the characters that stand for them, and back.
 
     Args:
         names: names of special tokens; names that are not in the vocabulary are ignored.
-        tokenizer: None if the tokens of the text are not known.
+        tokenizer: None if the tokens of the text are not known; then no name has a character.
     """
 
     def __init__(self, names: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
@@ -61,7 +62,10 @@ class Marks:
         return self._characters[name]
 
     def compiled(self, expression: str) -> regex.Pattern[str]:
-        """Compile an expression, with characters in place of names. Names in it are escaped by `regex.escape`."""
+        """Compile an expression in which the names are replaced by their characters.
+
+        The names must be in the expression as `regex.escape` writes them.
+        """
         for name, character in self._characters.items():
             expression = expression.replace(regex.escape(name), character)
         return regex.compile(expression, regex.DOTALL)
@@ -85,9 +89,11 @@ class MarkedText:
         self._held = ""
 
     def push(self, text: str, token: int | None = None) -> str:
-        """Take a token, and the text that became final with it. Return the marked text that is certain.
+        """Take the next token and text; return the marked text that is certain now.
 
-        The text may be that of earlier tokens: text that could begin a stop string is held back.
+        Args:
+            text: the text that became final with `token`. It may belong to earlier tokens, because
+                text that could begin a stop string is held back.
         """
         if token in self._marks.ids:
             name = self._marks.ids[token]
@@ -107,7 +113,7 @@ class MarkedText:
         return marked
 
     def finish(self) -> str:
-        """Return the text that was held back until the name of a token would be complete."""
+        """Return the text that was held back in case it became the name of a token."""
         text = self._held
         self._held = ""
         return text

@@ -1,8 +1,8 @@
-"""Translates grammars to llguidance's notation, after a child process has tried to make a parser of each grammar.
+"""Translates grammars to llguidance's notation. A child process tries each grammar first.
 
-Some grammars cost far more than llguidance's limits allow: twenty short patterns in one `allOf` take half a minute, a
-`multipleOf` of millions takes gigabytes, and a running call cannot be interrupted. The child process runs this module,
-so the module imports little of PEARL.
+Some grammars cost far more than llguidance's limits allow. Twenty short patterns in one `allOf`
+take half a minute, a `multipleOf` of millions takes gigabytes, and a running call cannot be
+interrupted. The child process runs this module, so the module imports little of PEARL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small mo
 
 
 def limits() -> LLParserLimits:
-    """Return a half to a tenth of llguidance's limits: a step of a hostile grammar must not delay the other texts."""
+    """Return limits that are a half to a tenth of llguidance's own.
+
+    A step of a hostile grammar must not delay the other texts.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -39,9 +42,10 @@ def limits() -> LLParserLimits:
 
 @lru_cache(maxsize=64)
 def checked(grammar: str) -> str:
-    """Translate a grammar (its kind, a line feed, its text) to llguidance's notation.
+    """Translate a grammar to llguidance's notation.
 
-    Raises `ImportError`, and `ValueError` if no parser of it can be made. For example "regex\\n[a-z]+".
+    `grammar` has a kind, a line feed and a text, for example "regex\\n[a-z]+". Raises `ValueError`
+    if no parser can be made for it, and `ImportError` if llguidance is not installed.
     """
     import llguidance  # noqa: F401
 
@@ -69,7 +73,10 @@ def _translated(grammar: str) -> str:
 
 
 def _try(grammar: str) -> str:
-    """Return why no parser can be made; empty if one can. A signal ends the process if it takes too long."""
+    """Return why no parser can be made for a grammar; empty if one can be made.
+
+    A signal ends the process if this takes more than `SECONDS` of CPU time.
+    """
     from llguidance import LLMatcher, LLTokenizer
 
     signal.setitimer(signal.ITIMER_PROF, SECONDS)

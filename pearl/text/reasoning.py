@@ -1,8 +1,8 @@
-"""The tags around a thinking model's reasoning, and whether a prompt has opened it.
+"""The tags around a thinking model's reasoning, and whether a prompt has opened the reasoning.
 
-A model thinks if its chat template has the tags. Some templates write the opening tag themselves, at the end of the
-prompt. For example "<think>\nHm.\n</think>\n\nYes" is the reasoning "Hm." and the answer "Yes". `pearl.text.reply`
-takes replies apart.
+A model thinks if its chat template has the tags. Some templates write the opening tag themselves,
+at the end of the prompt. For example, "<think>\\nHm.\\n</think>\\n\\nYes" is the reasoning "Hm."
+and the answer "Yes". `pearl.text.reply` splits replies at the tags.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class Tags:
     """The tags around the reasoning in a text; tags.toml has those of all models.
 
     Attributes:
-        start, end: expressions that match the tags.
-        tokens: names that may be special tokens of a vocabulary: those in the tags, the opening tag's first.
+        start, end: expressions that match the opening and the closing tag.
+        tokens: names in the tags that may be special tokens of a vocabulary; the first is in the
+            opening tag.
         marks: a model writes these tags if its chat template contains one of these strings.
-        dropped: names of tokens that are left out of all texts, such as the tokens around the answer.
-        opening, closing: the texts that begin and end reasoning.
-        turn: the text that begins a reply, if `answer` follows it.
-        answer: the text that begins an answer, if the format has such.
+        dropped: names of tokens that are left out of all texts, such as the tokens around the
+            answer.
+        opening, closing: the opening and the closing tag as text, for prompts that contain them.
+        turn: the text that begins another message of the assistant; empty if the answer is in the
+            same message.
+        answer: the text that begins an answer; empty if the format has none.
     """
 
     start: str
@@ -52,11 +55,11 @@ class Tags:
     answer: str = ""
 
     def are_open(self, prompt: str) -> bool:
-        """Return whether the text after this prompt begins with reasoning."""
+        """Return whether this prompt ends with the opening tag, so that reasoning follows."""
         return regex.search(rf"(?:{self.start})\s*$", prompt) is not None
 
     def are_closed(self, prompt: str) -> bool:
-        """Return whether this prompt ends with the end of reasoning."""
+        """Return whether this prompt ends with the closing tag."""
         return regex.search(rf"(?:{self.end})\s*$", prompt) is not None
 
     def are_open_within(self, text: str) -> bool:
@@ -67,7 +70,10 @@ class Tags:
         return is_open
 
     def begun(self, thought: str, content: str) -> str:
-        """Return the beginning of a reply: a thought that goes on, or if `content` follows it, one that has ended."""
+        """Return the beginning of a reply: reasoning in its tags, and then `content`.
+
+        If `content` is empty, the reasoning is left open, so that the model continues it.
+        """
         if self.answer:
             end = self.closing + self.turn + self.answer
             reply = self.opening + thought
@@ -77,9 +83,11 @@ class Tags:
         return reply + end + content if content else reply
 
     def continued(self, prompt: str, reply: str) -> str:
-        """Return the prompt with the beginning of the reply, `reply`, appended, so that the model continues it.
+        """Return the prompt with `reply`, the beginning of a reply, appended.
 
-        If `reply` does not begin with reasoning, the prompt says that there is none.
+        The model continues the reply. If `reply` has no reasoning, tags put before `reply` tell the
+        model so. For example, if the prompt has opened the reasoning, a closing tag is put before
+        `reply`.
         """
         if self.are_open(prompt):
             if regex.search(rf"{self.start}|{self.end}", reply) is None:
@@ -109,9 +117,9 @@ HARMONY = TAGS["harmony"]
 
 
 def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that have a mark in a chat template, by their names.
+    """Return, by name, the entries with a mark that occurs in a chat template.
 
-    `registry`: `TAGS` or `tools.FORMATS`.
+    `registry`: `TAGS` or `tools.FORMATS`; each entry has `marks`.
     """
     entries = {}
     for name, entry in registry.items():
@@ -121,14 +129,15 @@ def entries_for(template: str, registry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tags_of(template: str) -> Tags | None:
-    """Return the first tags of `TAGS` that a chat template contains; None if its model does not think."""
+    """Return the first of `TAGS` that a chat template contains; None if it contains none."""
     return next(iter(entries_for(template, TAGS).values()), None)
 
 
 def check_tags(choice: str) -> str:
-    """Return `choice` if it is valid: auto, none, a name in `TAGS`, or two tags with white space between them.
+    """Return `choice` if it is valid; otherwise raise `ConfigError`.
 
-    Raises `ConfigError` for any other choice.
+    A choice is valid if it is auto, none, a name in `TAGS`, or two tags with white space between
+    them.
     """
     if choice in ("auto", "none", *TAGS) or len(choice.split()) == 2:
         return choice
@@ -140,7 +149,10 @@ def check_tags(choice: str) -> str:
 
 
 def tags_for(tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags that a model writes: those that the user chose, else those in the chat template; None if none."""
+    """Return the tags that a model writes; None if it writes no reasoning.
+
+    The user's choice takes precedence over the tags in the chat template.
+    """
     choice = getattr(tokenizer, "reasoning_tags", "auto")
     if choice == "none":
         return None
@@ -153,7 +165,7 @@ def tags_for(tokenizer: Tokenizer) -> Tags | None:
 
 
 def warn_of_unknown_tags(tokenizer: Tokenizer) -> None:
-    """Log a warning if the chat template writes reasoning, but between no tags that are known here."""
+    """Log a warning if the chat template writes reasoning between tags that are not known here."""
     if tokenizer.reasoning_tags == "none" or tags_for(tokenizer) is not None:
         return
     thought = "They ask for a word."
@@ -174,8 +186,8 @@ def tags_after(
 ) -> Tags | None:
     """Return the tags in the text after a prompt; None if the text has no reasoning.
 
-    A text with a grammar has reasoning only if the prompt has opened it. Otherwise the grammar applies from the first
-    token on.
+    A text with a grammar has reasoning only if the prompt has opened it; otherwise the grammar
+    applies from the first token on.
 
     Args:
         prefix: the beginning of the reply, if the prompt ends with one.
@@ -189,7 +201,7 @@ def tags_after(
 def is_open_after(
     tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int], prefix: str = ""
 ) -> bool:
-    """Return whether the text after a prompt begins with reasoning.
+    """Return whether the text after a prompt begins within reasoning.
 
     Args:
         prefix: the beginning of the reply, if the prompt ends with one.
@@ -201,7 +213,10 @@ def is_open_after(
 
 
 def end_of(tokenizer: Tokenizer, tags: Tags, prompt: Sequence[int]) -> str:
-    """Return the end of a prompt as text. It includes the names of tags' special tokens, which `decode` leaves out."""
+    """Return the end of a prompt as text.
+
+    `decode` leaves out special tokens, so the special tokens of the tags are written by name here.
+    """
     names = Marks(tags.tokens, tokenizer).ids
     end = ""
     ordinary: list[int] = []

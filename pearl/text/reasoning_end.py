@@ -1,8 +1,10 @@
-"""Finds the end of the reasoning at the beginning of a text. Stop strings and grammars apply to the answer after it.
+"""Finds the end of the reasoning at the beginning of a text.
 
-Reasoning ends with a mark such as "</think>".  If the vocabulary has a token for the mark, only this token ends the
-reasoning: the model may quote the mark in other tokens.  Otherwise the mark is searched in the text.  The place depends
-on the text's tokens alone, so the front and each worker find the same place, whatever was proposed.
+Stop strings and grammars apply only to the answer, after the reasoning. Reasoning ends with a mark
+such as "</think>". If the vocabulary has a token for the mark, only this token ends the reasoning,
+because the model may quote the mark in other tokens. Otherwise the mark is searched in the text.
+Where the reasoning ends depends on the text's tokens alone, so the front and each worker find the
+same end, whatever was proposed.
 """
 
 from pearl.config.options import Reasoning
@@ -13,7 +15,7 @@ class ReasoningState:
 
     Attributes:
         is_begun: whether the text has begun with reasoning.
-        is_over: whether the text is in its answer.
+        is_over: whether the reasoning has ended, or the text has none.
     """
 
     def __init__(self, marks: Reasoning | None) -> None:
@@ -25,7 +27,10 @@ class ReasoningState:
         self._longest = max(map(len, self._marks.ends), default=0)
 
     def feed(self, token: int, text: str) -> tuple[str, str]:
-        """Take the next token and the text that becomes final with it; return its reasoning and its answer."""
+        """Take the next token, and the text that becomes final with it.
+
+        Returns the part of this text that is reasoning, and the part that is answer.
+        """
         if self.is_over:
             return "", text
         if not self.is_begun:
@@ -49,7 +54,7 @@ class ReasoningState:
         return lead
 
     def _begin(self, token: int, text: str) -> None:
-        """Find out whether the text, of which `text` is all so far, begins with the opening mark."""
+        """Find out whether the text begins with the opening mark. `text`: all of it so far."""
         start = self._marks.start
         if self._marks.start_token is not None:
             self.is_begun = token == self._marks.start_token

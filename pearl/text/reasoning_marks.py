@@ -37,13 +37,15 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int], prefix: str = "") 
 
 
 def _start(tags: Tags) -> str:
-    """Return the text that reasoning begins with: the opening tag's token, or the whole tag if answers begin with this
-    token, too.
+    """Return the text that reasoning begins with.
+
+    The result is the name of the opening tag's first token. If answers begin with the same token,
+    the result is the whole opening tag.
     """
     name = tags.tokens[0]
     return tags.opening if tags.answer.startswith(name) else name
 
 
 def _as_read(tokenizer: Tokenizer, mark: str) -> str:
-    """Return how a mark of several tokens reads in a decoded text, where special tokens have no text."""
+    """Return a mark as it appears in a decoded text, where special tokens have no text."""
     return tokenizer.decode(tokenizer.encode(mark, special=False)) or mark

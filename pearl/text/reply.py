@@ -32,7 +32,8 @@ class Event(NamedTuple):
 
     Attributes:
         source: the characters of the reply that the event stands for.
-        text: what a reader sees of them; empty for dropped characters and for calls.
+        text: the text that a reader sees of these characters; empty if they are dropped or are a
+            call.
         call: the call, or the part of a call, as OpenAI's API has it; None for other kinds.
     """
 
@@ -44,7 +45,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Delta:
-    """What became certain of a reply with one piece of text."""
+    """The parts of a reply that became certain with one piece of text."""
 
     reasoning: str = ""
     content: str = ""
@@ -102,10 +103,13 @@ class ReplyParser(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Set up what a reply's parsing begins with."""
+        """Set the parser's state for the beginning of a reply."""
 
     def feed(self, texts: Sequence[str], tokens: Sequence[int] = ()) -> Delta:
-        """Take the next piece: texts and the token of each text. `tokens` is empty if the tokens are not known."""
+        """Take the next piece, which may be several texts; return what is certain now.
+
+        `tokens`: the token of each text; empty if the tokens are not known.
+        """
         self.events = []
         for index, text in enumerate(texts):
             token = tokens[index] if tokens else None
@@ -150,7 +154,7 @@ class ReplyParser(ABC):
         self.events.append(Event(kind, self._marks.readable(source), text))
 
     def _separate(self, kind: Kind, text: str) -> None:
-        """Emit white space between two parts of a text; it has no source of its own."""
+        """Emit white space between two parts, which stands for no characters of the reply."""
         if text:
             self.events.append(Event(kind, "", text))
 
@@ -170,7 +174,7 @@ class ReplyParser(ABC):
 
 
 def _join(calls: list[Call], part: Call) -> None:
-    """Append `part` to `calls`; if it continues the last call, append its arguments to that call's."""
+    """Add `part` to `calls`: append its arguments to the last call, or append it as a new call."""
     if "id" not in part and calls and calls[-1]["index"] == part["index"]:
         calls[-1]["function"]["arguments"] += part["function"]["arguments"]
     else:
@@ -197,7 +201,7 @@ class TagParser(ReplyParser):
             self._read_forced()
 
     def _read_forced(self) -> None:
-        """If the answer must be a call, begin to read it; called where the reasoning has ended."""
+        """Begin to read the call, if the answer must be a call. Called where the answer begins."""
         if self._is_forced and self._format is not None:
             self._is_forced = False
             self._reading = self._format.read_forced(self._cursor, self._schemas)
@@ -237,7 +241,7 @@ class TagParser(ReplyParser):
 
     @property
     def _leads(self) -> bool:
-        """Whether a call may come here, for a format whose calls come only at the beginning of the content."""
+        """Whether a call may come now, if the format has calls only at the content's beginning."""
         format = self._format
         return (
             format is not None
@@ -273,7 +277,10 @@ class TagParser(ReplyParser):
         return True
 
     def _handle(self, mark: str, length: int) -> None:
-        """Handle a tag, or the beginning of a call, at the cursor. `mark` is its name in the expression."""
+        """Handle a tag, or the beginning of a call, at the cursor.
+
+        `mark`: the name of the group that has matched, such as "open"; see `_next_mark`.
+        """
         if mark == "call":
             assert self._format is not None
             self._reading = self._format.read(self._cursor, self._schemas)
@@ -288,7 +295,12 @@ class TagParser(ReplyParser):
 
     @property
     def _may_open(self) -> bool:
-        """Whether an opening tag here opens reasoning. Within a sentence it is text, unless it is a special token."""
+        """Whether an opening tag at the cursor opens reasoning; otherwise it is text.
+
+        A tag that is a special token always opens reasoning. A tag in ordinary tokens opens
+        reasoning at the beginning of the reasoning or content. Once the reply has had reasoning,
+        such a tag also opens reasoning at the beginning of a line of the content.
+        """
         if self._is_token:
             return True
         if self.is_thinking:
@@ -298,7 +310,8 @@ class TagParser(ReplyParser):
     def _enter(self, is_thinking: bool, length: int) -> None:
         """Drop a tag, and enter or leave the reasoning.
 
-        White space next to the tag is dropped too, except where the tag changes nothing in the middle of a text.
+        White space next to the tag is dropped as well, unless the tag is in the middle of a text
+        and changes nothing, such as a second opening tag.
         """
         tag = self._cursor.take(length)
         if is_thinking == self.is_thinking and self._has_text:
@@ -317,7 +330,7 @@ class TagParser(ReplyParser):
             self._read_forced()
 
     def _read_on(self) -> bool:
-        """Let the reader of the call go on; return whether it has ended."""
+        """Let the reader of a call continue; return whether the reader has ended."""
         assert self._reading is not None
         while True:
             try:
@@ -346,7 +359,7 @@ class TagParser(ReplyParser):
         self._gap = ""
 
     def _decline(self) -> None:
-        """Emit as text what looked like the beginning of a call and is none."""
+        """Treat as text what looked like the beginning of a call, but is no call."""
         assert self._format is not None
         if self._format.leads:
             self._has_calls = False
@@ -396,11 +409,15 @@ _HEADERS = ("<|start|>", "<|channel|>")
 
 
 class HarmonyParser(ReplyParser):
-    """Parses OpenAI's harmony format: messages, each with a header that names a channel and perhaps a recipient.
+    """Parses OpenAI's harmony format: messages with headers.
 
-    For example <|channel|>analysis<|message|>They greet.<|end|><|start|>assistant<|channel|>final<|message|>Hello!
-    A message to functions.NAME is a call, in any channel. A message to another recipient, or in the channel analysis,
-    is reasoning. All other messages are content.
+    A header names a channel, and may name a recipient. For example:
+
+        <|channel|>analysis<|message|>They greet.<|end|>
+        <|start|>assistant<|channel|>final<|message|>Hello!
+
+    A message to functions.NAME is a call, in any channel. A message to another recipient, or in the
+    channel analysis, is reasoning. All other messages are content.
     """
 
     def _begin(self) -> None:
@@ -419,7 +436,10 @@ class HarmonyParser(ReplyParser):
             pass
 
     def _begin_message(self) -> bool:
-        """Find out whether the reply begins with a header; if not, the prompt ended with one."""
+        """Find out whether a header or the text of a message comes next.
+
+        The reply begins with the text if the prompt ended with a header.
+        """
         if not self._cursor.text:
             return False
         match = self._first.match(self._cursor.text, partial=not self._cursor.is_last)
@@ -450,7 +470,11 @@ class HarmonyParser(ReplyParser):
         return True
 
     def _is_call(self, recipient: Any) -> bool:
-        """Return whether a recipient is a function of the request, not one of the model's own tools such as python."""
+        """Return whether a message is a call of a function of the request.
+
+        The model may also call tools of its own, such as python. `recipient`: the match of
+        `_RECIPIENT` in the header, or None.
+        """
         if recipient is None or self._format is None:
             return False
         return bool(recipient.group(1)) or recipient.group(2) in self._schemas
@@ -520,7 +544,7 @@ def reasoning_parser(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReplyParser
 
 
 def split(text: str, tags: Tags, is_open: bool = False) -> tuple[str, str]:
-    """Return the reasoning and the answer in a whole text. Its tokens are not known."""
+    """Return the reasoning and the answer in a whole text whose tokens are not known."""
     parser = parser_of(None, tags, is_open=is_open)
     reply = parser.feed([text]) + parser.finish()
     return reply.reasoning, reply.content

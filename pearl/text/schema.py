@@ -1,7 +1,8 @@
-"""JSON schemas for llguidance, which refuses some keywords whatever their value, and does not say where they are.
+"""Prepares JSON schemas for llguidance, which refuses some keywords whatever their value.
 
-So we drop keywords whose value constrains nothing, such as `uniqueItems: false`, and find the place of a refused
-keyword.  This file imports nothing else of PEARL, see `parser`.
+So we drop keywords whose value constrains nothing, such as `uniqueItems: false`. llguidance does
+not say where a refused keyword is, so we find its place. This file imports nothing else of PEARL,
+because the child process of `parser` imports it.
 """
 
 import json
@@ -75,7 +76,11 @@ def simplified(text: str) -> str:
 
 
 def place_of(text: str, problem: str) -> str:
-    """Return the place in the JSON schema `text` that llguidance's message `problem` is about; empty if unknown."""
+    """Return the place in the JSON schema `text` that a message of llguidance is about.
+
+    The place is a JSON pointer such as "/properties/tags"; it is empty if the place is not known.
+    `problem`: the message.
+    """
     unread = _UNREAD.search(problem)
     if unread is None:
         return ""
@@ -88,7 +93,7 @@ def place_of(text: str, problem: str) -> str:
 
 
 def _places(root: Any) -> Iterator[SchemaPlace]:
-    """Yield a schema, then the schemas within it; only those that are objects.
+    """Yield a schema, and then the schemas within it. The schemas true and false are left out.
 
     The caller may drop keywords of a schema before it takes the next one.
     """
@@ -118,7 +123,11 @@ def _simplify(schema: dict[str, Any]) -> None:
 
 
 def _is_idle(keyword: str, schema: dict[str, Any]) -> bool:
-    """Return whether every value that matches `schema` without this keyword matches it with the keyword, too."""
+    """Return whether a keyword constrains nothing.
+
+    This is so if every value that matches `schema` without the keyword also matches it with the
+    keyword.
+    """
     value = schema[keyword]
     match keyword:
         case "uniqueItems" | "not" | "$recursiveAnchor":
@@ -137,4 +146,4 @@ def _is_idle(keyword: str, schema: dict[str, Any]) -> bool:
             return schema.get("then", True) in _ANYTHING and schema.get("else", True) in _ANYTHING
         case "then" | "else":
             return "if" not in schema
-    return keyword == "$dynamicAnchor"  # a name: references to it are refused themselves
+    return keyword == "$dynamicAnchor"  # only a name; llguidance refuses references to it

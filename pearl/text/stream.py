@@ -1,8 +1,9 @@
 """Turns tokens into text as they come: incremental detokenisation and stop strings.
 
-The front uses this file to show text while it is generated.  The target worker uses it to find the token that completes
-a stop string.  Both get the same result from the same tokens, because everything here is pure.  This file must not
-import torch or transformers, nor know where tokens come from.
+The front uses this file to show text while it is generated. The target worker uses it to find the
+token that completes a stop string. Both get the same result from the same tokens, because
+everything here is pure. This file must not import torch or transformers, nor know where tokens come
+from.
 """
 
 import re
@@ -18,7 +19,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet
 
 CONTEXT = 16  # tokens decoded before the new tokens, so that the new ones read as in the whole text
 PATIENCE = 16  # tokens held back before their text is released unfinished
-_LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
+_LONGEST_CHARACTER = 4  # in bytes, and so at most this many tokens
 _UNFINISHED = _LONGEST_CHARACTER - 1
 
 # Byte tokens of sentencepiece, and the byte tokens with which no UTF-8 character begins.
@@ -28,10 +29,11 @@ _SPACE = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of GPT-2's byte-level BPE.
+    """Return a mapping {character: byte}, as in GPT-2's byte-level BPE.
 
-    Printable bytes are written as themselves, the others as U+0100, U+0101, ... in their order: "A" is 0x41, and
-    "\u0120" is 0x20, the space. Source: Radford et al. 2019, `bytes_to_unicode`.
+    Printable bytes are written as themselves, all other bytes as U+0100, U+0101, ... in their
+    order: "A" is 0x41, and "\u0120" is 0x20, the space. Source: Radford et al. 2019,
+    `bytes_to_unicode`.
     """
     alphabet = {}
     num_hidden = 0
@@ -48,7 +50,7 @@ _BYTES = _byte_alphabet()
 
 
 def check_characters(text: str) -> str:
-    """Return `text`; raise `RequestError` where no tokenizer can read it."""
+    """Return `text`; raise `RequestError` if it has half a surrogate pair, which is no text."""
     if not is_unicode(text):
         raise RequestError(
             "the prompt holds half a surrogate pair, which is no character: it must be UTF-8"
@@ -65,8 +67,10 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: the number of ids; some may have no token.
         chat_template: the template's source; empty if there is none.
-        tool_template: the template for requests with tools; empty if it is the same.
-        reasoning_tags: the user's choice of the tags around the model's reasoning; see `pearl.text.reasoning`.
+        tool_template: the template for requests with tools; empty if these requests use
+            `chat_template`, too.
+        reasoning_tags: the user's choice of the tags around the model's reasoning; see
+            `pearl.text.reasoning`.
     """
 
     vocab_size: int
@@ -75,17 +79,24 @@ class Tokenizer(Protocol):
     reasoning_tags: str = "auto"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the tokens of `text`. If `special`, include the tokens that the tokenizer adds to a prompt (BOS)."""
+        """Return the tokens of `text`.
+
+        `special`: whether to include the tokens that the tokenizer adds to a prompt, such as BOS.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`. Skips special and unknown tokens, and does not clean up spaces."""
+        """Return the text of `ids`.
+
+        Special and unknown tokens are skipped, and spaces are not cleaned up.
+        """
         ...
 
     def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        """Return the tokens of the prompt for the reply to `messages`; None if there is no chat template.
+        """Return the tokens of the prompt for the reply to `messages`.
 
-        Raises `RequestError` where the template refuses these messages.
+        Returns None if there is no chat template. Raises `RequestError` if the template refuses
+        these messages.
         """
         text = self.chat_text(messages, tools)
         if text is None:
@@ -111,14 +122,15 @@ class Tokenizer(Protocol):
 
 
 def is_byte_piece(piece: str) -> bool:
-    """Return whether a vocabulary's entry names a byte, as sentencepiece's do ("<0xE4>")."""
+    """Return whether an entry of a vocabulary stands for a byte, as in sentencepiece ("<0xE4>")."""
     return _BYTE_PIECE.fullmatch(piece) is not None
 
 
 def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
-    """Return the text of a token in UTF-8, which may be part of a character; of a special token, return the name.
+    """Return the bytes of a token's text, which may be part of a UTF-8 character.
 
-    Vocabularies write a byte as one of 256 characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
+    For a special token, these are the bytes of its name. Vocabularies write a byte as one of 256
+    characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
     """
     piece = tokenizer.token(id)
     if piece is None:
@@ -133,14 +145,15 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-# Not `tokenizers.DecodeStream` (0.23): after a prompt that ends within a character it returns the prompt's text again;
-# and it hides the text that it holds back, which may complete a stop.
+# `tokenizers.DecodeStream` (0.23) is not used, for two reasons. After a prompt that ends within a
+# character, it returns the prompt's text again. And it does not show the text that it holds back,
+# which may complete a stop.
 class Detokenizer:
-    """Turns tokens into text as they come, with bounded work for each.
+    """Turns tokens into text as they come, with bounded work for each token.
 
-    The text that `push` returns is final; an incomplete character is held back, for at most `PATIENCE` tokens.  All
-    pieces joined are decode(prompt + tokens) without decode(prompt) at its beginning, except around bytes that are no
-    UTF-8.
+    The text that `push` returns is final. An incomplete character is held back, for at most
+    `PATIENCE` tokens. All pieces joined are what decode(prompt + tokens) adds to decode(prompt),
+    except near bytes that are no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -153,7 +166,10 @@ class Detokenizer:
         self._pending = ""
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt's last `CONTEXT` tokens with text, without leading parts of a character."""
+        """Return the last `CONTEXT` tokens of the prompt that have text.
+
+        If the first of these tokens only continue a character, they are left out.
+        """
         context = []
         for token in reversed(prompt):
             if not self.is_special(token):
@@ -176,14 +192,17 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids)
 
     def is_special(self, token: int) -> bool:
-        """Return whether a token has no text. Decodes it twice in a row, as a decoder may strip one leading space."""
+        """Return whether a token has no text.
+
+        The token is decoded twice in a row, because a decoder may strip one leading space.
+        """
         if token not in self._special:
             self._special[token] = not self._tokenizer.decode([token, token])
         return self._special[token]
 
     @property
     def held(self) -> str:
-        """The text held back, as it reads if no more tokens come; without an incomplete character at its end."""
+        """The text held back, without an incomplete character at its end."""
         return self._pending.rstrip(REPLACEMENT)
 
     def push(self, token: int) -> str:
@@ -205,7 +224,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text still held back, at the end; incomplete characters are U+FFFD."""
+        """Return the text still held back, with incomplete characters as U+FFFD."""
         piece = self._pending
         self._pending = ""
         # This piece suffices as the context of the next, because it starts with a whole character.
@@ -221,10 +240,11 @@ class _Stop(NamedTuple):
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces, and holds back text that may be the beginning of a stop.
+    """Finds stop strings in text that comes in pieces.
 
-    `matched` is the stop that was found, or None. The returned text ends before that stop; if a piece completes several
-    stops, the stop that starts first is taken.  Raises `RequestError` for an empty stop.
+    Text that may be the beginning of a stop is held back. `matched` is the stop that was found, or
+    None. The returned text ends before that stop; if a piece completes several stops, the stop that
+    starts first is taken. Raises `RequestError` for an empty stop.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -239,7 +259,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str:
-        """Take more text; return the text that may be shown with it."""
+        """Take more text; return the text that cannot become part of a stop any more."""
         if self.matched is not None:
             return ""
         text = self._tail + text
@@ -253,11 +273,11 @@ class StopMatcher:
         return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the text before a stop token, which ends the text; return what may be shown, as `push` does.
+        """End the text at a token that is a stop; return the rest of the text before the stop.
 
         Args:
             text: the last piece of text before the token.
-            stop: the token's text. It becomes `matched` if no stop string is found in the text.
+            stop: the token's text. It becomes `matched`, unless an earlier stop is found in `text`.
         """
         shown = self.push(text)
         if self.matched is None:
@@ -270,7 +290,7 @@ class StopMatcher:
         return self.matched is None and bool(text) and self._find(self._tail + text) is not None
 
     def flush(self) -> str:
-        """Return the text held back, at the end; empty once a stop has matched."""
+        """Return the text held back, at the end of the text; empty if a stop has matched."""
         text = self._tail
         self._tail = ""
         return text
@@ -284,7 +304,10 @@ class StopMatcher:
         return min(stops, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Return the start of the longest suffix of `text` with which a stop begins; len(text) if there is none."""
+        """Return the index in `text` from which the rest may be the beginning of a stop.
+
+        If there are several such indices, the first is returned; if there is none, len(text).
+        """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 end = text[start:]
@@ -296,12 +319,13 @@ class StopMatcher:
 class TextStream:
     """The text of one request: the results of `push` and `finish`, joined.
 
-    `stopped` becomes true with the first token after which the text contains a stop.  That text includes characters
-    that the detokenizer still holds back, so that no stop is found a token late.  It excludes an incomplete character
-    at the end.
+    `stopped` becomes true with the first token after which the text contains a stop. Characters
+    that the detokenizer still holds back are searched as well, so that each stop is found with the
+    token that completes it. An incomplete character at the end is not searched.
 
     Args:
-        show: special tokens whose names are part of the text; these names are not searched for stops.
+        show: special tokens whose names are part of the text; these names are not searched for
+            stops.
     """
 
     def __init__(
@@ -326,7 +350,7 @@ class TextStream:
         return self._matcher.matched is not None
 
     def push(self, token: int) -> str:
-        """Take the next committed token; return the text that may be shown for good."""
+        """Take the next committed token; return the text that is final with it."""
         if self.stopped:
             return ""
         if (self._stops or self._show) and self._detokenizer.is_special(token):
@@ -345,14 +369,18 @@ class TextStream:
         return shown
 
     def _push(self, token: int, text: str) -> str:
-        """Take a token's text; return what may be shown: of the answer only what holds no stop."""
+        """Take a token's text; return the part of it that is final.
+
+        Reasoning is final. In the answer, text that may be the beginning of a stop is held back.
+        """
         reasoning, answer = self._reasoning.feed(token, text)
         return reasoning + self._matcher.push(answer)
 
     def finish(self) -> str:
-        """Return the text still held back, when the request ends without a stop (EOS, limit, cancelled).
+        """Return the text still held back, when the request ends without a stop.
 
-        An incomplete character is U+FFFD here, and a stop of U+FFFD can match it.
+        A request ends without a stop at EOS, at a limit, or when it is cancelled. An incomplete
+        character becomes U+FFFD; if U+FFFD is a stop string, this character matches it.
         """
         if self.stopped:
             return ""
@@ -363,5 +391,8 @@ class TextStream:
 
 
 def _have_mark(stops: Sequence[str], marks: Sequence[str]) -> bool:
-    """Return whether a stop has a mark in it: then the client looks at the reasoning, too."""
+    """Return whether any stop contains a mark.
+
+    If one does, all stops are searched in the reasoning, too.
+    """
     return any(mark in stop for stop in stops for mark in marks)

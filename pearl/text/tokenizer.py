@@ -1,7 +1,8 @@
-"""Tokenizers of checkpoints, and their generation settings: tokenizer files and generation_config.json.
+"""Tokenizers and generation settings of checkpoints, read from their files.
 
-Checkpoints are directories here; `pearl.models.checkpoints.tokenizers` finds these by name.  Importing transformers
-takes a second, so it is imported only to convert the tokenizer of a checkpoint without tokenizer.json.
+Checkpoints are directories here; `pearl.models.checkpoints.tokenizers` finds the directories by the
+models' names. Importing transformers takes a second, so it is imported only to convert the
+tokenizer of a checkpoint without tokenizer.json.
 """
 
 import hashlib
@@ -76,12 +77,12 @@ class GenerationDefaults:
     """The generation settings of a checkpoint, which are the defaults of a request.
 
     Attributes:
-        temperature: 0 is greedy decoding.
+        temperature: 0 means greedy decoding.
         top_k, top_p, min_p, repetition_penalty: the values 0, 1, 0 and 1 turn them off.
         eos: the ids that end a text.
-        ignored: options of generation_config.json that would change the text but are not supported, and options whose
-            values are invalid, such as a top_k of -1.
-        max_tokens: None is up to the end of the context.
+        ignored: options of generation_config.json that would change the text but are not supported,
+            and options whose values are invalid, such as a top_k of -1.
+        max_tokens: None means up to the end of the context.
     """
 
     temperature: float = 0.0
@@ -99,7 +100,11 @@ class GenerationDefaults:
         return {name: getattr(self, name) for name in _SETTINGS if name != "max_tokens"}
 
     def __str__(self) -> str:
-        """Return the settings that are not defaults, such as "temperature 0.6, top_k 20" or "greedy, max_tokens 99"."""
+        """Return the settings that a checkpoint changes, such as "temperature 0.6, top_k 20".
+
+        If the settings are for greedy decoding, the result begins with "greedy", as in "greedy,
+        max_tokens 99".
+        """
         parts = []
         if not self.temperature:
             parts.append("greedy")
@@ -113,8 +118,8 @@ class GenerationDefaults:
 class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
 
-    The settings files of transformers add special tokens and chat templates; one of the templates may be for tools
-    ("tool_use").
+    Further special tokens and the chat templates are read from the settings files of transformers.
+    One of the templates may be for tools ("tool_use").
 
     Args:
         encodes: whether to read the merges now, and not only when the first text is encoded.
@@ -141,7 +146,10 @@ class FileTokenizer(Tokenizer):
         self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
 
     def _read_vocabulary(self) -> Vocabulary:
-        """Return the vocabulary as read from the file, or that of the library if the file does not determine it."""
+        """Return the vocabulary, read from the file if possible.
+
+        If the file does not determine all ids, the vocabulary is that of the library's tokenizer.
+        """
         vocabulary = read_vocabulary(self._file)
         if vocabulary is None:
             return vocabulary_of(self._tokenizer)
@@ -210,10 +218,10 @@ class FileTokenizer(Tokenizer):
 def _control_tokens(
     added: frozenset[str], special: frozenset[str], template: str
 ) -> re.Pattern[str]:
-    """Return what matches the name of a control token.
+    """Return an expression that matches the name of any control token.
 
-    These are the special tokens, and others that the template has, such as <think>; but not the HTML tags that some
-    vocabularies have.
+    Control tokens are the special tokens, and other added tokens that occur in the template, such
+    as <think>. The HTML tags that some vocabularies have are no control tokens.
     """
     names = []
     for name in sorted(added, key=len, reverse=True):
@@ -223,12 +231,15 @@ def _control_tokens(
 
 
 def _with_break(name: re.Match[str]) -> str:
-    """Return a name that no longer is a token."""
+    """Return the matched name with a `BREAK` in it, so that it is no longer read as a token."""
     return f"{name[0][0]}{BREAK}{name[0][1:]}"
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return the object in a checkpoint's JSON file; empty if there is no such file. Raises `ValueError`, `OSError`."""
+    """Return the object in a checkpoint's JSON file; empty if there is no such file.
+
+    Raises `ValueError` or `OSError` if the file cannot be read.
+    """
     if not file.is_file():
         return {}
     return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -241,11 +252,12 @@ def _added_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Return the special tokens that settings name, which templates may use, and those that settings only list.
+    """Return the special tokens that have a name, by name, and a list of those that have none.
 
-    A token is given as its text, or as a mapping whose `content` is its text. A setting names a token if the setting's
-    name ends in "_token". In `extra_special_tokens`, which transformers 5 writes as a mapping or a list, any name may
-    occur.
+    Templates may use the names. A token is given as its text, or as a mapping whose `content` is
+    its text. A setting names a token if the setting's name ends in "_token", such as "bos_token".
+    The setting `extra_special_tokens`, which transformers 5 writes, is a mapping, in which a token
+    may have any name, or a list of tokens without names.
     """
     additional = settings.get("additional_special_tokens") or []
     extra = settings.get("extra_special_tokens") or additional
@@ -274,7 +286,10 @@ def _content(token: Any) -> str:
 
 
 def _as_special(token: Any) -> Any:
-    """Return a token in the form that `tokenizers` takes. A mapping also says if the token includes adjacent spaces."""
+    """Return a special token in the form that `tokenizers` takes.
+
+    A token given as a mapping also says whether it includes adjacent spaces.
+    """
     import tokenizers
 
     if isinstance(token, str):
@@ -285,7 +300,10 @@ def _as_special(token: Any) -> Any:
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name; files win over tokenizer_config.json."""
+    """Return the chat templates by name.
+
+    Files with templates take precedence over tokenizer_config.json.
+    """
     stated = settings.get("chat_template") or []
     if isinstance(stated, str):
         templates = {"default": stated}
@@ -296,7 +314,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     file = directory / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text("utf-8")
-    else:  # of a model that reads pictures too
+    else:  # the file of a model that also reads pictures
         of_processor = _json(directory / "chat_template.json").get("chat_template")
         if isinstance(of_processor, str):
             templates.setdefault("default", of_processor)
@@ -304,7 +322,10 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
-    """Return whether every id that both tokenizers have is the same token. Ids that only one has are padding."""
+    """Return whether every id that both tokenizers have is the same token.
+
+    Ids that only one of them has are taken for padding.
+    """
     return _first_difference(target, draft) is None
 
 
@@ -323,7 +344,7 @@ def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str
 ) -> None:
-    """Raise `ModelError` if the vocabularies differ, see `have_same_vocabulary`."""
+    """Raise `ModelError` if the vocabularies differ in the sense of `have_same_vocabulary`."""
     id = _first_difference(target, draft)
     if id is not None:
         raise ModelError(
@@ -333,7 +354,10 @@ def check_same_vocabulary(
 
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
-    """Return a BLAKE2b hash (16 bytes) of the tokens of the first `size` ids, to compare vocabularies elsewhere."""
+    """Return a BLAKE2b hash (16 bytes) of the tokens of the first `size` ids.
+
+    With it, processes compare their vocabularies without sending them.
+    """
     tokens = list(tokenizer.tokens()[:size])
     tokens += [None] * (size - len(tokens))
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
@@ -342,7 +366,10 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
 def load(
     directory: Path, trust_remote_code: bool, encodes: bool = True
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """Return a directory's tokenizer, and the checkpoint's generation settings. `encodes`: see `FileTokenizer`."""
+    """Return a directory's tokenizer, and the checkpoint's generation settings.
+
+    `encodes`: see `FileTokenizer`.
+    """
     if (directory / "tokenizer.json").is_file():
         tokenizer = FileTokenizer(directory, encodes)
     else:
@@ -368,10 +395,11 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
-    """Return the settings as transformers' generate() reads them.
+    """Return the generation settings as transformers' generate() would read them.
 
-    transformers' own default, top_k 50 (GenerationConfig._get_default_generation_params), applies only if the
-    checkpoint samples. If the checkpoint is greedy, a request with a temperature gets no such filter.
+    transformers' own default, top_k 50 (GenerationConfig._get_default_generation_params), applies
+    only if the checkpoint samples. If the checkpoint decodes greedily, a request that sets a
+    temperature is not limited to 50 tokens.
     """
     config = _json(directory / "generation_config.json")
     samples = bool(config.get("do_sample"))
@@ -396,7 +424,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         eos = tokenizer_eos
     if not isinstance(eos, list):
         eos = [eos]
-    ends: dict[int, None] = {}  # each once
+    ends: dict[int, None] = {}  # an ordered set
     for token in eos:
         # A 2.0 is 2, as in `generate`; no token has an id such as -1.
         is_whole = isinstance(token, int) or (isinstance(token, float) and token.is_integer())
@@ -408,7 +436,11 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
 
 
 def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
-    """Return the end tokens stated in generation_config.json, else in config.json, else in its text_config."""
+    """Return the end tokens as a configuration file states them; None if no file states them.
+
+    The files are searched in this order: generation_config.json, config.json, and text_config
+    within config.json.
+    """
     eos = config.get("eos_token_id")
     if eos is None:
         model = _json(directory / "config.json")

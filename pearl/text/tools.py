@@ -53,22 +53,29 @@ _READERS = {
 
 
 class Format(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model writes calls; calls.toml has all formats. Expressions contain names as `regex.escape` writes them.
+    """How a model writes calls; calls.toml has all formats.
+
+    Expressions contain names as `regex.escape` writes them.
 
     Attributes:
         marks: a model writes this format if its chat template contains one of these strings.
         start: an expression that matches where calls may begin.
-        opening, between, closing: expressions for the text around calls, as `read_block` takes them.
-        call: what reads a call, if neither `named` nor `tagged` does: a name in `_READERS`.
-        prefix: the beginning of a reply that must be a call. The model continues it with {"name": ..., `key`: ...}.
+        opening, between, closing: expressions for the text around calls, as `read_block` takes
+            them.
+        call: the name in `_READERS` of the function that reads a call; unused if `named` or
+            `tagged` is set.
+        prefix: the beginning of a reply that must be a call. The model continues it with {"name":
+            ..., `key`: ...}.
         key: the name of the field with the arguments.
-        leads: whether calls count only at the beginning of the content, and only if they name a function of the
-            request. For formats whose `start` is also found in texts without calls.
-        shown: names that may be special tokens of a vocabulary. These are decoded to their names, other special tokens
-            to nothing.
-        call_id: the form of the ids that calls have in a conversation, if the template writes a call's id in place of
-            its function. It contains {name} and {number}, which counts the calls from 0.
-        is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply` reads.
+        leads: whether calls count only at the beginning of the content, and only if they name a
+            function of the request. This is set if `start` is also found in texts without calls.
+        shown: names that may be special tokens of a vocabulary. Only these special tokens are
+            decoded to their names; all others are decoded to nothing.
+        call_id: the form of the ids of calls in a conversation; empty if the template needs none.
+            It is needed if the template writes a call's id in place of its function. It contains
+            {name} and {number}, which counts the calls from 0.
+        is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply`
+            reads.
     """
 
     marks: tuple[str, ...]
@@ -130,7 +137,7 @@ def knows_tools(tokenizer: Tokenizer) -> bool:
 def _prompt(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Tools = None
 ) -> str | None:
-    """Return the prompt of a conversation; None if the chat template does not take it."""
+    """Return the prompt of a conversation; None if the chat template does not accept it."""
     try:
         return tokenizer.chat_text(messages, tools)
     except RequestError:
@@ -138,9 +145,10 @@ def _prompt(
 
 
 def reads_template(format: Format, tokenizer: Tokenizer) -> bool:
-    """Return whether a format reads the call back that the chat template writes, if it writes one.
+    """Return whether a format can read a call that the chat template has written.
 
-    A template may have a format's mark and another format: MiniMax M3 writes <tool_call>, too, but no JSON in it.
+    If the template writes no call, this is True. A template may have the mark of one format and
+    write another: MiniMax M3 writes <tool_call>, too, but no JSON in it.
     """
     text = _prompt(tokenizer, with_call_ids(_TALK, format), [_PROBE])
     if text is None or _CALLED["arguments"]["key"] not in text:
@@ -168,7 +176,10 @@ def _read_probe(format: Format, text: str) -> dict[str, Any]:
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
-    """Return the format `name`. For "auto", return the chat template's format, or `hermes` if it shows none."""
+    """Return the format `name`; for "auto", the format that the chat template writes.
+
+    If the template shows no format, this is `hermes`.
+    """
     if name != "auto":
         return FORMATS[name]
     template = tokenizer.tool_template or tokenizer.chat_template
@@ -188,7 +199,10 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
 
 
 def with_call_ids(messages: Sequence[dict[str, Any]], format: Format) -> list[dict[str, Any]]:
-    """Return the messages with ids of calls in the form that the format's template needs, in place of the client's."""
+    """Return the messages, with each call's id in the form that the format's template can read.
+
+    The new ids replace the ids that the client has chosen.
+    """
     if not format.call_id:
         return list(messages)
     renamed = []

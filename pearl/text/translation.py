@@ -1,8 +1,8 @@
-"""Translation of a target's tokens to those of a draft that has another vocabulary.
+"""Translates a target's tokens to those of a draft that has another vocabulary.
 
-Tokens with the same bytes are the same token; the draft's tokenizer spells the others.  Source: Timor
-et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies"
-(token-level intersection).
+Tokens with the same bytes are the same token. Any other token is spelled with tokens of the draft.
+Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
+for Heterogeneous Vocabularies" (token-level intersection).
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ _FILLER = (0,)  # for a token that the draft cannot spell
 
 
 class Translation:
-    """Translates the target's ids to the draft's.
+    """Translates the target's ids to the draft's ids.
 
     Attributes:
-        shared: target id -> draft id, of tokens with the same bytes, and of further tokens that end texts. An id occurs
-            at most once on each side.
+        shared: maps target ids to draft ids, for tokens with the same bytes, and for further tokens
+            that end texts. An id occurs at most once on each side.
         target: the target's tokenizer.
     """
 
@@ -50,7 +50,10 @@ class Translation:
         return f"it has {len(self.shared):,} of the target's {self.target.vocab_size:,} tokens"
 
     def spell(self, token: int) -> tuple[int, ...]:
-        """Return the draft's tokens, at least one, that stand for a token of the target."""
+        """Return the draft's tokens, at least one, that stand for a token of the target.
+
+        A token that the draft cannot spell becomes the id 0.
+        """
         draft_id = self.shared.get(token)
         if draft_id is not None:
             return (draft_id,)
@@ -77,6 +80,9 @@ class Translation:
 
 
 def _characters_first(tokenizer: Tokenizer) -> list[int]:
-    """Return all ids, those of byte tokens such as "<0x2E>" last, because a tokenizer writes "." with its token "."."""
+    """Return all ids, with the ids of byte tokens such as "<0x2E>" last.
+
+    A tokenizer writes "." with its token ".", not with the byte token, so "." has to come first.
+    """
     ids = range(tokenizer.vocab_size)
     return sorted(ids, key=lambda id: is_byte_piece(tokenizer.token(id) or ""))

@@ -1,7 +1,7 @@
 """The vocabulary of a tokenizer.json, read without its merges.
 
-A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into merges.  Only encoding needs merges:
-decoding a text and comparing two vocabularies need only the entries.
+A tokenizer of 262,144 tokens loads in a second, nearly all of which is spent on merges. Only
+encoding needs merges: decoding a text and comparing two vocabularies need only the entries.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ class Vocabulary:
     Attributes:
         entries: the entry of each id; None for an id without an entry.
         ids: the id of each entry.
-        added: entries that are found in a text before it is split.
+        added: entries that `encode` looks for in a text before it splits the text.
         special: the added entries that have no text.
         decoder: a decoder of the `tokenizers` library; None if entries are joined by spaces.
     """
@@ -63,7 +63,10 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Return the vocabulary of a tokenizer that the library has loaded, without `BREAK`, which is no entry."""
+    """Return the vocabulary of a tokenizer that the library has loaded.
+
+    `BREAK` is left out, because it is no entry of the checkpoint.
+    """
     ids = tokenizer.get_vocab(with_added_tokens=True)
     ids.pop(BREAK, None)
     decoded = tokenizer.get_added_tokens_decoder().values()
@@ -82,10 +85,11 @@ def _vocabulary(ids: dict[str, int], added_tokens: Collection[Any], decoder: Any
 
 
 def read_vocabulary(file: Path) -> Vocabulary | None:
-    """Return the vocabulary of a tokenizer.json; None if only the library can tell the ids of added tokens.
+    """Return the vocabulary of a tokenizer.json; None if the file does not determine all ids.
 
-    Whatever id the file states for an added token, the library gives it the id of the model's own entry with that text,
-    or else the next free id.  Raises `ValueError`, `OSError`.
+    The library may give an added token another id than the file states: the id of the model's own
+    entry with that text, or else the next free id. If any id differs, only the library can tell the
+    ids. Raises `ValueError` or `OSError` if the file cannot be read.
     """
     import tokenizers
 

@@ -1,8 +1,10 @@
-"""Merges the parts that the workers of a run have written into one Chrome Trace Event file.
+"""Merges the parts of a trace, one from each worker, into one Chrome Trace Event file.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
-(complete events "X" that nest within a track; "b" and "e" of requests, which may overlap; flows "s" and "f" bound to
-slices; metadata "M"), with the `distributedInfo` that Holistic Trace Analysis asks for.
+The format is described in
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. The file has the
+events that ui.perfetto.dev reads: complete events "X", which nest within a track; "b" and "e" of
+requests, which may overlap; flows "s" and "f", which connect slices; and metadata "M". It also has
+the `distributedInfo` that Holistic Trace Analysis requires.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ DRAFTED = {
     REJECTED: "draft token rejected",
     DISCARDED: "draft token unused",
 }
-_MAX_HELD = 1000  # most records that are kept until the end of a wait
+_MAX_HELD = 1000  # maximum number of records that are kept until a wait ends
 WAIT = "wait: "  # prefix of the names of waits
 # Names of arrows
 VERDICT = "verdict"
@@ -41,8 +43,8 @@ Event = dict[str, Any]
 def merge(trace: Path) -> None:
     """Make the file `trace` from the parts in its directory, and remove them.
 
-    Only the latest run is merged: parts of earlier runs, and other files, stay. So does the target's part, until the
-    draft's part has been copied here from its host.
+    Only the latest run is merged; parts of earlier runs, and other files, are kept. If the draft
+    ran on another host and its part has not been copied here yet, the target's part is kept, too.
 
     Raises `TraceError` if there are no parts, or the file cannot be written.
     """
@@ -75,15 +77,21 @@ def _opened(part: Part) -> int:
 
 
 def lacks_draft(config: Any, drafts: int) -> bool:
-    """Return whether the draft wrote its part on another host, and none has been copied here yet."""
+    """Return whether the draft has written a part on another host that has not been copied here.
+
+    Args:
+        config: the engine's configuration, from the target's part.
+        drafts: number of the draft's parts that are here.
+    """
     return not drafts and config["draft"] != "none" and config["control"] != ON_ONE_HOST
 
 
 def _align(part: Part, target: Part) -> None:
-    """Align the clock of a part with the target's. On the target's machine both clocks are the same.
+    """Align the clock of a part with the target's clock.
 
-    As in NTP, take the ping with the shortest round trip, and assume that its answer was stamped halfway: offset =
-    (sent + returned) / 2 - received. The uncertainty is half of the round trip.
+    On one machine the clocks are the same. Otherwise, as in NTP, the ping with the shortest round
+    trip is taken, and its answer is assumed to have been stamped halfway: offset = (sent +
+    returned) / 2 - received. The uncertainty is half of the round trip.
     """
     if part.header.boot == target.header.boot:
         return
@@ -118,10 +126,11 @@ def _write(trace: Path, run: _MergedRun) -> None:
 
 
 class _MergedRun:
-    """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
+    """The parts of one run, the target's first.
 
-    Keeps only a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
-    the target's clock.
+    The parts are read twice: first to find the links between records, then to yield the events one
+    by one. Only a few numbers are kept for each token and message, so a part may be larger than
+    memory. Times are nanoseconds of the target's clock.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -148,7 +157,7 @@ class _MergedRun:
             self._outcomes.learn(record)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events of all parts; this is the second reading."""
+        """Yield the events of all parts, by reading the parts a second time."""
         for process, part in enumerate(self._parts, start=1):
             yield from _descriptions(part, process)
             records = split_waits(part.records(), self._sent)
@@ -165,7 +174,11 @@ class _MergedRun:
                         yield _event("i", name, process, LOOP, time) | {"s": "g"}
 
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-        """Yield the draft's records, each forward after the decisions that tell the outcomes of its tokens."""
+        """Yield the draft's records, with the outcomes of drafted tokens added to the forwards.
+
+        Which tokens a forward drafted is known only from the decisions that follow the forward. So
+        each forward is yielded after these decisions.
+        """
         forward = None
         for record in records:
             if record.name in ("draft", "prefill", "prepare"):
@@ -183,17 +196,20 @@ class _MergedRun:
             yield forward
 
     def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
-        """Add to `forward` the outcomes of the tokens that it drafted and `decision` sent."""
+        """Add to `forward` the outcome of each drafted token that `decision` has sent."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
-            if outcomes:  # else its token was withheld
+            if outcomes:  # empty if the token was withheld
                 drafted = "fates"
                 if message["after"] is not None:
                     drafted = "branches"
                 forward.args.setdefault(drafted, []).extend(outcomes)
 
     def _verdicts(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """Yield arrows from where the target sent verdicts to where `record` read them; both ends lie in a slice."""
+        """Yield an arrow for each verdict in `record`, from where it was sent to where it was read.
+
+        Both ends of an arrow lie in a slice, because arrows connect slices.
+        """
         read = (record.start + record.end) // 2
         for message in map(tuple, record.args["messages"]):
             if message[0] == "Verdict" and message in self._sent:
@@ -206,7 +222,10 @@ class _MergedRun:
                 yield end | arrow | {"bp": "e"}
 
     def _slice(self, record: TraceRecord, process: int) -> Iterator[Event]:
-        """Yield the event of a record that lies on a track; for a request, which lies on none, two: begin and end."""
+        """Yield the event of a record; for a request, yield two: its begin and its end.
+
+        Requests may overlap, so they are on no track.
+        """
         if record.kind == "clock":
             return
         name = record.name
@@ -227,7 +246,7 @@ class _MergedRun:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
-        """Return the document without its events."""
+        """Return the trace file's document, without its list of events."""
         workers = []
         for process, part in enumerate(self._parts, start=1):
             worker = {"process": process} | asdict(part.header)
@@ -278,7 +297,10 @@ def _descriptions(part: Part, process: int) -> Iterator[Event]:
 
 
 def incident(decision: dict[str, Any]) -> str | None:
-    """Return a note on a failure or a recovery; None for other decisions."""
+    """Return a note if a decision reacts to a failure or a recovery; None if it does not.
+
+    A decision is an event that a worker's state machine has handled, and the resulting commands.
+    """
     event = decision["event"]
     match event["type"]:
         case "DraftGone":
@@ -308,10 +330,13 @@ def committed(decision: dict[str, Any]) -> list[str]:
 def split_waits(
     records: Iterable[TraceRecord], sent: Mapping[tuple[Any, ...], int]
 ) -> Iterator[TraceRecord]:
-    """Split each wait at the time when the message that ended it was sent; the rest is a wait for transport.
+    """Split each wait at the time when the message that the loop waited for was sent.
 
-    Messages after which the loop still waits, such as the first tokens of a window, interrupt a wait: the last message
-    counts. If a front sent that one, the wait is not split, because the messages before it did not end it.
+    After this time, the loop waits for transport only. Between two pieces of work the loop may wait
+    several times, because a message such as the first tokens of a window ends a wait, but lets no
+    work begin. The message that lets the work begin is the last one. So all waits between two
+    pieces of work are split at the time when the last message was sent. If a front sent the last
+    message, this time is not recorded, and the waits are not split.
     """
     wait_records: list[TraceRecord] = []
     for record in records:

@@ -1,4 +1,4 @@
-"""A picture of both workers on one time axis, as a PNG."""
+"""Draws both workers on one time axis, as a PNG."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from pearl.trace.chrome import committed
 from pearl.trace.reading import VERIFICATIONS, Arrow, RunTrace, Slice
 
 _STEPS = 12  # verification forwards shown by default
-# seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
+# seconds; shorter work, such as a heartbeat, is too short to see and does not split a wait
 _PAUSE = 1e-3
 
 
@@ -45,7 +45,10 @@ _CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
 
 @dataclass(frozen=True)
 class Bar:
-    """A piece of work, or a wait and its cause. Times in seconds. `look`: a key of `colours.WORK`."""
+    """A piece of work, or a wait and its cause. Times are in seconds.
+
+    `look`: a key of `colours.WORK`, which determines the colour.
+    """
 
     start: float
     end: float
@@ -58,7 +61,7 @@ class Bar:
 
 
 class Commit(NamedTuple):
-    """When tokens became part of the text, and the source of each token."""
+    """The time at which tokens became part of the text, and the source of each token."""
 
     time: float
     sources: list[str]
@@ -73,7 +76,10 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars of each worker, verdicts and commits. Times in seconds from the start of the first request."""
+    """The bars of each worker, the verdicts, and the commits.
+
+    Times are in seconds from the start of the first request.
+    """
 
     start: float
     end: float
@@ -93,16 +99,16 @@ class Chart:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest commit."""
+        """The number of tokens of the largest commit; 0 if there is none."""
         return max((len(commit.sources) for commit in self.commits), default=0)
 
     @property
     def rate(self) -> float:
-        """Tokens per second in the time shown, the prefill included."""
+        """Tokens per second in the time that is shown, which may include the prefill."""
         return self.tokens / self.seconds
 
     def shares(self, row: str) -> Shares:
-        """Return the shares of the time shown in which a worker works and waits."""
+        """Return the shares of the shown time in which a worker works and waits."""
         work = 0.0
         wait = 0.0
         for bar in self.rows[row]:
@@ -114,9 +120,13 @@ class Chart:
 
 
 def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> Chart:
-    """Return a chart of part of a run, from `start` seconds after the first request began; by default the first steps.
+    """Return a chart of a part of a run.
 
-    Raises `ConfigError` if the run has no work in that time.
+    Raises `ConfigError` if `start` is not within the run, or `seconds` is not positive.
+
+    Args:
+        start: seconds after the first request began.
+        seconds: length of the part; None for the length of the first twelve verification steps.
     """
     length = trace.end - trace.start
     if not 0 <= start < length or (seconds is not None and seconds <= 0):
@@ -143,7 +153,10 @@ def chart(trace: RunTrace, start: float = 0.0, seconds: float | None = None) -> 
 def charts(
     traces: Sequence[RunTrace], start: float | None = None, seconds: float | None = None
 ) -> list[Chart]:
-    """Return a chart of the same time of each run; by default the first steps of the run with the shortest steps."""
+    """Return a chart of each run, all of the same time span.
+
+    If `seconds` is None, the span is the first steps of the run with the shortest steps.
+    """
     start = start or 0.0
     seconds = seconds or min(_first_steps(trace, start) for trace in traces)
     return [chart(trace, start, seconds) for trace in traces]
@@ -160,7 +173,10 @@ def _row_bars(slices: Iterable[Slice], zero: float, start: float, end: float) ->
 
 
 def _bars(piece: Slice, start: float) -> list[Bar]:
-    """Return the bars of a slice: one, or one for each token if the slice is a forward that drafted several."""
+    """Return the bars of a slice.
+
+    A forward that drafted several tokens has a bar for each token; any other slice has one bar.
+    """
     if piece.kind == "wait":
         return [Bar(start, start + piece.seconds, "wait", piece.name)]
     looks = piece.args.get("fates", [piece.name if piece.name in WORK else "other"])
@@ -192,7 +208,10 @@ def _commits(trace: RunTrace, start: float, end: float) -> list[Commit]:
 
 
 def _method(trace: RunTrace) -> str:
-    """Return the method; for pearl also the guesses used with it, if all requests use the same."""
+    """Return the decoding method; for pearl, also return which options for guesses were on.
+
+    The options are left out if they differ between the requests.
+    """
     guesses = set()
     for request in trace.requests:
         options = request.args.get("options", {})
@@ -205,9 +224,9 @@ def _method(trace: RunTrace) -> str:
 
 
 def _first_steps(trace: RunTrace, start: float) -> float:
-    """Return the seconds from `start` to the end of the first steps that begin at `start` or later.
+    """Return the seconds from `start` to the end of the `_STEPS` next verification forwards.
 
-    `start`: seconds after the first request.
+    `start`: seconds after the first request began.
     """
     start += trace.start
     end = trace.end
@@ -220,8 +239,9 @@ def _first_steps(trace: RunTrace, start: float) -> float:
 
 
 def _joined(bars: Sequence[Bar]) -> list[Bar]:
-    """Drop work too short to see, and join the waits that only such work separates. The longer of two waits names the
-    cause.
+    """Drop work that is too short to see, and join waits that only such work separates.
+
+    Of two joined waits, the longer one names the cause.
     """
     joined: list[Bar] = []
     for bar in bars:
@@ -235,7 +255,7 @@ def _joined(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def png(charts: Sequence[Chart], path: Path) -> None:
-    """Draw the charts with matplotlib, one above the other, on one scale of time.
+    """Draw the charts with matplotlib, one above the other, at the same scale of time.
 
     Raises `TraceError` if matplotlib is missing or the file cannot be written.
     """
@@ -279,10 +299,10 @@ def png(charts: Sequence[Chart], path: Path) -> None:
 
 
 def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
-    """Draw a row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
+    """Draw a row for each worker, arrows of verdicts between them, and a row of committed tokens.
 
     Args:
-        max_tokens: tokens of the largest step in the whole picture.
+        max_tokens: the number of tokens of the largest step in the whole picture.
     """
     ticks = []
     labels = []
@@ -305,8 +325,9 @@ def _panel(axes: Any, chart: Chart, seconds: float, max_tokens: int) -> None:
 
 
 def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
-    """Draw a verdict, from the target's row to the draft's; an arrow of a verdict that is read after `end` ends at
-    `end`.
+    """Draw a verdict, from the target's row to the draft's row.
+
+    If the verdict is read only after `end`, its arrow ends at `end`.
     """
     colour, _ = _VERDICTS[verdict.is_rejection]
     axes.annotate(
@@ -326,8 +347,9 @@ def _arrow(axes: Any, verdict: Arrow, end: float) -> None:
 
 
 def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
-    """Draw a worker's bars. A wait names its cause; the text is vertical if the wait is short, and absent if very
-    short.
+    """Draw a worker's bars, and the causes of its waits as text.
+
+    The text is vertical if a wait is short, and left out if the wait is very short.
     """
     bars = _joined(bars)
     spans = defaultdict(list)
@@ -352,7 +374,12 @@ def _row(axes: Any, bars: Sequence[Bar], middle: float, seconds: float) -> None:
 
 
 def _text(axes: Any, commits: list[Commit], seconds: float, ground: float, height: float) -> None:
-    """Draw the tokens of each commit as a pile of boxes, each of this height, with the number of tokens above."""
+    """Draw the tokens of each commit as a pile of boxes, with the number of tokens above it.
+
+    Args:
+        ground: where the piles stand.
+        height: the height of one box.
+    """
     has_room = len(commits) * 2 * _CHARACTER < 1
     width = 1.6 * _CHARACTER * seconds
     for time, sources in commits:

@@ -1,8 +1,8 @@
-"""What became of each drafted token of a trace: accepted, rejected, or discarded (never judged).
+"""Finds out for each drafted token whether it was accepted, rejected, or discarded (never judged).
 
-This file compares drafted tokens with the text that the target committed. An "outcome" (position, token) is a token
-that the target may commit at a position where the draft expects another; a "branch" is what the draft prepares for an
-outcome.
+This file compares drafted tokens with the text that the target committed. An "outcome" (position,
+token) is a token that the target may commit at a position where the draft expects another token. A
+"branch" is the continuation that the draft prepares for an outcome.
 """
 
 from collections import ChainMap, defaultdict
@@ -24,7 +24,7 @@ class _Committed(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """A token that the target may commit at a position where the draft expects another."""
+    """A token that the target may commit at a position where the draft expects another token."""
 
     position: int
     token: int
@@ -35,7 +35,11 @@ _Text = ChainMap[int, int]  # tokens by position
 
 
 def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a kind that a decision sends, to the other worker ("Send") or to a front ("Deliver")."""
+    """Yield the messages of type `kind` that a decision sends.
+
+    Args:
+        command: "Send" for messages to the other worker, "Deliver" for messages to a front.
+    """
     for step in decision.get("commands", ()):
         if step["type"] == command and step["message"]["type"] == kind:
             yield step["message"]
@@ -44,8 +48,8 @@ def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict
 class Outcomes:
     """Finds out what became of drafted tokens.
 
-    First pass all records of the target to `learn`. Then go through the draft's records in order: pass events to
-    `read`, and messages with drafted tokens to `of`.
+    First pass all records of the target to `learn`. Then go through the draft's records in order:
+    pass events to `read`, and messages with drafted tokens to `of`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +68,7 @@ class Outcomes:
                 text[position] = _Committed(token, source)
 
     def read(self, event: dict[str, Any]) -> None:
-        """Apply an event of the draft to the draft's text, as `DraftMachine` does."""
+        """Apply an event to the text as the draft knows it, just as `DraftMachine` has done."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
             self._prepared.pop(event["request"], None)
@@ -79,7 +83,7 @@ class Outcomes:
                 text |= prepared.maps[0]
 
     def of(self, message: dict[str, Any]) -> list[str]:
-        """Return what became of each token of a DraftTokens message."""
+        """Return what became of each token of a DraftTokens message, in order."""
         request = message["request"]
         start = message["start"]
         count = len(message["tokens"])
@@ -105,7 +109,7 @@ class Outcomes:
         return self._committed[request].get(position, _NOTHING)
 
     def _outcome(self, request: int, position: int, token: int) -> str:
-        """Return what became of a token whose predecessors in the text were all committed."""
+        """Return what became of a drafted token, given that all tokens before it were committed."""
         committed = self._at(request, position)
         # Either nothing was committed there, or the target committed a token without looking at a draft token.
         if committed.source in ("", "bonus"):

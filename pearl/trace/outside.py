@@ -1,4 +1,7 @@
-"""What a trace says of another engine's proposer: whether windows were ready, and how long its steps waited."""
+"""What a trace says of PEARL's proposer in another engine, such as vLLM.
+
+It tells whether drafted windows were ready, and how long the engine's steps waited.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +17,11 @@ class Proposals:
 
     Attributes:
         calls: number of steps after which the proposer was called.
-        at_once: calls that returned within 1 ms.
+        at_once: number of calls that returned within 1 ms.
         rows: number of requests, summed over all calls.
         ready: how many of `rows` had a drafted window ready.
         rejected: how many of `rows` had a drafted token rejected in the step before the call.
-        foreseen: how many of `rejected` were rejected for a token that the draft had prepared for.
+        foreseen: for how many of `rejected` the draft had prepared tokens after the right token.
     """
 
     calls: int
@@ -36,7 +39,10 @@ class Proposals:
 
 
 def proposals(slices: Iterable[Slice]) -> Proposals | None:
-    """Count the proposer's calls in the target's slices. None without any: the target is not in another engine."""
+    """Count the proposer's calls in the target's slices.
+
+    Returns None if there are no calls, as in a trace of PEARL's own target.
+    """
     calls = [piece for piece in slices if piece.name == "propose" and piece.args["rows"]]
     if not calls:
         return None

@@ -1,4 +1,7 @@
-"""Reads a trace file back into slices. Damaged, foreign and empty files each have an error of their own."""
+"""Reads a trace file back into slices, the pieces of work and the waits on a worker's timeline.
+
+Damaged, foreign and empty files each have an error of their own.
+"""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -16,7 +19,10 @@ FORWARDS = ("prefill", *VERIFICATIONS, "draft", "prepare")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Work or a wait from `start` to `end`, in seconds from the trace's beginning; a wait is named by its cause."""
+    """Work or a wait, from `start` to `end` in seconds from the trace's beginning.
+
+    `name`: for a wait, its cause.
+    """
 
     name: str
     kind: str
@@ -30,7 +36,11 @@ class Slice:
 
     @property
     def ran(self) -> float:
-        """Seconds that a forward took: longer than the slice if a draft forward began before its loop waited for it."""
+        """Seconds that a forward took.
+
+        A draft forward may begin before its loop waits for it, and then takes longer than the
+        slice.
+        """
         return float(self.args.get("seconds", self.seconds))
 
     @property
@@ -50,11 +60,13 @@ class Arrow:
 
 @dataclass
 class RunTrace:
-    """One run. Lists are in order of time.
+    """One run. All lists are in order of time.
 
     Attributes:
-        target: the outermost slices of the target's loop, without requests.
-        draft: the outermost slices of the draft's loop, or of several loops if a draft was lost and restarted.
+        target: the slices of the target's loop, without slices inside another slice, and without
+            requests.
+        draft: the same slices of the draft's loop, or of several loops if a draft was lost and
+            restarted.
         requests: one slice for each request.
     """
 
@@ -67,7 +79,7 @@ class RunTrace:
 
     @property
     def method(self) -> str:
-        """The decoding methods of the requests."""
+        """The decoding methods of the requests, each once, separated by commas."""
         return ", ".join(dict.fromkeys(request.method for request in self.requests))
 
     @property
@@ -80,7 +92,10 @@ class RunTrace:
 
 
 def read(path: Path) -> RunTrace:
-    """Read a trace. Raises `TraceError`, with cause and advice, if the file is no trace of ours."""
+    """Read a trace that PEARL has written.
+
+    Raises `TraceError`, which says what is wrong and what to do, if the file is no such trace.
+    """
     document = read_document(path)
     with damaged(path, TraceError):
         metadata = document.get("metadata")
@@ -113,7 +128,7 @@ def read(path: Path) -> RunTrace:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read any Chrome Trace Event document. Raises `TraceError` if the file is none."""
+    """Read any Chrome Trace Event document. Raises `TraceError` if the file is not one."""
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
@@ -172,11 +187,11 @@ def _slice(event: Event) -> Slice:
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Return the slices that lie in no other slice, and all decisions.
+    """Return the slices that lie in no other slice, and all decisions of the state machine.
 
-    Decisions are always returned, because a decision that takes no (virtual) time may seem to lie in a forward.  A
-    forward that ended before its loop requested it has a slice of length 0, which may start together with another
-    slice.  Such slices are sorted by length, so the empty one comes first and counts as outermost.
+    Decisions are always returned, because a decision that takes no (virtual) time may seem to lie
+    in a forward. A forward that ended before its loop requested it has a slice of length 0. If an
+    empty slice starts together with a longer slice, both are returned.
     """
     outermost = []
     latest_end = 0.0

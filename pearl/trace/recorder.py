@@ -1,8 +1,9 @@
-"""Writes and reads the parts of a trace. Each worker writes one part while it runs, which `pearl trace merge` combines.
+"""Writes and reads the parts of a trace.
 
-A part has times and names without interpretation. It has one JSON array a line: a header, records and, if the worker
-was not killed, an end. A reader skips an incomplete last line, so a killed worker loses at most its last quarter of a
-second.
+Each worker writes one part while it runs, and `pearl trace merge` combines the parts. A part has
+times and names without interpretation. It has one JSON array per line: a header, records and,
+unless the worker was killed, an end. A reader skips an incomplete last line. A killed worker loses
+at most its last quarter of a second.
 """
 
 import contextlib
@@ -34,8 +35,8 @@ FORMAT = 7  # of the parts; no other is read
 LOOP = 1
 MAIL = 2
 TRACKS = {LOOP: "loop", MAIL: "mailbox"}
-# What a loop waits for. TRANSPORT is set only when parts are merged: it is the part of a wait after the awaited message
-# was sent.
+# What a loop waits for. TRANSPORT is set only when parts are merged: it is the rest of a wait, once
+# the awaited message was sent.
 START_UP = "start-up"
 CONSUMER = "consumer"
 DRAFT = "draft tokens"
@@ -50,9 +51,9 @@ _OUTSIDE = "draft service"
 
 
 class WorkerHeader(Struct):
-    """A part's description of the worker that wrote it.
+    """The description of a worker, at the beginning of the part that it writes.
 
-    `opened`: when the part was created, nanoseconds of the worker's clock.
+    `opened`: when the part was created, in nanoseconds of the worker's clock.
     """
 
     role: str
@@ -73,9 +74,9 @@ class PartHeader(Struct, tag="pearl-trace", array_like=True):
 
 
 class TraceRecord(Struct, tag="record", array_like=True):
-    """Something that lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
+    """Something that lasted from `start` to `end`, in nanoseconds of the worker's monotonic clock.
 
-    `kind`: busy, communication, wait, whole (a slice that only holds others), or clock (a ping's answer).
+    `kind`: busy, communication, wait, whole (a request), or clock (the answer to a ping).
     """
 
     track: int
@@ -95,12 +96,14 @@ _DECODER = msgspec.json.Decoder(PartHeader | TraceRecord | PartEnd)
 
 
 class Recorder:
-    """Writes one worker's part. Any thread may record.
+    """Writes one worker's part. Any thread may call `record`.
+
+    Raises `TraceError` if the file cannot be created.
 
     Args:
-        path: must not exist yet. Raises `TraceError` if it cannot be created.
-        header: description of this worker.
-        clock: returns nanoseconds; monotonic.
+        path: the part; it must not exist yet.
+        header: the description of this worker.
+        clock: returns nanoseconds of a monotonic clock.
     """
 
     def __init__(
@@ -117,17 +120,17 @@ class Recorder:
         self._write([PartHeader(FORMAT, {**header, "opened": self._written})])
 
     def record(self, record: TraceRecord) -> None:
-        """Queue a record. Its `args` may hold events, commands and messages, which are immutable.
+        """Queue a record. Its `args` may hold events, commands and messages: these are immutable.
 
-        Records are encoded later, many at once: encoding is slow right after a forward, when the caches are full of the
-        model.
+        Records are encoded later, many at once. Encoding is slow right after a forward, because the
+        caches are full of the model's weights.
         """
         self._queue.append(record)
         if len(self._queue) >= _MAX_QUEUED or record.end - self._written > _MAX_AGE_NS:
             self._write_queue()
 
     def close(self) -> None:
-        """Write the remaining records and the end, once."""
+        """Write the remaining records and the end. A second call does nothing."""
         if not self._file.closed:
             self._write_queue()
             self._write([PartEnd(self.clock())])
@@ -144,7 +147,7 @@ class Recorder:
             self._write(records)
 
     def _write(self, lines: list[Any]) -> None:
-        """Write lines to the file; an error ends the recording, not the request."""
+        """Write lines to the file. If that fails, the recording ends, and the request goes on."""
         if self._file.closed:
             return
         data = memoryview(_ENCODER.encode_lines(lines))
@@ -159,15 +162,15 @@ class Recorder:
 
 
 def part_path(trace: Path, role: str, pid: int) -> Path:
-    """Return the path of a worker's part of the trace."""
+    """Return the path of the part that a worker writes."""
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
 def outside_recorder(trace: Path, role: str, config: Mapping[str, Any]) -> Recorder:
-    """Return a recorder for a draft service, or for another engine that a draft service drafts for.
+    """Return a recorder for a draft service, or for the engine that uses the draft service.
 
-    The two are not started together, so all parts with the same `trace` count as one run. Raises `TraceError` as
-    `Recorder` does.
+    The two are started separately, so all parts with the same `trace` count as one run. Raises
+    `TraceError` if the part cannot be created.
     """
     header = {"role": role, "config": config, "run": _OUTSIDE}
     return Recorder(part_path(trace, role, os.getpid()), header | where_and_what())
@@ -178,7 +181,10 @@ def role_of(part: Path) -> str:
 
 
 def asked_for(directory: Path, number: int) -> Path:
-    """Return the path of recording `number` of a running engine, in the engine's directory."""
+    """Return the path of recording `number`, which a front has requested from a running engine.
+
+    `directory`: the engine's directory.
+    """
     return directory / f"trace-{number}"
 
 
@@ -198,7 +204,10 @@ def being_written(trace: Path) -> bool:
 
 
 def where_and_what() -> dict[str, Any]:
-    """Describe this process: its id, host, boot, processor and versions. Processes of one boot share a clock."""
+    """Describe this process: its id, host, boot, processor and versions.
+
+    Processes with the same boot id share a clock.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     versions = {name: version(name) for name in ("torch", "transformers", "pyzmq")}
     versions |= {"pearl": __version__, "python": platform.python_version()}
@@ -222,7 +231,7 @@ def _processor() -> str:
 
 
 def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the lines from `offset` bytes on; an incomplete last line is left out."""
+    """Yield the lines of a part from byte `offset` on, without an incomplete last line."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -241,13 +250,13 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class Part:
-    """One worker's part, read back. Raises `TraceError` for any other file.
+    """One worker's part of a trace, for reading. Raises `TraceError` if the file is no part.
 
     Attributes:
         header: the worker's description.
-        offset: nanoseconds to add to the part's times.
-        uncertainty: how far `offset` may be off.
-        has_ended: whether the part's end has been read; stays false if the worker was killed.
+        offset: nanoseconds to add to the part's times, so that they fit the target's clock.
+        uncertainty: by how many nanoseconds `offset` may be wrong.
+        has_ended: whether the part's end has been read; it stays false if the worker was killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -268,8 +277,9 @@ class Part:
             self.header = msgspec.convert(header.worker, WorkerHeader)
 
     def records(self) -> Iterator[TraceRecord]:
-        """Yield the records in order of their ends.
-        Records of threads other than the loop are only roughly in order.
+        """Yield the records in the order in which they ended.
+
+        Records of threads other than the loop are only roughly in this order.
         """
         for line in _complete_lines(self.path):
             with _reading(self.path):
@@ -283,9 +293,10 @@ class Part:
 
 
 def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
-    """Read a part that is still written, from `offset` bytes on.
+    """Read the records of a part that is still being written, from byte `offset` on.
 
-    Returns the records, and the offset where they end. Raises `TraceError`.
+    Returns the records, and the offset where they end. Raises `TraceError` if the file cannot be
+    read, or is damaged.
     """
     records = []
     for line in _complete_lines(path, offset):
@@ -303,13 +314,15 @@ _SIMPLE = {int, float, str, bool, type(None)}
 _UNRECORDED: dict[type, str] = {
     events.Forwarded: "fed",
     events.Guess: "payoff",
-}  # type -> its field that is no data
+}  # type -> the field that is left out, because it is no data
 
 
 def plain(value: object) -> Any:
-    """Return a value as lists and dicts. Commands and messages become dicts with the name of their class under "type".
+    """Return a value as lists and dicts, so that it can be encoded as JSON.
 
-    Distributions are left out: they are big. Written by hand, as microseconds count in a worker's loop.
+    Commands and messages become dicts with the name of their class under "type". Distributions are
+    left out, because they are big. This is written by hand, because microseconds count in a
+    worker's loop.
     """
     kind: Any = type(value)
     if kind in _SIMPLE:

@@ -1,7 +1,7 @@
-"""Statistics of a trace: busy and waiting time of both workers, the critical path, and what overlap has saved.
+"""Statistics of a trace: busy and waiting time of both workers, and what overlap has saved.
 
-Sums over the recorded slices of both workers' loops, from the start of the first request to the end of the last. Time
-that no slice covers is reported as `uncovered`.
+The statistics are sums over the recorded slices of both workers' loops, from the start of the first
+request to the end of the last request. Time that no slice covers is reported as `uncovered`.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ from pearl.trace.reading import FORWARDS, VERIFICATIONS, RunTrace, Slice
 from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
 _NOTHING = 0.005  # a smaller share is printed as 0%
-_LEAST_OVERLAP = 0.05  # a smaller share is only that of messages and the ends of forwards
+_LEAST_OVERLAP = 0.05  # a smaller share comes from messages and the ends of forwards
 _CAUSES = {
     CONSUMER: "requests",
     HELD_ROW: "the draft token of a held row",
@@ -29,8 +29,11 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class WorkerShares:
-    """How one worker's loop spent the wall time, as shares. `waits`: shares by cause; `work`: shares by the slice's
-    name.
+    """How one worker's loop spent the time, as shares of the whole time from 0 to 1.
+
+    Attributes:
+        waits: the share of each cause of waiting.
+        work: the share of each kind of work, by the slices' names.
     """
 
     busy: float
@@ -52,20 +55,23 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Report:
-    """One run. Times are seconds, shares are of `wall`.
+    """The report on one run. Times are seconds; shares are parts of `wall`.
 
     Attributes:
-        wall: from the start of the first request to the end of the last, idle time in between included.
+        wall: the time from the start of the first request to the end of the last request, with idle
+            time in between.
         overlap: share of the time in which both models were running a forward.
         steps: number of verification forwards, by kind.
-        drafted: number of draft tokens: `judged` and `discarded` ones.
-        judged: `accepted` and `rejected` draft tokens.
-        prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
-            too.
-        forwards: durations of the draft's forwards, and of the target's by number of tokens fed.
+        drafted: number of draft tokens: the `judged` and the `discarded` ones.
+        judged: number of draft tokens that the target judged: the `accepted` and the `rejected`
+            ones.
+        prepared: number of tokens drafted in branches, for outcomes that the draft did not expect.
+            Prepared tokens that were judged, because the outcome came, count in `drafted`, too.
+        forwards: durations of the draft's forwards, and of the target's forwards by number of
+            tokens fed.
         ratio: median duration of a verification forward / median duration of a draft forward.
-        alternation: the least time that the same steps would take without overlap: the target's work plus the drafting
-            of the judged tokens, without waits and messages.
+        alternation: the least time that the same steps would take if the models worked in turn: the
+            target's work plus the drafting of the judged tokens, without waits and messages.
         proposals: calls of the proposer, if the target was in another engine.
     """
 
@@ -129,10 +135,10 @@ def report(trace: RunTrace) -> Report:
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
-    """Return the slices that touch [`start`, `end`], clipped to it."""
+    """Return the slices that touch the time from `start` to `end`, clipped to it."""
     clipped = []
     for piece in slices:
-        # >=, <=: in virtual time a decision at the very end has no duration
+        # Not > and <, because in virtual time a decision at the very end has no duration.
         if piece.end >= start and piece.start <= end:
             clipped.append(replace(piece, start=max(piece.start, start), end=min(piece.end, end)))
     return clipped
@@ -195,7 +201,10 @@ def _overlap(target: Iterable[Slice], draft: Iterable[Slice]) -> float:
 
 
 def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
-    """Return the durations of the forwards among `slices`, by kind and number of tokens fed; prefills are left out."""
+    """Return the durations of the forwards among `slices`, without prefills.
+
+    They are grouped by kind; verification forwards are also grouped by the number of tokens fed.
+    """
     times = defaultdict(list)
     for piece in slices:
         if piece.name in VERIFICATIONS:
@@ -213,9 +222,10 @@ def _forwards(slices: Iterable[Slice]) -> dict[str, Forwards]:
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Return the seconds spent drafting judged tokens.
+    """Return the seconds that the draft spent on tokens that were judged.
 
-    These are the forwards and draws of judged tokens, prefills, and forwards that drafted no token.
+    The result is the time of the forwards and draws of judged tokens, of prefills, and of forwards
+    that drafted no token.
     """
     seconds = 0.0
     counts = False  # whether the last slice was a forward that counts
@@ -232,7 +242,7 @@ def _drafting(draft: Sequence[Slice]) -> float:
 def _notes(
     trace: RunTrace, target: Iterable[Slice], shares: Mapping[str, WorkerShares]
 ) -> list[str]:
-    """Return what the reader should know of the trace: where it is incomplete, and what went wrong in the run."""
+    """Return notes: where the trace is incomplete, and what went wrong in the run."""
     notes = []
     drafts = 0
     for worker in trace.metadata["workers"]:
@@ -269,7 +279,11 @@ def _notes(
 
 
 def verdict(r: Report) -> str:
-    """Return what to know first: how long the target waited, for what, and how long both models computed at once."""
+    """Return the most important figures as a sentence.
+
+    It says how long the target waited, for what, and for which share of the time both models
+    computed.
+    """
     waited = f"the target never waited in {r.wall:.1f} s"
     if r.target.wait >= _NOTHING:
         waited = f"the target waited {r.target.wait:.0%} of {r.wall:.1f} s, {_main_cause(r.target)}"
@@ -288,7 +302,7 @@ def _main_cause(worker: WorkerShares) -> str:
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
-    """Return each figure's name with its value in every run, "-" where a run has none."""
+    """Return each figure's name, and its value in each run; "-" if a run lacks the figure."""
     columns = [_figures(r) for r in reports]
     names = dict.fromkeys(chain.from_iterable(columns))
     return [(name, [column.get(name, "-") for column in columns]) for name in names]

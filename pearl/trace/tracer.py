@@ -1,7 +1,7 @@
-"""Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
+"""Wrappers around what a worker's loop calls: state machine, executor, mailbox, channel and model.
 
-A worker always calls through the wrappers; without a recording, a call costs one `if`. Waits are recorded with the
-cause that the state machine named; nothing is inferred from gaps.
+A worker always calls through the wrappers. While nothing is recorded, a call costs one `if`. A wait
+is recorded with the cause that the state machine has named; no wait is inferred from gaps.
 """
 
 import threading
@@ -43,7 +43,10 @@ _Event = TypeVar("_Event")
 
 
 def identity(message: object) -> list[Any]:
-    """Return the identity of a message: [type, request, epoch, start]. For a branch, the type includes the outcome."""
+    """Return the identity of a message: [type, request, epoch, start].
+
+    If the message belongs to a branch, the type includes the outcome that the branch is for.
+    """
     name = type(message).__name__
     outcome = getattr(message, "after", None)
     if outcome is not None:
@@ -57,11 +60,11 @@ def identity(message: object) -> list[Any]:
 
 
 class Tracer:
-    """Records one worker. Create it on the thread that runs the loop.
+    """Records one worker. It must be created on the thread that runs the loop.
 
     Args:
-        recorder: None: nothing is recorded until `start`.
-        open_part: creates the recorder of a recording from its number.
+        recorder: records the whole run; None if nothing is recorded until `start`.
+        open_part: creates the recorder of a recording, given the recording's number.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Tracer:
     def start(self, number: int) -> None:
         """Begin recording `number`. Requests that are already running are recorded from here on.
 
-        Raises `TraceError` during another recording, or if the file cannot be created.
+        Raises `TraceError` if another recording is running, or if the file cannot be created.
         """
         if self.recorder is not None or self._open_part is None:
             raise TraceError("this engine is recording a trace already")
@@ -93,7 +96,11 @@ class Tracer:
         self.recorder = recorder
 
     def stop(self, number: int | None = None) -> None:
-        """End the recording and complete its file. Does nothing without one, or if `number` is given and is another."""
+        """End the recording and complete its file.
+
+        If nothing is being recorded, or `number` is the number of another recording, this does
+        nothing.
+        """
         if self.recorder is not None and number in (None, self.number):
             self._follow_requests({}, self.clock(), self.clock())
             recorder = self.recorder
@@ -114,7 +121,7 @@ class Tracer:
         end: int,
         args: dict[str, Any] | None = None,
     ) -> None:
-        """Record a slice from `start` to `end`. Thread-safe."""
+        """Record a slice from `start` to `end`. Any thread may call this."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
             start = max(start, self._since)
@@ -127,7 +134,7 @@ class Tracer:
     # ---- the state machine ----
 
     def decide(self, machine: Coordinator | Drafter, event: object) -> list[object]:
-        """Return `machine.handle(event)`; record the decision with its event and commands."""
+        """Return `machine.handle(event)`, and record this decision with its event and commands."""
         if self.recorder is None:
             return machine.handle(event)
         self._deciding = self.clock()
@@ -136,8 +143,10 @@ class Tracer:
         return commands
 
     def verified(self, name: str) -> None:
-        """Record a judgement or draw: from the beginning of the decision, or from the last judgement or draw in it, to
-        now.
+        """Record a judgement or a draw that ends now, within a decision.
+
+        The slice begins at the end of the previous judgement or draw in the decision. The first
+        slice begins with the decision.
         """
         end = self.clock()
         self.record(LOOP, "busy", name, self._deciding, end)
@@ -156,7 +165,7 @@ class Tracer:
                 self.cause = causes[command.cause]
 
     def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
-        """Record requests that have ended, and note the start of new ones."""
+        """Record the requests that have ended, and remember when new ones start."""
         for number in sorted(self._opened.keys() - running.keys()):
             began, args = self._opened.pop(number)
             self.record(LOOP, "whole", f"request {number}", began, end, args)
@@ -171,7 +180,7 @@ class Tracer:
     # ---- computing ----
 
     def compute(self, execute: Callable[[_Command], _Event], command: _Command) -> _Event:
-        """Return `execute(command)`; record it."""
+        """Return `execute(command)`, and record it."""
         if self.recorder is None:
             return execute(command)
         start = self.clock()
@@ -180,7 +189,11 @@ class Tracer:
         return event
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
-        """Record what ran from `start` to `end`: a command, or one forward for a list of commands."""
+        """Record the computation of a command from `start` to `end`.
+
+        `command` may be a list of commands, which are computed in one forward; `event` is then a
+        list, too.
+        """
         if not isinstance(command, list):
             command = [command]
             event = [event]
@@ -200,7 +213,10 @@ class Tracer:
         start: int,
         end: int,
     ) -> None:
-        """Record a forward; record the search for the guesses fed in it as a slice before it."""
+        """Record a forward.
+
+        The search for guessed tokens that the forward feeds is recorded as a slice before it.
+        """
         name, args = _named(commands)
         for answer in answers:
             if isinstance(answer, events.Forwarded) and answer.fed is not None:
@@ -213,8 +229,10 @@ class Tracer:
         self.record(LOOP, "busy", name, start, end, args)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
-        """Record a draft forward. It may have begun before the loop requested it, or only after another forward had
-        ended.
+        """Record a draft forward, which runs on a thread of its own.
+
+        The forward may have begun before the loop requested it. Or the forward may have had to wait
+        until another forward had ended; this wait is recorded as "hand over".
         """
         samples = command.budget > 0
         done = max(start, end - round(event.draw * 1e9)) if samples else end
@@ -242,18 +260,21 @@ class Tracer:
     # ---- communication and waiting ----
 
     def waited(self, start: int, end: int, by: object) -> None:
-        """Record a wait of the loop, for the cause last named; `by` is the message that ended it, None if none did."""
+        """Record a wait of the loop, for the cause that the state machine named last.
+
+        `by`: the message that ended the wait; None if no message did.
+        """
         args = {}
         if by is not None:
             args["by"] = identity(by)
         self.record(LOOP, "wait", self.cause, start, end, args)
 
     def pong(self, pong: Pong) -> None:
-        """Record a clock answer, which gives the offset between the clocks of two hosts."""
+        """Record the answer to a clock ping, which tells the offset between two hosts' clocks."""
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
     def communicated(self, name: str, start: int, message: object) -> None:
-        """Record what was done with a message since `start`."""
+        """Record the handling of a message, from `start` until now."""
         if self.recorder is not None:
             self.note("communication", name, start, message=identity(message))
 
@@ -272,7 +293,10 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
 def _named(
     commands: Sequence[events.Forward | events.Draft],
 ) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a forward. The name is "prefill" only if all its commands are of prompts."""
+    """Return the name and the arguments of a forward that computes these commands.
+
+    The name is "prefill" only if all commands are for prompts.
+    """
     phases = set()
     args: dict[str, Any] = {"n": 0, "requests": [], "prompts": []}
     for command in commands:

@@ -22,15 +22,18 @@ def listen(address: str, keys: Keys | None = None, *, is_target: bool = True) ->
 
 
 def connect(address: str, keys: Keys | None = None) -> Connection:
-    """Return a connection to the listener at `address`, which need not exist yet. Raises `ConfigError`."""
+    """Return a connection to the listener at `address`, which need not exist yet.
+
+    Raises `ConfigError` if the address cannot be connected to, or keys are missing.
+    """
     connection: Connection = _transport(address).connect(address, keys)
     return connection
 
 
 def _transport(address: str) -> Any:
-    """Return the module that `TRANSPORTS` names for the scheme; for an unknown scheme, the module of socket files.
+    """Return the module that `TRANSPORTS` names for the scheme of `address`.
 
-    That module refuses the address.
+    For an unknown scheme it is the module of socket files, which then refuses the address.
     """
     scheme, _, _ = address.partition("://")
     return import_module(TRANSPORTS.get(scheme, TRANSPORTS[ON_ONE_HOST]))

@@ -1,7 +1,7 @@
 """Where an engine may listen: on a socket file in a private directory, or on a network address with keys.
 
-Knows paths and the syntax of addresses; it connects only to see whether anyone listens. In a private directory, only
-this user can connect.
+Only this user can connect to a socket file in a private directory. This module knows paths and the
+syntax of addresses; it connects only to see whether a process listens.
 """
 
 import os
@@ -37,19 +37,23 @@ def private_directories() -> list[Path]:
 
 
 def is_engine_directory(directory: Path) -> bool:
-    """Return whether `directory` looks as if made by `private_directory`; check this if another process supplied it."""
+    """Return whether `directory` looks as if `private_directory` had made it.
+
+    Check this before using a directory that another process has named.
+    """
     return directory.is_absolute() and directory.name.startswith(_PREFIX) and is_private(directory)
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """Return the address for this value of `control`: for ipc a socket file in `directory`,
-    otherwise the value itself.
+    """Return the address to listen at for the setting `control`.
+
+    For "ipc" it is a socket file in `directory`; otherwise it is the setting itself.
     """
     return f"{_FILE}{directory}/control" if control == ON_ONE_HOST else control
 
 
 def is_file(address: str) -> bool:
-    """Return whether `address` is a socket file."""
+    """Return whether `address` names a socket file."""
     return address.startswith(_FILE)
 
 
@@ -59,12 +63,15 @@ def file_of(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether `address` is a socket file in a private directory, so that only this user can reach it."""
+    """Return whether only this user can reach `address`: a socket file in a private directory."""
     return is_file(address) and is_private(Path(file_of(address)).parent)
 
 
 def check_bind(address: str, keys: bool = False) -> None:
-    """Raise `ConfigError` if `address` is not one to bind, or if others could reach it and there are no `keys`."""
+    """Raise `ConfigError` if a listener may not bind `address`.
+
+    An address that other users can reach may only be bound if there are `keys`.
+    """
     if is_file(address):
         _check_socket_file(Path(file_of(address)))
     elif not names_host(address):
@@ -115,7 +122,10 @@ def free_stale(address: str) -> None:
 
 
 def is_private(directory: Path) -> bool:
-    """Return whether `directory` belongs to this user and nobody else may enter it; false for a symbolic link."""
+    """Return whether `directory` belongs to this user, and no other user may enter it.
+
+    Return false for a symbolic link.
+    """
     try:
         status = os.lstat(directory)
     except (OSError, ValueError):
@@ -128,8 +138,9 @@ def is_private(directory: Path) -> bool:
 
 
 def raise_limit() -> None:
-    """Raise the limit of open files, and so of connections, to the most that the system allows;
-    a shell's limit is low.
+    """Raise the limit of open files, and so of connections, to the most that the system allows.
+
+    Shells set a low limit.
     """
     with suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -137,7 +148,10 @@ def raise_limit() -> None:
 
 
 def _runtime_directory() -> Path:
-    """Return the parent of private directories: $XDG_RUNTIME_DIR if it is private, otherwise $TMPDIR or /tmp."""
+    """Return the parent of private directories.
+
+    It is $XDG_RUNTIME_DIR if that is private; otherwise $TMPDIR, or /tmp if that is not set.
+    """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if runtime.is_absolute() and is_private(runtime):
         return runtime

@@ -1,7 +1,8 @@
 """Encodes messages as byte frames and decodes them; WIRE.md describes the format.
 
 `decode` returns a message with every field in the range that `protocol.messages` declares, or raises
-`RemoteProtocolError`. Knows no sockets and no state: the state machines check whether a message is allowed now.
+`RemoteProtocolError`. This module knows no sockets and no state: the state machines check whether a
+message is allowed in the current state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,8 +59,10 @@ _OF_TARGET = (
 
 
 def _wire_row(row: object) -> WireRow:
-    """Return what the header holds for a distribution: the row if sparse,
-    otherwise a marker for where the row is sent.
+    """Return the header's entry for a distribution.
+
+    The entry is the distribution itself if it is sparse. Otherwise it is a marker that says whether
+    the distribution is sent as a frame or over the tensor channel.
     """
     if isinstance(row, PackedRow):
         return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
@@ -70,7 +73,8 @@ def _wire_row(row: object) -> WireRow:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPE_CODES))
-# The target rejects messages that only targets send before decoding them: they may be very long.
+# This decoder lacks the types that only targets send. So the target rejects them undecoded, because
+# they may be very long.
 _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     reduce(or_, [kind for kind in TYPE_CODES if kind not in _OF_TARGET])
 )
@@ -136,7 +140,10 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
-    """As `decode`, but return the error instead of raising it, so that the other messages of a batch are still read."""
+    """Decode frames as `decode` does, but return the error instead of raising it.
+
+    So the other messages of a batch are still read.
+    """
     try:
         return decode(frames, to_target)
     except RemoteProtocolError as error:
@@ -144,7 +151,7 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
-    """Yield what is wrong with the combination of fields; each field is valid by itself."""
+    """Yield what is wrong with the combination of fields. Each field was found valid by itself."""
     seconds = []
     match message:
         case DraftTokens():

@@ -1,7 +1,8 @@
 """The file of keys that secures a control channel.
 
-Anyone who has the file can use the engines. So the file is created readable by its owner only, and a file that others
-can read is refused. Both hosts have the same file. Knows no sockets; `zeromq` derives CURVE keys from the file.
+Anyone who has the file can use the engines. So the file is created with access for its owner only,
+and a file that other users can read is refused. Both hosts have the same file. This module knows no
+sockets; `zeromq` derives CURVE keys from the file.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ _MAKE = "make one with `pearl keys FILE`"
 
 @dataclass(frozen=True)
 class Keys:
-    """Two secret CURVE keys as Z85, from which the public keys follow. A repr shows neither."""
+    """Two secret CURVE keys as Z85, from which the public keys follow. The repr shows no key."""
 
     server: str = field(repr=False)
     client: str = field(repr=False)
 
 
 def channel_keys(given: str | None) -> Keys | None:
-    """Return the keys in the file `given` by the user, None without a file.
+    """Return the keys in the file that the user has given; None if `given` is None.
 
-    Each process reads the file itself: processes never send keys.
+    Each process reads the file itself, so that keys are never sent.
     """
     return read_keys(Path(given)) if given else None
 
@@ -60,9 +61,13 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file. Raises `ConfigError` if it is no key file, or if other users may read or change it."""
+    """Return the keys in a file.
+
+    Raises `ConfigError` for a file that holds no keys, or that other users may read or change.
+    """
     try:
-        # Non-blocking, as the file may be a pipe; checked once open, so that the file checked is the file read.
+        # Opened without blocking, because it may be a pipe. It is checked after it was opened, so
+        # that the file that is read is the one that was checked.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             _check_private(path, os.fstat(file.fileno()))
             content = file.read(_LONGEST + 1)

@@ -1,7 +1,7 @@
 """An endpoint with a thread that sends, receives and decodes while a worker computes.
 
-A forward releases the interpreter lock most of the time, and the thread runs then. So little work is left between two
-forwards.
+A forward releases the interpreter lock most of the time, so that the thread can run meanwhile.
+Little work is then left between two forwards.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from pearl.errors import ProtocolError, TransportError
 from pearl.protocol.messages import Message
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Received
 
-_WAIT_SECONDS = 60.0  # longest wait of the thread; it is woken for whatever there is to do
+_WAIT_SECONDS = 60.0  # longest wait of the thread, which is woken if there is something to do
 _FULL_SECONDS = 0.01  # between two checks of a full inbox
 
 
 class Mailbox:
-    """Sends and receives through `endpoint`, for one loop. A context manager; leaves the endpoint open.
+    """Sends and receives through `endpoint`, for the loop of one worker.
+
+    It is a context manager, which ends the thread and leaves the endpoint open.
 
     Args:
         outgoing: applied to each message before it is sent.
-        incoming: applied in the thread to each received message. `receive` returns its result, or the `ProtocolError`
-            or `TransportError` that it raises; if the result is None, `receive` returns nothing for this message.
+        incoming: applied in the thread to each received message. `receive` returns the result of
+            `incoming`, or the `ProtocolError` or `TransportError` that `incoming` raised. If the
+            result is None, `receive` returns nothing for this message.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class Mailbox:
         self._flush()
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        """As `send`, but the thread sends; order is kept."""
+        """Let the thread send the message. The order of all messages is kept."""
         self._outbox.append((message, peer))
         self._endpoint.wake()
 
     def receive(self, timeout: float) -> list[Received]:
-        """As `Endpoint.receive`; with timeout 0, return what the thread has read so far. Raises the error that ended
-        the thread.
+        """Return messages as `Endpoint.receive` does.
+
+        If `timeout` is 0, return what the thread has read so far. If an error has ended the thread,
+        raise it.
         """
         messages = []
         if timeout > 0:
@@ -73,7 +78,7 @@ class Mailbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `receive(0)` would return nothing. Cheap, and usable from any thread."""
+        """Whether `receive(0)` would return nothing. It is cheap, and any thread may read it."""
         return self._inbox.empty()
 
     def close(self) -> None:

@@ -26,10 +26,10 @@ _STORE_POLL = 0.1  # seconds
 
 
 class ProcessGroupChannel:
-    """A tensor channel over a group of two: rank 0 the target, rank 1 the draft. Rows go either way.
+    """A tensor channel over a process group of two: rank 0 is the target, rank 1 the draft.
 
-    A receive that misses its deadline kills the channel on both sides; a new channel needs a new `name`. One thread may
-    receive while another sends or closes.
+    Rows go either way. If a receive misses its deadline, the channel is dead on both sides; a new
+    channel needs a new `name`. One thread may receive while another sends or closes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ProcessGroupChannel:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Wait for the other rank; raises `TransportError` if it does not come within `timeout` seconds.
+        """Wait for the other rank; raise `TransportError` if it does not come in `timeout` seconds.
 
         Args:
             store_path: a file in the engine's private directory, through which the two ranks find each other.
@@ -53,7 +53,7 @@ class ProcessGroupChannel:
         self._device = device
         self._timeout = timeout
         self._dead = ""
-        # -1: keep the file for the next group
+        # With -1 the file is kept for the next group.
         store = dist.PrefixStore(name, dist.FileStore(str(store_path), -1))
         try:
             self._group = NcclGroup(store, rank, device, timeout)
@@ -107,22 +107,23 @@ class ProcessGroupChannel:
 class NcclGroup:
     """A group of two GPUs of one machine. It has a CUDA stream of its own, so that no forward waits for a row.
 
-    It has not been run on a machine with two GPUs yet; tests marked `gpu` would do so. While a row is sent or received,
-    a kernel waits on the device until the other side takes part. So the class is used only with `--tensors nccl`.
+    It has not been run on a machine with two GPUs yet; tests marked `gpu` would do so. While a row
+    is sent or received, a kernel waits on the device until the other side takes part. Because this
+    can block the device, the class is used only if the user asks for it with `--tensors nccl`.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
         self._device = device
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
-        # Only for the two ranks to meet; rows go over other links.
+        # Over this interface the two ranks only meet; rows go over other links.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # By default NCCL ends the process if an operation fails or its watchdog hangs, but the target must outlive its
         # draft. Receives have a deadline of their own.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Else NCCL's watchdog ends the process over a row that is never received.
+        # With a shorter time, NCCL's watchdog would end the process if a row is never received.
         options._timeout = _NEVER
         # NCCL's own rendezvous blocks without a deadline, so both ranks meet in the store first.
         store.set(f"rank{rank}", "here")
@@ -162,11 +163,16 @@ class NcclGroup:
 class TorchrunStore:
     """The store that torchrun keeps for its workers, through which ranks exchange addresses.
 
-    Keys are prefixed with the run's id and its restart count, so a restarted run reads none of an earlier attempt.
+    Keys are prefixed with the run's id and its restart count. So a restarted run does not read the
+    addresses of an earlier attempt.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:
-        """Connect within `timeout` seconds. Raises `TransportError` if that fails, `ConfigError` outside torchrun."""
+        """Connect to the store.
+
+        Raises `TransportError` if that fails within `timeout` seconds, and `ConfigError` if
+        torchrun has not started this process.
+        """
         try:
             host = environment["MASTER_ADDR"]
             port = int(environment["MASTER_PORT"])
@@ -200,7 +206,10 @@ class TorchrunStore:
             ) from error
 
     def peek(self, key: str) -> str | None:
-        """Return the value of `key`, None if it is not set. Raises `TransportError` if the store is gone."""
+        """Return the value of `key`; None if it is not set.
+
+        Raises `TransportError` if the store is gone.
+        """
         try:
             if not self._store.check([key]):
                 return None
@@ -212,9 +221,10 @@ class TorchrunStore:
             ) from error
 
     def get(self, key: str, timeout: float) -> str:
-        """Wait until `key` is set and return its value. Raises `TransportError` after `timeout` seconds.
+        """Wait until `key` is set, and return its value.
 
-        Polls, because the store's own wait prints a warning to the terminal when it times out.
+        Raises `TransportError` after `timeout` seconds. The method polls, because the store's own
+        wait prints a warning to the terminal when it times out.
         """
         end = time.monotonic() + timeout
         while (value := self.peek(key)) is None:

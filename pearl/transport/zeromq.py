@@ -1,12 +1,14 @@
 """The control channel over ZeroMQ: the one file that imports zmq.
 
-The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER).
+The target worker binds a `ZmqListener` (ROUTER); the draft and each front (a user's process) make a
+`ZmqConnection` (DEALER).
 
-* On one host the address is a socket file (`ipc://`), which is protected by its directory (see `address`).
-* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26): everything is encrypted, the listener proves its
-key to its peers, and admits one client key only.
+* On one host the address is a socket file (`ipc://`), which is protected by its directory (see
+  `address`).
+* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26). Everything is encrypted; the
+  listener proves its key to its peers, and admits only one client key.
 
-Knows frames and peers, not what messages mean.
+This module knows frames and peers, but not what messages mean.
 """
 
 import os
@@ -29,8 +31,8 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
 
-# Messages that an end queues to send, and a connection to receive: more than a text has, so a front
-# may read slowly.
+# Most messages in an end's queue to send, and in a connection's queue to receive. A text has fewer,
+# so a front may read slowly.
 _QUEUE = 1 << 16
 # Messages of one peer that a listener queues; further messages wait with the peer. Full queues of
 # frames of `MAX_FRAME` take 256 MiB over TCP, and 16 GiB over a socket file, which only a process of
@@ -44,11 +46,12 @@ _FILE_LISTENER_QUEUE = 1 << 10
 # Connections that may wait for ZeroMQ's thread, which takes one at a time; the kernel refuses more
 # than this (or net.core.somaxconn). ZeroMQ's default of 100 fills in a millisecond's burst.
 _BACKLOG = 4096
-HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
+HANDSHAKE_SECONDS = 30  # for a peer to prove its key; a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
-# For one attempt to connect: after a long outage the kernel's own attempts come a minute apart.
+# Time limit of one attempt to connect, because after a long outage the kernel's own attempts come a
+# minute apart.
 _CONNECT_SECONDS = 5
-# So long without an acknowledgement by the peer's kernel: the link is cut, or the host is gone.
+# If the peer's kernel acknowledges nothing for so long, the link is cut or the host is gone.
 _LOST_SECONDS = 15
 # Plain numbers, because a call that is given pyzmq's enums takes twice as long.
 _EVENTS = int(zmq.EVENTS)
@@ -137,7 +140,10 @@ class _Socket:
         self._wait(timeout)
 
     def _wait(self, timeout: float) -> bool:
-        """Wait for a message or `wake`, at most `timeout` seconds; return whether it was `wake`. May return early."""
+        """Wait for a message or a call of `wake`, at most `timeout` seconds. May return earlier.
+
+        Return whether `wake` was called.
+        """
         ready = self._poll.poll(ceil(max(timeout, 0.0) * 1000))
         if self._wakeup in dict(ready):
             os.eventfd_read(self._wakeup)
@@ -159,7 +165,7 @@ class _Socket:
             raise TransportError("this end of the control channel was closed")
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        """Send the frames. Raises `TransportError`. Call with the lock held."""
+        """Send the frames. Raises `TransportError`. The caller must hold the lock."""
         raise NotImplementedError
 
     def _write(self, frames: Sequence[bytes]) -> None:
@@ -187,7 +193,10 @@ class _Socket:
         return arrivals
 
     def _pass_on(self) -> None:
-        """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
+        """Wake the waiting thread if more messages can be read.
+
+        ZeroMQ's file descriptor would not wake it, because it signals new messages only once.
+        """
         if _is_readable(self._socket):
             self._rouse()
 
@@ -218,12 +227,14 @@ class ZmqListener(_Socket):
     is_listener = True
 
     def __init__(self, address: str, keys: Keys | None = None, *, is_target: bool = True) -> None:
-        """Bind `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
+        """Bind `address`. The attribute `address` then includes the port.
+
+        Raises `ConfigError` as `check_bind` does, or if the address cannot be bound.
 
         Args:
-            keys: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
-                socket file needs no keys.
-            is_target: whether the listener is a target; else it is a draft service.
+            keys: keys for a network address; a socket file needs none. A peer that has other keys
+                gets no answer, and is disconnected before more than one of its frames is in memory.
+            is_target: whether the listener is a target; otherwise it is a draft service.
         """
         self.is_target = is_target
         check_bind(address, keys is not None)
@@ -253,7 +264,7 @@ class ZmqListener(_Socket):
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _admit(self, keys: Keys, admitted: bytes) -> None:
-        """Encrypt, and admit only peers whose public key is `admitted`."""
+        """Encrypt the channel, and admit only peers whose public key is `admitted`."""
         # Imports asyncio (0.1 s), and only listeners need it.
         from zmq.auth.thread import ThreadAuthenticator
 
@@ -274,8 +285,9 @@ class ZmqListener(_Socket):
 class ZmqConnection(_Socket):
     """The end that connects. Until the listener exists, messages wait in the queue.
 
-    It does not reconnect after a disconnection: another engine might answer. If the listener refuses the connection,
-    `receive` returns that error once, as no message will ever come.
+    It does not reconnect after a disconnection, because another engine might answer. If the
+    listener refuses the connection, `receive` returns a `TransportError` once, because no message
+    will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
@@ -328,7 +340,7 @@ class ZmqConnection(_Socket):
 
     @property
     def connected(self) -> bool:
-        """False once the connection has been cut off; true while there is no listener yet."""
+        """Whether the connection can still be used; true also before there is a listener."""
         with self._lock:
             self._check_monitor()
         return not self._failure

@@ -1,6 +1,7 @@
-"""PEARL inside vLLM: drafts from a service on a device of its own. See launch/vllm.md.
+"""PEARL inside vLLM, with drafts from a service on a device of its own. See launch/vllm.md.
 
-Needs pyzmq, msgspec, numpy and pydantic, which vLLM has; of PEARL no model, and nothing of torch or transformers.
+It needs only packages that vLLM has: pyzmq, msgspec, numpy and pydantic. It uses no model of PEARL,
+and nothing of torch or transformers.
 """
 
 from pearl.vllm.proposer import PearlProposer

@@ -1,6 +1,6 @@
-"""The connection to a draft service, which may not be there yet, hang, die and come back.
+"""The connection to a draft service, which may be absent, hang, die and come back.
 
-Nothing here waits longer than it is told to, and vLLM goes on by itself meanwhile.
+No call here takes longer than its timeout, and vLLM goes on by itself while there is no draft.
 """
 
 import logging
@@ -33,18 +33,21 @@ _LAST_RETRY_SECONDS = 30.0
 _FLUSH_SECONDS = 0.2  # for what is still queued when the connection is closed
 _CLOCK_PINGS = 8  # they give the offset between the two clocks, for a trace
 
-_TAKEN = Heartbeat(0, "drafting", 0)  # ends a wait for tokens that were taken as they came
+_TAKEN = Heartbeat(0, "drafting", 0)  # ends a wait once tokens have been handled
 # Takes the service's Hello, and returns why its draft does not fit this target; empty if it fits.
 Check = Callable[[Hello], str]
 
 
 class ServiceLink:
-    """Connects, again and again, and hands out what arrives.
+    """Receives messages from a draft service and sends messages to it.
+
+    The link connects by itself, and connects again after a failure.
 
     Args:
-        hello: introduces this side.
-        check: called with the service's Hello.
-        timeout: seconds of silence after which the service counts as lost, and another connection is tried.
+        hello: introduces this side to the service.
+        check: called with the service's Hello; see `Check`.
+        timeout: seconds of silence after which the service counts as lost. Another connection is
+            then tried.
     """
 
     def __init__(
@@ -59,14 +62,14 @@ class ServiceLink:
         self._mail: Mailbox | None = None
         self._silence = Silence()
         self._is_met = False
-        self.context = 0  # tokens that the draft holds
-        self.slots = 0  # requests that it drafts for side by side
-        #: Takes drafted tokens as they come, in the mailbox's thread; returns whether a `receive` that waits is to end.
-        #: If it is None, `receive` returns the tokens.
+        self.context = 0  # how many tokens of a text the draft can hold
+        self.slots = 0  # number of requests that the draft can draft for at once
+        #: Called with drafted tokens when they arrive, in the mailbox's thread. It returns whether
+        #: a waiting `receive` has to end. If it is None, `receive` returns the tokens.
         self.take_tokens: Callable[[DraftTokens], bool] | None = None
-        #: Whether a draft is connected that drafts.
+        #: Whether a draft is connected and ready to draft.
         self.is_ready = False
-        #: Why the last service was refused, or refused us; empty if none.
+        #: Why this side refused the last service, or the service refused this side; or empty.
         self.refusal = ""
         self._retry_at = 0.0
         self._back_off = _FIRST_RETRY_SECONDS
@@ -74,9 +77,10 @@ class ServiceLink:
     # ---- receiving ----
 
     def receive(self, timeout: float = 0.0) -> list[object]:
-        """Return what has arrived: messages of the draft, `DraftJoined` once it is ready, `DraftGone` once it is lost.
+        """Return what has arrived: messages of the draft, and news about the connection.
 
-        Waits at most `timeout` seconds for the first message.
+        The news are `DraftJoined` once the draft is ready, and `DraftGone` once it is lost. This
+        waits at most `timeout` seconds for the first message.
         """
         if self._mail is None:
             self._connect()
@@ -137,7 +141,7 @@ class ServiceLink:
             self.send(Ping(time.monotonic_ns()))
 
     def _check_silence(self) -> None:
-        """Raise `TransportError` if the service has answered before, and has been silent for too long since."""
+        """Raise `TransportError` if the service has been silent for too long since its Hello."""
         seconds = self._silence.seconds
         if self._is_met and seconds > self._timeout:
             raise TransportError(f"the draft service was silent for {seconds:.1f} s")
@@ -170,12 +174,15 @@ class ServiceLink:
     # ---- sending ----
 
     def send(self, message: Message) -> None:
-        """Send, if anyone is connected. A failure is noticed by the next `receive`."""
+        """Send a message; do nothing without a connection. The next `receive` notices a failure."""
         if self._mail is not None:
             self._mail.send(message)
 
     def close(self, flush: float = _FLUSH_SECONDS) -> None:
-        """End the connection; `receive` makes another. Queued messages have `flush` seconds to leave."""
+        """End the connection. The next `receive` makes another one.
+
+        `flush`: how many seconds queued messages have to be sent.
+        """
         self.is_ready = False
         self._is_met = False
         if self._mail is not None and self._endpoint is not None:

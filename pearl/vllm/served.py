@@ -1,7 +1,8 @@
-"""All texts of this engine that a draft service drafts for, or will when it has a slot, and the messages about them.
+"""All texts that this engine is decoding, and the messages about them to the draft service.
 
-Drafted tokens are taken in as they arrive, in the connection's thread while vLLM computes. Everything else happens in
-vLLM's thread.
+The service drafts for as many texts as it has slots; all others wait for a slot. Drafted tokens are
+handled when they arrive, in the connection's thread, while vLLM computes. Everything else happens
+in vLLM's thread.
 """
 
 import logging
@@ -29,15 +30,16 @@ from pearl.vllm.windows import StepSpeeds
 
 log = logging.getLogger(__name__)
 
-_STEPS_UNTIL_RETRY = 32  # after the service had no slot for a request
+_STEPS_UNTIL_RETRY = 32  # how long to wait after the service had no slot for a request
 
 
 class ServedTexts:
     """All requests that are being decoded, by their numbers.
 
     Args:
-        limit: the most tokens that vLLM holds of a request.
-        vocab_size: number of ids that the target has. A draft that sends another id loses the request.
+        limit: the maximum number of tokens of a request in vLLM.
+        vocab_size: number of ids that the target has. If the draft sends an id beyond these, the
+            draft is no longer used for the request.
     """
 
     def __init__(
@@ -53,16 +55,17 @@ class ServedTexts:
         self.link = link
         self.speeds = speeds
         self.texts: dict[int, DraftedText] = {}
-        #: Whether waiting may help: False after a wait that was in vain, until drafted tokens arrive again.
+        #: Whether waiting may help. It is False after a wait that was in vain, until drafted tokens
+        #: arrive again.
         self.has_news = True
         self._limit = limit
         self._vocab_size = vocab_size
         self._recorder = recorder
         self._has_ngrams = has_ngrams
-        self._window = 0  # c as last used
+        self._window = 0  # the window c that was used last
         #: Requests that wait for a slot at the service, in turn.
         self._unserved: dict[int, None] = {}
-        self._pause = 0  # steps until the next of them asks
+        self._pause = 0  # number of steps until the next of these asks for a slot
         self._outbox: list[object] = []
         self._is_waiting = False  # whether vLLM's thread waits for drafted tokens
         self._lock = threading.Lock()  # held by whoever changes a text, or the outbox, or waits
@@ -71,7 +74,7 @@ class ServedTexts:
     # ---- vLLM's steps ----
 
     def begin(self, number: int, tokens: Sequence[int]) -> DraftedText:
-        """Take in a new request."""
+        """Add a new request, which then waits for a slot at the service."""
         context = self.link.context if self.link.is_ready else 0
         text = DraftedText(
             number,
@@ -88,7 +91,10 @@ class ServedTexts:
         return text
 
     def commit(self, number: int, tokens: Sequence[int], beside: int) -> DraftedText:
-        """Take in what a step has committed to a request. `beside`: the number of other requests in the step."""
+        """Add the tokens that a step has committed to a request, and queue a verdict for the draft.
+
+        `beside`: the number of other requests in the step.
+        """
         text = self.texts[number]
         with self._lock:
             text.request.beside = beside
@@ -97,7 +103,7 @@ class ServedTexts:
         return text
 
     def end(self, number: int) -> None:
-        """Remove a request whose row is gone."""
+        """Remove a request that has ended."""
         with self._lock:
             text = self.texts.pop(number)
             self._unserved.pop(number, None)
@@ -107,7 +113,10 @@ class ServedTexts:
         self._recorder.end(number)
 
     def flush(self) -> list[object]:
-        """Begin texts that the service has slots for; send all queued messages as one. Return the queued commands."""
+        """Begin texts that the service has slots for, and send all queued messages as one.
+
+        Returns the commands that were queued, for the trace.
+        """
         with self._lock:
             self._begin_next()
             return self._send()
@@ -137,13 +146,16 @@ class ServedTexts:
     # ---- the service ----
 
     def receive(self, timeout: float = 0.0) -> None:
-        """Take in what has arrived from the service; wait at most `timeout` seconds for it."""
+        """Handle what has arrived from the service; wait at most `timeout` seconds for it."""
         for event in self.link.receive(timeout):
             with self._lock:
                 self._handle(event)
 
     def _take_early(self, message: DraftTokens) -> bool:
-        """Take drafted tokens in the connection's thread; return whether vLLM's thread waits for some."""
+        """Handle drafted tokens in the connection's thread.
+
+        Returns whether vLLM's thread is waiting for drafted tokens, and has to be woken.
+        """
         with self._lock:
             self._take(message)
             return self._is_waiting
@@ -163,7 +175,10 @@ class ServedTexts:
                 self._take(event)
 
     def wait(self, texts: Iterable[DraftedText], wanted: int, seconds: float) -> bool:
-        """Wait until the service has `wanted` tokens for each text; return whether it has them in time."""
+        """Wait until the service has sent `wanted` tokens for each text.
+
+        Returns False if the tokens have not come within `seconds`.
+        """
         deadline = self._recorder.clock() + round(1e9 * seconds)
         with self._lock:
             self._is_waiting = True
@@ -177,7 +192,10 @@ class ServedTexts:
         return not lacking
 
     def _join(self, context: int, seconds: float) -> None:
-        """Take in that a draft has connected, perhaps again: all texts wait for its slots."""
+        """Handle a draft that has connected; its `DraftJoined` has `context` and `seconds`.
+
+        The draft may have connected before. In any case, all texts now wait for the draft's slots.
+        """
         self.speeds.observe_draft(seconds)
         self._unserved = dict.fromkeys(self.texts)
         self._pause = 0
@@ -203,7 +221,10 @@ class ServedTexts:
                 text.fail(self._outbox.append)
 
     def _take_tokens(self, text: DraftedText, message: DraftTokens) -> None:
-        """Take drafted tokens; a draft that sends what it had no right to send loses the request."""
+        """Add drafted tokens to a text.
+
+        If they violate the protocol, the draft is no longer used for this request.
+        """
         try:
             largest = max(message.tokens, default=0)
             if largest >= self._vocab_size:
@@ -217,7 +238,10 @@ class ServedTexts:
 
 
 def _together(messages: Iterable[Message]) -> Outcomes:
-    """Combine the messages into one. It has them by kind, in the order in which one request's messages come anyway."""
+    """Combine the messages into one, which holds first Finish, then Begin, then Verdict messages.
+
+    The messages about one request come in this order anyway.
+    """
     finishes = []
     begins = []
     verdicts = []

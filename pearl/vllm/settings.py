@@ -1,4 +1,8 @@
-"""The proposer's settings: those of its user, in `additional_config["pearl"]`, and the process's place in vLLM."""
+"""The settings of the proposer.
+
+The user writes some of them in `additional_config["pearl"]`. The rest is the place of this process
+among vLLM's processes.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,12 @@ class ProposerSettings:
 
     Attributes:
         address: where the draft service listens.
-        keys: file of keys, if the service is on another host.
+        keys: file of keys; needed if the service is on another host.
         timeout: seconds of silence after which the service counts as lost.
-        ngrams: whether n-grams of the text are proposed if more of them should be accepted than of the draft's.
-        trace: the trace file that `pearl trace merge` will make of this engine's part and the service's. Only
-            data-parallel rank 0 records.
+        ngrams: whether n-grams of the text may be proposed. They take the place of the draft's
+            tokens if more of the n-grams than of the draft's tokens are expected to be accepted.
+        trace: the trace file that `pearl trace merge` will make of this engine's part and the
+            service's part. Only data-parallel rank 0 records.
     """
 
     address: str
@@ -35,7 +40,10 @@ class ProposerSettings:
 
     @staticmethod
     def of(vllm_config: Any) -> ProposerSettings:
-        """Read the settings from vLLM's configuration. Raises `ConfigError`, which says where to write what."""
+        """Read the settings from vLLM's configuration.
+
+        Raises `ConfigError`, which says what to write where, if they are missing or wrong.
+        """
         additional = vllm_config.additional_config
         stated = additional.get("pearl") if isinstance(additional, Mapping) else None
         if not isinstance(stated, Mapping) or not isinstance(stated.get("address"), str):
@@ -52,7 +60,7 @@ class ProposerSettings:
         return settings
 
     def check(self) -> None:
-        """Raise `ConfigError` for values that cannot be."""
+        """Raise `ConfigError` if a value is of a wrong type or impossible."""
         is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
         if not is_number or not 0 < self.timeout < 1e6:
             raise ConfigError(f"{_PLACE}: timeout is a number of seconds, not {self.timeout!r}")
@@ -74,10 +82,11 @@ class Place:
     """Which of vLLM's processes this is.
 
     Attributes:
-        name: for the service's log.
+        name: the name of this process in the service's log.
         data_rank: the data-parallel rank.
-        asks: whether this process asks the service for drafts. If several ranks share a request, only the first does,
-            because vLLM takes the drafts of that rank.
+        asks: whether this process requests drafts from the service. If several ranks compute the
+            same requests, only the first rank requests drafts, because vLLM uses the drafts of that
+            rank.
     """
 
     name: str
@@ -88,7 +97,8 @@ class Place:
     def of(vllm_config: Any) -> Place:
         """Read the place from vLLM's configuration.
 
-        Raises `ConfigError` if vLLM would take drafts of every rank: they could differ from rank to rank.
+        Raises `ConfigError` if each rank would use drafts of its own, because the drafts could
+        differ from rank to rank.
         """
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size

@@ -1,7 +1,7 @@
-"""One request of vLLM: its committed tokens, the tokens drafted after them, and branches for other outcomes.
+"""One request of vLLM: its committed tokens, its drafted tokens, and branches for other outcomes.
 
-vLLM decides the text; this file only follows it.  It uses the same objects as PEARL's own target, so a draft that is
-late, that restarts or that sends nonsense is handled by the same rules.
+vLLM decides the text; this file only follows it. It uses the same objects as PEARL's own target. So
+the same rules apply to a draft that is late, that restarts or that sends nonsense.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ _INDEXED = 2048
 
 
 class Chain(NamedTuple):
-    """Tokens that may follow a text, each with the probability that it and all before it are accepted."""
+    """Tokens that may follow a text.
+
+    `chances`: for each token, the probability that this token and all before it are accepted.
+    """
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -35,10 +38,11 @@ class DraftedText:
     Args:
         number: identifies the request to the service.
         tokens: the prompt, and the tokens that were generated already.
-        limit: the most tokens that vLLM holds of the request.
-        context: tokens that the draft holds; 0: there is no draft.
-        window: c as last used.
-        has_ngrams: whether n-grams of the text are proposed if more of them should be accepted than of the draft's.
+        limit: the maximum number of tokens of a request in vLLM.
+        context: how many tokens of a text the draft can hold; 0 if there is no draft.
+        window: the window c that was used last.
+        has_ngrams: whether n-grams of the text may be proposed in place of the draft's tokens; see
+            `ProposerSettings`.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class DraftedText:
         self.number = number
         self.request = Request(submit, TokenSequence())
         self.draft = DraftState(self.request, speeds, context, window)
-        #: Whether the last step committed another token than was drafted; and whether the draft had prepared for it.
+        #: Whether the last step committed another token than the drafted one.
         self.was_rejected = False
+        #: Whether the draft had prepared a continuation of that other token.
         self.was_foreseen = False
         self._speeds = speeds
         self._index: NgramIndex | None = None
@@ -66,16 +71,19 @@ class DraftedText:
         self.request.begin()
 
     def begin(self, do: Do) -> None:
-        """Give the draft the whole text."""
+        """Send the draft the whole text, from which it then drafts."""
         self.draft.begin(do)
 
     def drop(self) -> None:
-        """Drop the drafted tokens, because no draft works on this request now. The next draft begins anew."""
+        """Drop the drafted tokens, because no draft works on this request now.
+
+        The next draft gets the whole text.
+        """
         self.draft.known = 0
         self.request.discard_pending()
 
     def fail(self, do: Do) -> None:
-        """Take in that the draft cannot go on with this request."""
+        """Stop using the draft for this request, for good."""
         self.draft.finish(do)
         self.draft.is_lost = True
         self.drop()
@@ -92,7 +100,7 @@ class DraftedText:
     # ---- vLLM's steps ----
 
     def commit(self, tokens: Sequence[int], do: Do) -> None:
-        """Take in what a step has committed, and tell the draft."""
+        """Add the tokens that a step has committed, and send the draft a verdict on its tokens."""
         request = self.request
         num_accepted = 0
         num_undrafted = 0
@@ -126,12 +134,15 @@ class DraftedText:
     # ---- the draft's messages ----
 
     def receive(self, message: DraftTokens, do: Do) -> None:
-        """Take drafted tokens. Raises `RemoteProtocolError` as `DraftState.receive`."""
+        """Add drafted tokens. Raises `RemoteProtocolError` if `DraftState.receive` does."""
         if self.draft.known and self.draft.receive(message) is Received.GAP:
             self._restart(do)
 
     def resynchronise(self, epoch: int, do: Do) -> None:
-        """Give the draft the whole text again: it has lost it in `epoch`."""
+        """Send the draft the whole text again, because it has lost the text in `epoch`.
+
+        If another epoch has begun since, this does nothing.
+        """
         if epoch == self.request.epoch:
             self._restart(do)
 
@@ -139,20 +150,24 @@ class DraftedText:
 
     @property
     def is_served(self) -> bool:
-        """Whether the draft will send a token for the position after what it has sent."""
+        """Whether the draft has this text, and can draft for it."""
         return bool(self.draft.known) and self.draft.is_drafting
 
     @property
     def has_begun(self) -> bool:
-        """Whether the draft has read the text and drafts: a long prompt takes it a while."""
+        """Whether the draft has sent its first tokens; reading a long prompt takes it a while."""
         return self.is_served and self.draft.has_sent
 
     def lacks(self, count: int) -> bool:
-        """Whether fewer than `count` drafted tokens are there."""
+        """Return whether fewer than `count` drafted tokens are there to be verified."""
         return len(self.request.sequence.tokens) < self.request.sequence.committed + count
 
     def proposal(self, most: int) -> Chain:
-        """Return up to `most` tokens to verify: the draft's or n-grams, whichever has more expected accepted tokens."""
+        """Return up to `most` tokens to verify.
+
+        The result is n-grams of the text if more of the n-grams than of the draft's tokens are
+        expected to be accepted; otherwise it is the draft's tokens.
+        """
         drafted = self._drafted(most)
         expected = sum(drafted.chances)
         if self._index is None or expected >= _LEAST_DRAFTED:

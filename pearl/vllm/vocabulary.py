@@ -1,4 +1,4 @@
-"""The target's vocabulary, as vLLM has read it, for comparison with the draft's."""
+"""The vocabulary of vLLM's target, for comparison with the draft's vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pearl.protocol.messages import Hello
 
 
 class Vocabulary:
-    """The tokens by id.
+    """The tokens of a vocabulary, by id.
 
     Args:
-        ids: token -> id. Ids that are missing have no token.
+        ids: maps each token to its id. An id that does not occur has no token.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -37,11 +37,17 @@ class Vocabulary:
         return len(self._tokens)
 
     def digest(self, size: int) -> bytes:
-        """Return the digest of the first `size` tokens, which equals `pearl.text.tokenizer.vocabulary_digest`."""
+        """Return a hash of the first `size` tokens.
+
+        It equals the result of `pearl.text.tokenizer.vocabulary_digest`.
+        """
         return _digest(self._tokens[:size])
 
     def misfit(self, hello: Hello) -> str:
-        """Return how the draft's vocabulary differs from the target's; empty if it does not, or cannot be compared."""
+        """Return how the draft's vocabulary differs from the target's.
+
+        The result is empty if the two are the same, or if they cannot be compared.
+        """
         if (
             not 0 < hello.vocab_size <= self.size
             or self.digest(hello.vocab_size) == hello.vocab_digest

@@ -1,7 +1,8 @@
-"""How many drafted tokens vLLM verifies in a step, and how many to wait for where too few are there.
+"""How many drafted tokens vLLM verifies in a step, and how many it waits for if some are missing.
 
-Pure arithmetic on measured times.  vLLM's step is a barrier: it verifies what the proposer returns, so a token that
-arrives a moment later waits for a whole step, and a step delayed for it delays every request.
+This is pure arithmetic on measured times. vLLM's step is a barrier, because vLLM verifies what the
+proposer has returned. So a token that arrives a moment later waits for a whole step. And if the
+step is delayed for the token, every request is delayed.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ from math import ceil, log
 from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import worthwhile
 
-# Wait only if that multiplies the tokens per second by more than this: a proposer that waits holds up all of vLLM.
+# Wait only if waiting multiplies the tokens per second by more than this, because a proposer that
+# waits holds up all of vLLM.
 _LEAST_GAIN = 1.15
-# A window ends where the probability that all its tokens are accepted falls below this: the draft's time is then better
-# spent on branches.
+# A window ends where the probability that all its tokens are accepted falls below this, because the
+# draft's time is then better spent on branches.
 _LEAST_REACHED = 0.2
 
 
 @dataclass
 class StepSpeeds(Speeds):
-    """The `Speeds` of a target that verifies at most `most` drafted tokens of a request in a step."""
+    """The speeds of a target that verifies at most `most` drafted tokens of a request in a step."""
 
     most: int = 1
 
     def best_window(self, beside: int = 0) -> int:
-        """Return the window c, which counts the last committed token and the drafted tokens.
+        """Return the window c, the number of tokens that the target feeds for a request in a step.
 
-        Until speeds are known, c is the most that vLLM takes.
+        These are the last committed token and the drafted tokens. Until speeds have been measured,
+        c is the maximum that vLLM takes.
         """
         if not self.ratio:
             return self.most + 1
@@ -39,11 +42,13 @@ class StepSpeeds(Speeds):
 
 
 def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[int]:
-    """Return how many drafted tokens of each request to verify in the next step, for most tokens a second in all.
+    """Return how many drafted tokens of each request to verify in the next step.
+
+    The lengths are chosen for the most tokens per second of all requests together.
 
     Args:
-        chances: for each request and each of its drafted tokens, the probability that this token and all drafted tokens
-            before it are accepted.
+        chances: for each request and each of its drafted tokens, the probability that this token
+            and all drafted tokens before it are accepted.
     """
     ranked = []
     for row, row_chances in enumerate(chances):
@@ -60,17 +65,19 @@ def window_lengths(chances: Sequence[Sequence[float]], speeds: Speeds) -> list[i
 
 
 def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking: int) -> int:
-    """Return for how many tokens to wait where the draft has nothing ready for a request; 0: do not wait.
+    """Return how many drafted tokens to wait for, if some requests have none; 0 means not to wait.
 
-    Steps alternate between two states.  In the first, nothing is ready: waiting for n tokens costs n draft forwards,
-    and all requests wait.  In the second a window is ready, because all tokens of the step before were accepted, or
-    because the draft had prepared for what was committed instead.  The n with most tokens a second in the long run is
-    returned, unless it gains less than 15% over not waiting.
+    In the model, each step is in one of two states. In the first state, nothing is ready: to wait
+    for n tokens costs n draft forwards, and all requests wait. In the second state, a window is
+    ready, because all tokens of the previous step were accepted, or because the draft had prepared
+    for the correction. The result is the n with the most tokens per second in the long run; it is 0
+    if this n gains less than 15% over not waiting.
 
     Args:
-        foreseen: how often the draft has prepared for a rejection.
-        most: maximum tokens of a window.
-        rows: requests in the step, of which `lacking` have nothing ready.
+        foreseen: the share of rejections for which the draft has prepared a continuation.
+        most: maximum number of drafted tokens in a window.
+        rows: number of requests in the step.
+        lacking: number of requests for which nothing is ready.
     """
     t_draft = speeds.t_draft
     if not t_draft or not speeds.t_target(rows) or not lacking:
@@ -93,7 +100,13 @@ def worth_waiting(speeds: Speeds, foreseen: float, most: int, rows: int, lacking
 
 @dataclass(frozen=True)
 class _State:
-    """A kind of step: its expected tokens, the probability that a window is ready after it, and its seconds."""
+    """A kind of step.
+
+    Attributes:
+        tokens: the expected number of tokens that the step commits.
+        becomes_ready: the probability that a window is ready after the step.
+        seconds: the duration of the step, with the wait before it.
+    """
 
     tokens: float
     becomes_ready: float
@@ -101,10 +114,11 @@ class _State:
 
     @staticmethod
     def of(drafted: int, acceptance: float, foreseen: float, seconds: float) -> _State:
-        """Return the state of a step that verifies `drafted` tokens.
+        """Return the state of a step that verifies `drafted` tokens and takes `seconds`.
 
-        A window is ready after it if all of them are accepted and the draft's next token is the target's own next
-        token, or else if the draft had prepared for the rejection.
+        A window is ready after the step in two cases. Either all drafted tokens are accepted, and
+        the draft's next token is the target's own next token. Or a token is rejected, and the draft
+        had prepared for that.
         """
         all_agree = acceptance ** (drafted + 1)
         tokens = (1 - all_agree) / (1 - acceptance)
@@ -112,7 +126,7 @@ class _State:
 
 
 def _rate(bare: _State, ready: _State) -> float:
-    """Return tokens per second in the long run."""
+    """Return the tokens per second in the long run, if steps alternate between these two states."""
     stays_ready = ready.becomes_ready
     share = bare.becomes_ready / (1 - stays_ready + bare.becomes_ready)  # of steps with a window
     tokens = (1 - share) * bare.tokens + share * ready.tokens

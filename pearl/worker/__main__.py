@@ -24,11 +24,12 @@ def main() -> int:
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.role)
     lifeline.watch(settings.directory)
-    # Our forward copies weights layer by layer. With blocks of fixed sizes that leaves gigabytes of holes on a GPU.
+    # Our forward copies weights layer by layer, which would leave gigabytes of holes in blocks of
+    # fixed sizes on a GPU.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, still read
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    gc.disable()  # during the imports it finds nothing and takes a tenth of their time
-    if not has_gpu():  # tested only without a GPU
+    gc.disable()  # during the imports, collections would find nothing and take a tenth of the time
+    if not has_gpu():  # with a GPU, torch was not tested without these kernels
         postpone_kernels()
     from pearl.worker import (
         build,  # imports torch, so only now: the lifeline must hold from the first moment on

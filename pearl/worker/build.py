@@ -1,4 +1,4 @@
-"""Putting a worker together from its settings: device, model, tokenizer, channels, loop."""
+"""Puts a worker together from its settings: device, model, tokenizer, channels and loop."""
 
 import gc
 import logging
@@ -60,13 +60,13 @@ from pearl.worker.target import TargetWorker
 
 log = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
-_BRANCHES_EACH = 4  # sequences beside each text of a draft service, for other outcomes
-_NAME_LENGTH = 64  # characters of a draft's name that engines outside are told
+_FLUSH_SECONDS = 0.5  # for sending the messages that are still queued when a worker ends
+_BRANCHES_EACH = 4  # further slots for each text of a draft service, for its branches
+_NAME_LENGTH = 64  # most characters of a draft's name that other engines are told
 
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
-    """Run the target worker, from loading to its end. Raises a `PearlError` for what went wrong."""
+    """Load the target worker and run it to its end. Raises a `PearlError` if that fails."""
     config = settings.config
     model = settings.model
     tracer = _tracer(settings)
@@ -88,7 +88,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         tokenizer = _tokenizer(model, progress)
         is_drafting = is_head(config.draft)
         digest = b""
-        if config.has_draft:  # its vocabulary must be the same as ours, or it translates
+        if config.has_draft:  # the draft must have the target's vocabulary, or translate to it
             spoken = tokenizer
             if not is_drafting:
                 draft = _tokenizer(config.model("draft"), progress)
@@ -139,7 +139,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
 
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
-    """Run the draft worker, from loading to its end. Raises a `PearlError` for what went wrong."""
+    """Load the draft worker and run it to its end. Raises a `PearlError` if that fails."""
     config = settings.config
     model = settings.model
     tracer = _tracer(settings)
@@ -151,7 +151,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
-        # First, because it may refuse the pair.
+        # This comes before the model is loaded, because it may refuse the pair.
         translation, tokenizer, spoken = _draft_vocabulary(config, progress)
         if translation is not None:
             lifeline.note(
@@ -212,11 +212,13 @@ def run_draft_service(
     stopping: Callable[[], bool],
     progress: Progress,
 ) -> None:
-    """Run a draft service at `address`, from loading until `stopping()`. Raises a `PearlError` for what went wrong.
+    """Load a draft service and run it at `address` until `stopping()` is true.
+
+    Raises a `PearlError` if that fails.
 
     Args:
-        config: the settings of an engine that would have this service as its draft; of that engine's target only the
-            tokenizer is read.
+        config: the settings of an engine. The service is this engine's draft; of the engine's
+            target it reads only the tokenizer.
         ready: called with the address and the device once engines may connect.
     """
     if is_head(config.draft):
@@ -232,7 +234,7 @@ def run_draft_service(
         pin(config, "draft")
         translation, tokenizer, _ = _draft_vocabulary(config, progress)
         model = config.model("draft")
-        if config.slots > 1:  # a single one has all branches that there are
+        if config.slots > 1:  # a single text can use all slots for branches that `make_runner` adds
             model = replace(model, slots=config.slots * (1 + _BRANCHES_EACH))
         runner = make_runner(model, device, progress)
         if translation is not None:
@@ -292,8 +294,9 @@ def _draft_vocabulary(
 ) -> tuple[Translation | None, Tokenizer, ModelConfig]:
     """Return (translation, tokenizer, model) for the token ids that the draft sends to the target.
 
-    `tokenizer` defines these ids. It is the tokenizer of `model`, which is the draft or the target. `translation`
-    converts between these ids and the ids that the draft computes with; it is None if the two are the same.
+    `model` is the model whose ids are sent, the draft or the target; `tokenizer` is its tokenizer.
+    `translation` converts between the ids that are sent and the ids that the draft computes with.
+    It is None if no ids need to be converted.
     """
     trust = config.trust_remote_code
     if is_head(config.draft):
@@ -310,10 +313,11 @@ def _keys(settings: WorkerSettings) -> Keys | None:
 
 
 def _tracer(settings: WorkerSettings) -> Tracer:
-    """Return this worker's tracer, which writes the worker's part of a trace.
+    """Return this worker's tracer. Each worker writes a part of a trace, in a file of its own.
 
-    With `config.trace`, the part is written next to that file. If a front asks for a recording, the part is written to
-    the engine's directory, so a front cannot choose the file that this process writes.
+    If `config.trace` names a file, the part is written beside this file. If a front (a user's
+    process) asks for a recording, the part is written to the engine's directory, so that a front
+    cannot choose the file that this process writes.
     """
 
     def recorder(trace: Path) -> Recorder:
@@ -330,7 +334,7 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
-    """Return a tokenizer that only decodes: the front has encoded the prompts."""
+    """Return a tokenizer that only decodes, because the user's process has encoded the prompts."""
     trust = model.trust_remote_code
     return load_tokenizer(model.spec, trust_remote_code=trust, progress=progress, encodes=False)[0]
 
@@ -368,12 +372,13 @@ def make_runner(
     target: str = "",
     shares: bool = False,
 ) -> ModelRunner:
-    """Load the model on `device`. Raises `ModelError`.
+    """Load the model on `device`, and return its runner. Raises `ModelError`.
 
     Args:
         features: see `load_runner`.
-        target: if the model is a draft: its target, which a head needs.
-        shares: whether the target has the same GPU.
+        target: the name of the target if the model is a draft, because a head reads the target's
+            files.
+        shares: whether the target runs on the same GPU.
     """
     runner: ModelRunner
     spare = 0
@@ -391,7 +396,8 @@ def make_runner(
     else:
         runner = load_runner(model, device, progress, features, spare)
     gc.collect()
-    # A full collection in mid-step would walk all that torch and the model made: tens of ms.
+    # Otherwise a full collection during a step would walk all objects of torch and the model: tens
+    # of ms.
     gc.freeze()
     if model.pace:
         pace(runner, model.pace)
@@ -401,7 +407,10 @@ def make_runner(
 def tensor_channel(
     settings: WorkerSettings, rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
-    """Return a function vocabulary size -> tensor channel; None if dense rows are sent as frames."""
+    """Return a function that opens the tensor channel for a vocabulary size.
+
+    Without a tensor channel, return None: dense distributions are then sent as frames.
+    """
     config = settings.config
     kind = settings.tensors or config.tensors
     if kind != "nccl" or not config.has_draft:

@@ -1,4 +1,4 @@
-"""How long the computing threads of this process were ready to run but had no core, because other threads had it.
+"""Measures how long this process's computing threads were ready to run, but waited for a core.
 
 Linux counts nanoseconds for each thread in `/proc/self/task/ID/schedstat`: first the time on a core, then the time
 ready without a core.  Without this file, as in some sandboxes, the waits are unknown and count as 0.
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _THREADS = Path("/proc/self/task")
-# A thread computes if it needs a core for at least this share of the time that the busiest thread
-# does; a thread that reads sockets needs far less.
+# A thread counts as computing if it needs a core for at least this share of the time for which the
+# busiest thread needs one. A thread that reads sockets needs far less.
 _COMPUTES = 0.5
 
 
@@ -30,15 +30,16 @@ class CoreWait:
         self._before = thread_times()
 
     def share(self) -> float:
-        """Return the share of the time since construction that a computing thread waited;
-        the largest of all threads.
+        """Return the longest wait of a computing thread, as a share of the time since construction.
+
+        For example, it is 0.1 if a thread waited 1 s in 10 s, and no other thread waited longer.
         """
         seconds = max(1e-9, time.monotonic() - self._began)
         return min(1.0, longest_wait(self._before, thread_times()) / seconds)
 
 
 def longest_wait(before: dict[int, ThreadTime], after: dict[int, ThreadTime]) -> float:
-    """Return the seconds that a computing thread waited between two readings; the most of all threads."""
+    """Return the longest wait of a computing thread between two readings, in seconds."""
     times = []
     for thread, end in after.items():
         start = before.get(thread, ThreadTime())

@@ -1,4 +1,7 @@
-"""The draft worker's loop: draft, and between any two forwards look for a verdict, never waiting while it may draft."""
+"""The draft worker's loop: it drafts, and looks for a verdict between any two forwards.
+
+It never waits while it may draft.
+"""
 
 import logging
 import time
@@ -47,20 +50,23 @@ from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-# Tokens. A longer forward is announced, as it may take longer than the peers tolerate silence.
+# Most tokens of a forward that is not announced. A longer forward is announced, because it may take
+# longer than the time for which peers tolerate silence.
 MAX_UNANNOUNCED = 8
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
 class DraftWorker:
-    """Drafts for one target until `stopping()`.
+    """Drafts for one target until `stopping()` is true.
 
     Args:
         welcomed: called with the target's introduction before anything is drafted; returns the executor for this
-            target, and the packer of its distributions.
-        slots: how many requests are drafted for side by side.
-        beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
-        computes: called once in the thread that computes.
+            target, and the packer of the executor's distributions.
+        ready: called once, when the draft can draft.
+        slots: how many requests are drafted for at the same time.
+        beat: called by the loop every `heartbeat_seconds` with 0, and before long work with the
+            seconds that the work may take.
+        computes: called once in the thread that computes, before its first forward.
         piece: see `Capabilities.prompt_piece`.
     """
 
@@ -118,7 +124,10 @@ class DraftWorker:
                 self._heartbeat()
 
     def _wait(self) -> None:
-        """Wait for a message. With a request to draft for, the time counts as waiting for a verdict."""
+        """Wait for a message.
+
+        If there is a request to draft for, the time counts as waiting for a verdict.
+        """
         began = time.monotonic()
         awaits_verdict = self._drafter.state is not DrafterState.IDLE
         self._receive(_IDLE_SECONDS)
@@ -171,7 +180,11 @@ class DraftWorker:
         self._ready()
 
     def _prepare(self, executor: DraftExecutor, packer: RowPacker, *, is_brief: bool) -> float:
-        """Measure the model, briefly or not, and start the thread that computes; return the seconds of a token."""
+        """Measure the model, start the thread that computes, and return the seconds per token.
+
+        Args:
+            is_brief: whether to measure only a few forwards.
+        """
         self._executor = executor
         self._packer = packer
         self._open.callback(packer.close)
@@ -192,7 +205,7 @@ class DraftWorker:
         self._mail.send(trace)
 
     def _heartbeat(self) -> None:
-        """Send a sign of life to target and launcher, if it is due.
+        """Send a sign of life to target and launcher, if the last one is old enough.
 
         The work loop sends it, so that a hung loop falls silent. Sending fails if the connection was cut.
         """
@@ -252,7 +265,7 @@ class DraftWorker:
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = (time.monotonic() - began) / tokens
-        self._receive(0)  # a verdict that came during the forward may have overtaken these tokens
+        self._receive(0)  # a verdict that came during the forward may make these tokens obsolete
         for event in events:
             self._handle(event)
 

@@ -1,4 +1,8 @@
-"""The draft as a peer of the target worker: its messages as events of the protocol, its health, its distributions."""
+"""The target worker's connection to its draft.
+
+It turns the draft's messages into events of the protocol, watches the draft's health, and unpacks
+its distributions.
+"""
 
 import logging
 import time
@@ -33,7 +37,8 @@ from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
-# Between pings to a silent draft: the socket of a dead process refuses them at once.
+# Between pings to a silent draft. They are worth it, because the socket of a dead process refuses
+# them at once.
 PROBE_SECONDS = 0.1
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
 # Belongs to no request; it replaces a message that is not examined.
@@ -44,11 +49,11 @@ class DraftLink:
     """The connected draft; at first there is none.
 
     Args:
-        channel: opens the tensor channel; only for the draft that is there at start, as a process group cannot be
-            rejoined.
+        channel: opens the tensor channel. It is used only for the first draft, because a process
+            group cannot be rejoined. None: distributions come as frames.
         send: sends a message to the draft at once.
-        post: sends a message to the draft in the mailbox's thread.
-        handle: takes an event of the protocol.
+        post: lets the mailbox's thread send a message to the draft.
+        handle: handles an event of the protocol.
     """
 
     def __init__(
@@ -79,7 +84,10 @@ class DraftLink:
     # ---- connecting ----
 
     def fits(self, peer: Peer, hello: Hello) -> bool:
-        """Return whether a draft speaks our version and has the target's vocabulary; if not, tell the draft why."""
+        """Return whether a draft speaks our version and has the target's vocabulary.
+
+        If not, tell the draft why.
+        """
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
@@ -97,7 +105,11 @@ class DraftLink:
             self._channel = self._open_channel()
 
     def lose(self, why: str) -> None:
-        """Give the draft up. If it is still connected, it exits on this error, and its launcher restarts it."""
+        """Give the draft up, and send it the error.
+
+        A draft that is still connected exits when it receives the error; its launcher starts it
+        again.
+        """
         self._loss = (why, time.monotonic())
         self.post(Error(-1, "DraftLost", why))
         self.close()
@@ -124,7 +136,7 @@ class DraftLink:
             self._send(message, self.peer)
 
     def post(self, message: Message) -> None:
-        """Leave sending to the mailbox's thread."""
+        """Let the mailbox's thread send a message, if there is a draft."""
         if self.peer is not None:
             self._post(message, self.peer)
 
@@ -154,17 +166,22 @@ class DraftLink:
         message = self.with_needed_rows(received)
         if message is None:
             return
-        # Tokens of a block may take `block` times as long: they come from a search of as many levels, and each level is
-        # one forward of many rows, or many forwards.
+        # Tokens of a block of n may take n times as long, because they come from a search of n
+        # levels, and each level takes one forward of many rows, or many forwards.
         levels = 1
         if message.request in coordinator.running:
             levels = coordinator.running[message.request].request.block
         self._handle(message)
-        # Only now: `took` may raise `DraftLost`, though these tokens are good.
+        # This comes last, because `took` may raise `DraftLost`, and the tokens are good
+        # nevertheless.
         self.health.took(message.request, message.seconds / levels, coordinator.speeds)
 
     def _receive_heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> None:
-        """Handle a heartbeat. The one named "calibrated", with the draft's seconds per token, admits the draft."""
+        """Handle a heartbeat.
+
+        A heartbeat for the work "calibrated" has the draft's seconds per token, and admits the
+        draft.
+        """
         if heartbeat.work == "prefill":
             self.health.announced(heartbeat.seconds)
         waiting = list(coordinator.waiting)
@@ -181,9 +198,9 @@ class DraftLink:
             self._handle(DraftJoined(self.context, heartbeat.seconds))
 
     def look(self, coordinator: Coordinator, now: float) -> None:
-        """Probe a silent draft. Go on without the draft in requests for which it has sent nothing for too long.
+        """Ping a silent draft. Raises `DraftLost` if it has been silent for too long.
 
-        Raises `DraftLost` if the draft has been silent for too long.
+        If requests have waited too long for the draft's tokens, go on without it in these requests.
         """
         silent = self.health.silence.seconds
         if silent > self._settings.config.draft_timeout:
@@ -206,13 +223,15 @@ class DraftLink:
     # ---- its distributions ----
 
     def examined(self, peer: Peer, message: Message) -> Message:
-        """Check a message of the draft and make tensors of its distributions; runs in the mailbox's thread.
+        """Check a message of the draft, and make tensors of its distributions.
 
-        Draft tokens of any other peer are ignored: a few bytes could become a row of the whole vocabulary for each
-        token. Announced rows are waited for here, while the loop computes.
+        If the message comes from a peer that is not the draft, its tokens are ignored. Otherwise
+        any peer could fill the memory, because a few bytes can stand for a row of the whole
+        vocabulary. This method runs in the mailbox's thread, and waits there for announced rows
+        while the loop computes.
 
-        Raises `RemoteProtocolError` for a token id that the target lacks, or a row that is no distribution;
-        `TransportError` if announced rows do not come.
+        Raises `RemoteProtocolError` for a token id that the target lacks, or a row that is no
+        distribution, and `TransportError` if announced rows do not come.
         """
         if not isinstance(message, DraftTokens):
             return message
@@ -234,7 +253,10 @@ class DraftLink:
         return message.changed(rows=self._unpacked(message.rows, vocab))
 
     def _unpacked(self, rows: tuple[Any, ...], vocab: int) -> tuple[Any, ...]:
-        """Return the rows as tensors [vocab]; those that the message only announces are received from the channel."""
+        """Return the rows as tensors [vocab].
+
+        Rows that the message only announces are received from the channel.
+        """
         tensors = list(rows)
         announced = []
         for index, row in enumerate(rows):
@@ -249,10 +271,10 @@ class DraftLink:
         return tuple(tensors)
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
-        """Return the message with its distributions if the request's rule judges with them, otherwise without any.
+        """Return the message, without its distributions if the request's rule does not need them.
 
-        None for a request that was not opened: no draft knows it yet. Raises `RemoteProtocolError` if distributions are
-        missing.
+        Return None if this target has not opened the request. Raises `RemoteProtocolError` if the
+        rule needs distributions and they are missing.
         """
         needs = self._executor.needs_rows(message.request)
         if needs and not message.rows:
@@ -266,8 +288,9 @@ class DraftLink:
     def _receive_announced(self, count: int) -> torch.Tensor:
         """Receive `count` announced rows at once, [count, vocab].
 
-        Stale rows are received too, so that the channel stays in step. Raises `RemoteProtocolError` for a row that is
-        no distribution, `TransportError` if the rows do not come.
+        The rows of outdated messages are received too, because the channel delivers rows in the
+        order in which they were sent. Raises `RemoteProtocolError` for a row that is no
+        distribution, and `TransportError` if the rows do not come.
         """
         channel = self._channel  # the loop may close it at any time
         if channel is None:

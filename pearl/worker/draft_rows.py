@@ -1,4 +1,7 @@
-"""How the draft sends its distributions: within the message, or over the tensor channel. Knows no sockets."""
+"""Packs the draft's distributions: into the message, or for the tensor channel.
+
+This module knows no sockets.
+"""
 
 from collections.abc import Sequence
 
@@ -10,18 +13,20 @@ from pearl.transport.base import TensorChannel
 
 
 class RowPacker:
-    """Decides how each distribution travels: sparse ones inline, dense ones over the channel if there is one.
+    """Decides how each distribution is sent.
 
-    A row goes over the channel only after the message that announces it is out: the target waits for announced rows
-    only.
+    Sparse distributions are sent in the message.  Dense ones ("rows") go over the tensor channel,
+    if there is one.  A row is sent only after the message that announces it, because the target
+    waits for announced rows only.
     """
 
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
 
     def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
-        """Announce the distributions that go over the channel, and copy the others to the host; `packed` makes bytes of
-        these.
+        """Announce the distributions that go over the channel, and copy the others to the host.
+
+        `packed` will make bytes of the copies.
 
         Returns:
             The message, and the announced tensors for `send`.
@@ -39,7 +44,7 @@ class RowPacker:
         return message, announced
 
     def send(self, announced: Sequence[torch.Tensor]) -> None:
-        """Send the rows that the last message announced; call once that message is out."""
+        """Send the rows that the last message announced. Call this after the message was sent."""
         for probs in announced:
             assert self._channel is not None
             self._channel.send(probs)
@@ -50,8 +55,10 @@ class RowPacker:
 
 
 def packed(message: Message, waited: float = 0.0) -> Message:
-    """Return the message as it is sent: with distributions as bytes,
-    and the seconds that the draft has waited so far.
+    """Return the message as it is sent, with its distributions as bytes.
+
+    Args:
+        waited: the seconds that the draft has waited so far, which draft tokens report.
     """
     if not isinstance(message, DraftTokens) or not (message.rows or waited):
         return message
@@ -63,7 +70,7 @@ def packed(message: Message, waited: float = 0.0) -> Message:
 
 
 def _on_host(probs: torch.Tensor) -> torch.Tensor:
-    """Return `probs` [vocab] on the host; from a GPU it is copied into pinned memory, and the copy is waited for."""
+    """Return `probs` [vocab] on the host. On a GPU, wait until it is copied into pinned memory."""
     if probs.is_cpu:
         return probs
     copied = probs.to("cpu", non_blocking=True)

@@ -1,4 +1,4 @@
-"""A draft worker as a service: it drafts for any number of targets in other engines, which connect to it.
+"""A draft worker as a service: other engines connect to it, and it drafts for their targets.
 
 The requests of all these targets share the draft's slots.  A draft never decides anything about a text, so an engine
 that leaves, hangs or lies costs the others nothing but the slots of its requests.
@@ -46,20 +46,27 @@ Digest = Callable[[int], bytes]
 
 @dataclass
 class _Served:
-    """A request that has a slot: whose it is, and when something was last heard of it."""
+    """A request that has a slot.
+
+    Attributes:
+        peer: the engine that the request belongs to.
+        heard: when this engine last sent something about the request.
+    """
 
     peer: Peer
     heard: float = field(default_factory=time.monotonic)
 
 
 class DraftService(DraftWorker):
-    """Drafts for every engine that connects, until `stopping()`.
+    """Drafts for every engine that connects, until `stopping()` is true.
 
     Args:
         hello: introduces the draft; `vocab_size` and `vocab_digest` are those of the draft's tokenizer.
-        digest: computes the digest of the draft's first n ids, to compare it with that of an engine that has n ids.
+        digest: digest(n) is the digest of the first n ids of the draft's vocabulary. If an engine's
+            vocabulary has n ids, its digest must be equal to digest(n).
         executor: computes the drafts.
-        slots: how many requests are drafted for at the same time; further ones are refused for now.
+        slots: how many requests are drafted for at the same time; further requests are refused for
+            now.
         computes, piece: see `DraftWorker`.
     """
 
@@ -98,7 +105,7 @@ class DraftService(DraftWorker):
     # ---- connections ----
 
     def _greet(self) -> None:
-        """Get ready before anyone connects."""
+        """Measure the draft's speed, and report that the service is ready for engines."""
         self._seconds = self._prepare(self._service, RowPacker(), is_brief=False)
         self._ready()
 
@@ -137,7 +144,7 @@ class DraftService(DraftWorker):
         self._mail.send(Heartbeat(self._num_forwards, "calibrated", 1, self._seconds), peer)
 
     def _misfit(self, hello: Hello) -> str:
-        """Return why the draft cannot serve this engine; empty if it can, as far as this side knows."""
+        """Return why the draft cannot serve this engine; "" if `hello` shows no reason."""
         if hello.version != PROTOCOL_VERSION:
             return f"it speaks version {hello.version} of the wire, this draft {PROTOCOL_VERSION}"
         if hello.role is not Role.TARGET:
@@ -155,7 +162,7 @@ class DraftService(DraftWorker):
         self._part_from(peer, problem)
 
     def _part_from(self, peer: Peer, why: str) -> None:
-        """Give up an engine that is gone or broke the protocol, and its requests."""
+        """Forget an engine that is gone or broke the protocol, and release its requests."""
         name = self._peers.pop(peer, None)
         if name is None:
             return
@@ -165,7 +172,7 @@ class DraftService(DraftWorker):
                 self._release(request)
 
     def _send(self, message: Message) -> None:
-        """Send a message to the engine that has the message's request; without a request, to all engines."""
+        """Send a message to the engine of its request, or to all engines if it names no request."""
         request = getattr(message, "request", None)
         if request is None:
             for peer in self._peers:
@@ -175,13 +182,17 @@ class DraftService(DraftWorker):
         if served is None:
             return  # released while its forward ran
         self._mail.send(message, served.peer)
-        if isinstance(message, Error):  # it is drafted for no more
+        if isinstance(message, Error):  # nothing more is drafted for this request
             del self.served[request]
 
     # ---- requests ----
 
     def _take(self, peer: Peer, event: Event) -> None:
-        """Take an engine's event for the drafter, if it concerns a request that is the engine's and has a slot."""
+        """Handle an engine's event, if its request belongs to the engine and has a slot.
+
+        The request of a `Begin` gets a slot here, or is refused. If the request of a verdict has no
+        slot, the engine is asked to begin anew.
+        """
         request = event.request
         served = self.served.get(request)
         is_own = served is not None and served.peer == peer
@@ -205,7 +216,7 @@ class DraftService(DraftWorker):
             self._refuse(peer, str(error))
 
     def _problem(self, peer: Peer, begin: Begin) -> str:
-        """Return why a request cannot have a slot; empty if it can."""
+        """Return why a request cannot have a slot; "" if it can."""
         if not can_serve(begin.options):
             return "a draft service drafts greedily, by unchanged logits"
         if len(begin.tokens) >= self._hello.context:
@@ -220,7 +231,7 @@ class DraftService(DraftWorker):
         return ""
 
     def _free_abandoned(self) -> None:
-        """Free the slot of the request that has been silent for longest, if that is long enough."""
+        """Free the slot of the request that was silent longest, if it counts as abandoned."""
         request = min(self.served, key=lambda number: self.served[number].heard)
         if time.monotonic() - self.served[request].heard > _ABANDONED_SECONDS:
             self._release(request)

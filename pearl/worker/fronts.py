@@ -1,4 +1,4 @@
-"""The fronts that are attached to a target worker: which front submitted each request, its times and its results."""
+"""The fronts (users' processes) that are attached to a target worker, and their requests."""
 
 import logging
 import time
@@ -34,9 +34,10 @@ MAX_REQUESTS = 128  # of one front, running ones included
 
 
 class Fronts:
-    """Gives each request a number of the worker's own, and sends its results to the front that submitted it.
+    """Knows which front has submitted each request, and sends the request's results there.
 
-    "Our number" of a request is the worker's; fronts have numbers of their own.
+    Each request gets a number of the worker's own, "our number", because the numbers that fronts
+    choose are not unique.
 
     Args:
         post: sends a message to a front.
@@ -60,7 +61,10 @@ class Fronts:
         return peer in self.attached
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        """Attach a front; `welcome` will answer it. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
+        """Attach a front, which `welcome` will answer.
+
+        Raises `RemoteProtocolError` or `RequestError` if the front is refused.
+        """
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(
                 f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}"
@@ -77,7 +81,10 @@ class Fronts:
         self._unwelcomed.clear()
 
     def lose(self, peer: Peer) -> list[int]:
-        """Forget a front that is gone; return our numbers of its requests, whose results nobody reads."""
+        """Forget a front that is gone, and return our numbers of its requests.
+
+        The caller cancels these requests, because nobody reads their results.
+        """
         self.attached.discard(peer)
         numbers = self._requests(peer)
         for number in numbers:
@@ -90,7 +97,10 @@ class Fronts:
         return [number for number, (owner, _) in self._owners.items() if owner == peer]
 
     def number(self, peer: Peer, submit: Submit) -> Submit:
-        """Register a front's request and return it with our number. Raises `RequestError` if it cannot be served."""
+        """Register a front's request, and return it with our number.
+
+        Raises `RequestError` if the request cannot be served.
+        """
         number = next(self._numbers)
         problem = _problem(submit, self._settings, self._is_head)
         if problem is not None:
@@ -102,24 +112,27 @@ class Fronts:
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
-        """Return our number of a front's request, in a list that is empty if the request has ended."""
+        """Return [our number of a front's request]; [] if the request has ended."""
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
 
     def watch(self, request: int) -> Stopwatch:
-        """Return the stopwatch of a request, or an unused one if the request is over: messages may come late."""
+        """Return the stopwatch of a request.
+
+        If the request is over, return an unused one, because messages may come late.
+        """
         return self._watches.get(request) or Stopwatch()
 
     @property
     def waiting(self) -> set[Peer]:
-        """Fronts that wait for a text."""
+        """The fronts that have requests."""
         return {peer for peer, _ in self._owners.values()}
 
     def deliver(self, message: Committed | Preview) -> None:
-        """Send tokens with the next `flush`."""
+        """Let the next `flush` send these tokens."""
         self._undelivered.append(message)
 
     def flush(self) -> None:
-        """Send what `deliver` has taken, in the same order."""
+        """Send the messages that were given to `deliver`, in their order."""
         for message in self._undelivered:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())
@@ -142,7 +155,11 @@ class Fronts:
 
 
 def _problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | None:
-    """Return why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
+    """Return why a request cannot be served; None if it can.
+
+    Args:
+        is_head: whether the draft is a head of the target.
+    """
     if not submit.prompt:
         return "the prompt is empty: give at least one token"
     options = submit.options

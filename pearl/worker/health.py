@@ -1,4 +1,7 @@
-"""Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
+"""Decides whether a draft is still worth waiting for, by its silence, its pace and its heartbeats.
+
+This module knows no sockets and no messages.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,16 +11,18 @@ from pearl.protocol.drafter import DrafterState
 from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
-_TOO_SLOW = 20.0  # times the seconds per token that were measured when it joined
-_LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
+# A token is slow if it takes this many times the seconds that were measured when the draft joined.
+_TOO_SLOW = 20.0
+# Seconds. A token that takes less is never slow, because noise on a busy machine is as large.
+_LEAST_SLOW = 0.01
 # The draft is lost after this many slow tokens of one request in a row, or if such a row of tokens
 # takes longer than `timeout`.
 _SLOW_TOKENS = 8
 # The longest silence that a draft may announce, and the longest wait for a token, in multiples of
 # `timeout`.
 _MOST_ALLOWED = 10
-# After this many heartbeats of an idle draft that the target waits for, a message was lost and the
-# target sends the whole prefix again.
+# If an idle draft for which the target waits sends this many heartbeats, a message was lost, and
+# the target sends the whole prefix again.
 _STALLED_BEATS = 2
 _STALLED_FOR_GOOD = 8
 _AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
@@ -43,7 +48,11 @@ class _SlowRun(NamedTuple):
 
 
 class DraftHealth:
-    """Health of the connected draft. `timeout`: seconds of silence after which a draft is lost."""
+    """Judges the health of the connected draft.
+
+    Args:
+        timeout: seconds of silence after which a draft is lost.
+    """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -60,26 +69,31 @@ class DraftHealth:
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
-        """Note the seconds per token of a draft that joins; return whether this is its first such message."""
+        """Note the draft's seconds per token; return whether it reports them for the first time."""
         is_news = not self._is_calibrated
         self._is_calibrated = True
         self._usual_pace = seconds
         return is_news
 
     def announced(self, seconds: float) -> None:
-        """Allow silence for work that should take `seconds`: four times as long, at most ten times `timeout`."""
+        """Allow the draft to be silent during work that should take `seconds`.
+
+        It may be silent for four times as long, but at most for ten times `timeout`.
+        """
         self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
-        """Take in that tokens have come, so nothing is stalled."""
+        """Note that tokens have come: target and draft do not wait for each other."""
         self._stalled_beats = 0
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
-        """Return the waiting requests that made no progress for too long, though the draft is not silent.
+        """Return the waiting requests that made no progress for too long.
+
+        A draft may send signs of life, and yet no tokens of a request.
 
         Args:
             waiting: request -> (committed tokens, committed and pending tokens).
-            now: seconds.
+            now: the current time in seconds.
         """
         progress = {}
         overdue = []
@@ -100,7 +114,8 @@ class DraftHealth:
         """
         if not seconds:  # unknown: the forward was fed more than one token
             return
-        # The cheap comparison first: the target's time is interpolated, and this runs for every token.
+        # The cheap comparison comes first, because the target's time is interpolated, and this runs
+        # for every token.
         bound = max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW)
         if seconds <= bound or seconds <= 2 * speeds.t_target(1):
             self._slow.clear()
@@ -114,7 +129,9 @@ class DraftHealth:
             )
 
     def stalled(self, work: str, awaited: bool) -> bool:
-        """Note a heartbeat of the draft; return whether to resynchronise: both wait, so a message was lost.
+        """Note a heartbeat of the draft; return whether the target must send the prefix again.
+
+        It must if target and draft wait for each other, because then a message was lost.
 
         Args:
             work: the draft's state.

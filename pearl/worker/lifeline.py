@@ -1,8 +1,8 @@
 """A worker's connection to its launcher: settings come in, status goes out, and the worker ends with its launcher.
 
-The launcher holds the other end of the worker's stdin while it lives, so end-of-file means that the launcher is gone,
-for whatever reason. A child forked by the launcher may hold that end as well. So the worker also ends on any input, and
-it checks the id of its parent process.
+The launcher holds the other end of the worker's stdin while it lives. So end-of-file means that the
+launcher is gone, for whatever reason. But a child that the launcher has forked may hold that end as
+well. So the worker also ends on any input, and if the id of its parent process changes.
 """
 
 import contextlib
@@ -26,17 +26,21 @@ _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is kill
 
 
 def _continue_when_orphaned() -> None:
-    """Have the kernel send SIGCONT when the launcher dies, so that even a stopped worker ends.
+    """Let the kernel send SIGCONT when the launcher dies, so that even a stopped worker ends.
 
-    (The signal comes when the *thread* that created us ends, perhaps early; it does no harm to a process that is not
-    stopped.)
+    The kernel sends the signal when the *thread* that created this process ends. The launcher may
+    live longer than this thread, but SIGCONT does no harm to a process that is not stopped.
     """
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 class Lifeline:
-    """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher is gone."""
+    """Reads the settings, and then watches stdin in a thread.
+
+    Attributes:
+        closed: set once the launcher is gone.
+    """
 
     def __init__(self) -> None:
         line = sys.stdin.buffer.readline()
@@ -52,7 +56,10 @@ class Lifeline:
         os.dup2(2, 1)  # what libraries print must not mix with our status lines
 
     def watch(self, directory: Path) -> None:
-        """Start watching; when the launcher goes, `directory` (sockets) is removed."""
+        """Start a thread that ends this process once the launcher is gone.
+
+        Before that, it removes `directory`, the engine's directory with the sockets.
+        """
         self._watcher = threading.Thread(
             target=self._watch, args=(directory,), daemon=True, name="lifeline"
         )
@@ -76,7 +83,13 @@ class Lifeline:
             self.closed.set()
 
     def beat(self, allowance: float) -> None:
-        """Send a sign of life, unless the launcher does not read: a stopped launcher must not block its worker."""
+        """Send a sign of life, unless the launcher does not read.
+
+        So a stopped launcher does not block its worker.
+
+        Args:
+            allowance: for how many seconds the worker may be silent from now on.
+        """
         if select.select([], [self._status], [], 0)[1]:
             self.tell("beat", allowance=allowance)
 

@@ -1,8 +1,9 @@
-"""Which device and cores each worker computes on.
+"""Decides on which device and on which cores each worker computes.
 
-A forward on several cores is hundreds of short parallel regions. If the kernel may choose, it lets two of the threads
-take turns on one core as soon as any other process wants a core. So each thread has a core of its own. How the threads
-wait for one another is up to the runner (`ModelRunner.use_threads`).
+A forward on several cores consists of hundreds of short parallel regions. If the kernel chooses the
+cores, it lets two of the threads take turns on one core as soon as another process wants a core. So
+each thread is pinned to a core of its own. How the threads wait for one another is up to the runner
+(`ModelRunner.use_threads`).
 """
 
 import os
@@ -16,8 +17,8 @@ from pearl.errors import ModelError
 from pearl.models.threads import use_torch_threads
 from pearl.protocol.speeds import Cores
 
-# A draft on the CPU, with the target on a GPU, leaves two cores: to the target's host thread and to
-# the client. It has at most eight, unless the user names its cores.
+# If the draft runs on the CPU and the target on a GPU, the draft leaves two cores: one to the
+# target's host thread, one to the client. It takes at most eight, unless the user names its cores.
 _LEFT = 2
 _MOST_CORES = 8
 
@@ -25,12 +26,13 @@ _MOST_CORES = 8
 def occupy(
     cores: Sequence[int], use_threads: Callable[[int], Sequence[int]] = use_torch_threads
 ) -> None:
-    """Compute on these cores from now on, one thread per core; the calling thread is on the first.
+    """Pin the calling thread to the first of these cores, and its helpers to the others.
 
-    Threads that the calling thread starts itself run on the first core, too.
+    The helpers are the threads that compute together with the calling thread, one on each core.
+    Other threads that the calling thread starts later run on the first core, too.
 
     Args:
-        use_threads: see `ModelRunner`; until there is a runner, torch's.
+        use_threads: sets the number of computing threads, as `ModelRunner.use_threads` does.
     """
     os.sched_setaffinity(0, cores[:1])
     threads = use_threads(len(cores))
@@ -39,7 +41,10 @@ def occupy(
 
 
 def place(config: EngineConfig, role: ModelRole) -> torch.device:
-    """Return the (first) device of this worker. Raises `ModelError` if this machine does not have it."""
+    """Return the torch device of this worker; of several GPUs, the first.
+
+    Raises `ModelError` if this machine does not have the device.
+    """
     device = settled(config, role)
     gpus = torch.cuda.device_count()
     if device.kind == "cpu":
@@ -54,11 +59,12 @@ def place(config: EngineConfig, role: ModelRole) -> torch.device:
 
 
 def settled(config: EngineConfig, role: ModelRole) -> Device:
-    """Return the worker's device on this host: resolves `auto`, and `cpu` for a draft whose target is on a GPU.
+    """Return the worker's device on this host, with `auto` resolved.
 
-    With GPUs, `auto` gives the target the first GPU. The draft gets the first GPU that the target leaves, or the last
-    GPU if it leaves none.  Without GPUs, the workers of this host share the cores equally.
-    A draft on the CPU, with the target on a GPU, gets all cores but two, at most eight.
+    If there are GPUs, `auto` gives the target the first GPU. The draft gets the first GPU that the
+    target leaves, or the last GPU if the target leaves none.  If there are no GPUs, the workers of
+    this host share the cores equally.  A draft on `cpu` whose target is on a GPU gets all cores but
+    two, and at most eight.
     """
     device = config.model(role).place
     is_cpu_draft = role == "draft" and device == Device("cpu") and config.one_host
@@ -98,11 +104,10 @@ def shared_gpus(config: EngineConfig) -> str:
 
 
 def pin(config: EngineConfig, role: ModelRole) -> None:
-    """Pin this thread, and those it starts, to the cores of its device.
+    """Pin this thread, and the threads that it will start, to the cores of the worker's device.
 
-    The host threads of a GPU are pinned to the cores that the other worker leaves: if one shared a core with the other
-    worker's forward, that forward would wait for it.
-
+    The host threads of a GPU are pinned to the cores that the other worker leaves. If a host thread
+    shared a core with the other worker's forward, the forward would have to wait for the thread.
     Threads that are already running, such as those of the sockets, stay unpinned.
     """
     cores = settled(config, role).cores
@@ -116,9 +121,12 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
 
 
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
-    """Return the cores that the target can compute on; empty if there is only one choice.
+    """Return the sets of cores that the target can choose from; empty if it has no choice.
 
-    Call before the target is pinned: `auto` depends on the cores that this process may use.
+    It has no choice if there is only one core, or if its device names no cores, as a GPU does not.
+
+    Call this before the target is pinned, because `auto` depends on the cores that this process may
+    use.
     """
     target_cores = settled(config, "target").cores
     if target_cores is None:
@@ -135,8 +143,8 @@ def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
 def equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
     """Return part number `which` of `of` equal parts of the cores.
 
-    If the cores cannot be divided equally, the first parts have one more. If there are too few, some parts have the
-    same core.
+    If the cores cannot be divided equally, the first parts have one core more. If there are fewer
+    cores than parts, some parts have the same core.
     """
     start = -(-which * len(cores) // of)
     end = -(-(which + 1) * len(cores) // of)

@@ -1,4 +1,4 @@
-"""Recordings (traces) that fronts request from a target worker, one at a time."""
+"""Recordings (traces) that a front, a user's process, requests from a target worker."""
 
 from pearl.errors import TraceError
 from pearl.protocol.messages import Error, Trace
@@ -8,7 +8,9 @@ from pearl.worker.fronts import Post
 
 
 class Recordings:
-    """Begins and ends recordings, and tells the fronts once target and draft have both done so.
+    """Begins and ends recordings, one at a time, for the fronts that ask for them.
+
+    A front gets its answer only after both target and draft have begun or ended its recording.
 
     Args:
         post: sends a message to a front.
@@ -22,8 +24,10 @@ class Recordings:
         self._recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:
-        """Begin or end a recording for a front; return the message to pass on to the draft,
-        None if this failed here.
+        """Begin or end a recording for a front.
+
+        Return the message to pass on to the draft. If this worker could not begin or end the
+        recording, tell the front why, and return None.
         """
         try:
             if trace.on:
@@ -38,8 +42,9 @@ class Recordings:
         return trace
 
     def lose(self, peer: Peer) -> Trace | None:
-        """Take in that a front is gone: end its recording. Return the message for the draft; None if it was not
-        recording.
+        """Forget a front that is gone, and end its recording.
+
+        Return the message for the draft; None if the front was not recording.
         """
         self._waiting = [(front, trace) for front, trace in self._waiting if front != peer]
         if self._recorder != peer:
@@ -54,8 +59,11 @@ class Recordings:
             self._recorder = None
 
     def done(self, echo: Trace | None = None) -> None:
-        """Tell the fronts that wait: the draft has confirmed `echo`; if None, the draft is gone,
-        so tell all of them.
+        """Tell waiting fronts that their recording has begun or ended.
+
+        Args:
+            echo: the message that the draft has confirmed; only the front that asked for it is
+                told. None: the draft is gone, so that all waiting fronts are told.
         """
         waiting = self._waiting
         self._waiting = []

@@ -13,7 +13,7 @@ from pearl.config import EngineConfig, ModelConfig, ModelRole
 class TargetSettings:
     """Settings of a target's loop: the engine's settings, and what is known of the loaded target.
 
-    `vocab_digest`: digest of the target's vocabulary; a draft must send the same.
+    `vocab_digest` is a digest of the target's vocabulary; a draft must send the same digest.
     """
 
     config: EngineConfig
@@ -23,14 +23,15 @@ class TargetSettings:
 
 
 class WorkerSettings(BaseModel):
-    """What a launcher sends a worker process, as one line of JSON.
+    """The settings that a launcher sends to a worker process, as one line of JSON.
 
     Attributes:
-        address: where the target listens or is to listen.
-        directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
-        tensors: how dense draft rows travel; None: as configured.
-        run: name of the run in traces; empty: `directory` is the name. A worker on another host than the target gets
-            the target's directory as name.
+        address: where the target listens, or will listen.
+        directory: the engine's directory. It holds sockets, keys, parts of traces, and the file
+            through which the ranks of a process group meet.
+        tensors: how dense distributions of the draft are sent; None: as `config` says.
+        run: name of the run in traces; if it is empty, `directory` is the name. A worker on another
+            host than the target is given the name of the target's directory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

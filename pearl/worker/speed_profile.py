@@ -1,11 +1,12 @@
-"""Profiles: the speeds of a pair on this machine, as `pearl calibrate` measured them, kept for later engines.
+"""Profiles: files with a pair's speeds on this machine, which `pearl calibrate` writes.
 
 If there is no profile, the forward times that an engine measures at its start are kept for a day, so that the next
 start need not measure them.
 
-A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
-are its key.  A target worker starts with the profile's speeds and corrects them while it runs. Texts do not depend on
-the profile, except those whose rule makes them depend on the window (`ratio` under `sd`).
+A profile is valid for one pair on its devices and in its dtypes, for one processor, and for one
+version of torch and of PEARL: all of these are the profile's key.  A target worker starts with the
+profile's speeds, and corrects them while it runs.  Texts do not depend on the profile, except those
+that depend on the window (rule `ratio`, method `sd`).
 """
 
 import json
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 # Raised when new code changes forward times under the same settings; 5: our products of several rows on a CPU.
 _ARITHMETIC = 5
-_SETTINGS = (  # those that speeds depend on
+_SETTINGS = (  # settings that speeds depend on
     "target_device",
     "draft_device",
     "target_dtype",
@@ -42,14 +43,15 @@ _SETTINGS = (  # those that speeds depend on
     "target_pace",
     "draft_pace",
 )
-# How long the measurement of a start is used: other programs may have slowed it.
+# How long the times that a start has measured are used. Other programs may have slowed that start.
 _TIMES_SECONDS = 24 * 3600.0
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
-    """Return what a profile holds for: all that speeds depend on.
+    """Return the key of a profile: everything that speeds depend on.
 
-    Call before this process is pinned: the key has the cores that the process may use.
+    Call this before this process is pinned, because the key includes the cores that the process may
+    use.
     """
     here = where_and_what()
     gpus = Path("/proc/driver/nvidia/gpus").glob("*/information")
@@ -111,9 +113,10 @@ def load(config: EngineConfig) -> Profile | None:
 
 
 def keeper(config: EngineConfig) -> Callable[[Profile], None]:
-    """Return a function that keeps the forward times measured at a start of this pair.
+    """Return a function that writes a profile with the forward times that a start has measured.
 
-    Call before this process is pinned. The function does nothing for toys, or if `config.profile` is not "auto".
+    Call this before this process is pinned. The function does nothing for toys, or if
+    `config.profile` is not "auto".
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
         return lambda profile: None
@@ -142,8 +145,10 @@ def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
 
 
 def _identity(spec: str) -> str:
-    """Return what identifies a model on this machine: its path with a digest of its files' sizes and times, or its
-    name.
+    """Return what identifies a model on this machine.
+
+    It is the model's path with a digest of its files' sizes and times, or the name of a model that
+    is no path.
     """
     path = Path(spec)
     if not path.exists():

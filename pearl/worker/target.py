@@ -1,7 +1,8 @@
 """The target worker's loop: messages in, commands carried out, messages out.
 
-The loop sees interfaces only: an endpoint, a runner behind an executor, a coordinator that decides. `fronts` has the
-requests of each front, `draft_link` the draft as a peer, `recording` the recordings; this file has the order of things.
+The loop sees interfaces only: an endpoint, a runner behind an executor, a coordinator that decides.
+`fronts` knows the users' processes ("fronts") and their requests, `draft_link` is the connection to
+the draft, and `recording` serves recordings; this module decides what is done when.
 """
 
 import logging
@@ -72,19 +73,21 @@ _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _LOSS_SECONDS = 0.5
 # Share of a forward's usual time on a device during which the draft's tokens are handled.
 _HANDLING = 0.8
-# Between two checks whether the device is done: a longer nap would show in the measured times.
+# Between two checks whether the device is done. A longer nap would lengthen the measured times.
 _NAP_SECONDS = 1e-3
-_FRONT_SECONDS = 2.0  # between signs of life to fronts
+_FRONT_SECONDS = 2.0  # between two signs of life to the fronts
 _WARN_SECONDS = 10.0  # between two equal log lines about peers and their requests
 
 
 class TargetWorker:
-    """Serves requests until `stopping()`; `ready` is called once, when requests can be served.
+    """Serves requests until `stopping()` is true.
 
     Args:
+        ready: called once, when requests can be served.
         channel: opens the tensor channel to the draft; None: dense distributions come as frames.
         profile: known speeds of the pair; None if none are known.
-        measured: if `profile` is None: called with the measured speeds, once requests can be served.
+        measured: called with the measured speeds once requests can be served, but only if `profile`
+            is None.
     """
 
     def __init__(
@@ -178,10 +181,11 @@ class TargetWorker:
             self._take(peer, message)
 
     def _meanwhile(self) -> None:
-        """Use the time while a device computes: send messages due to the fronts, and handle the draft's tokens.
+        """While a device computes, send pending messages to fronts and handle the draft's tokens.
 
-        Handling those tokens after the forward would keep the device waiting. Other messages are handled after it: they
-        may change what is being computed, or recorded.
+        If these tokens were handled after the forward, the device would have to wait. Other
+        messages are handled after the forward, because they may change what is being computed or
+        recorded.
         """
         self._fronts.flush()
         runner = self._executor.runner
@@ -218,7 +222,7 @@ class TargetWorker:
         is_draft = peer == self._draft.peer
         is_front = peer in self._fronts
         match message:
-            case DraftTokens() if is_draft:  # first: these come between two forwards
+            case DraftTokens() if is_draft:  # first, because these delay the next forward
                 watch = self._fronts.watch(message.request)
                 watch.draft_waited = max(watch.draft_waited, message.waited)
                 self._draft.receive(message, self._coordinator)
@@ -289,7 +293,8 @@ class TargetWorker:
             self._draft.open_channel()
             self._calibrate()
         elif self._tracer.number:
-            # The draft before it was lost; this one sends frames, as a process group cannot be rejoined.
+            # The earlier draft was lost. Its successor sends frames, because it cannot rejoin a
+            # process group.
             self._draft.post(Trace(self._tracer.number, True))
         self._draft.health.joined()
 
@@ -308,8 +313,12 @@ class TargetWorker:
             self._admit_draft(event.seconds)
 
     def _admit_draft(self, seconds: float) -> None:
-        """Take in that a draft is ready and takes `seconds` per token: begin to serve requests, or log that it has
-        joined.
+        """Begin to serve requests, because a draft is ready.
+
+        If requests are served already, only log that the draft has joined.
+
+        Args:
+            seconds: the draft's seconds per token.
         """
         is_news = self._draft.health.calibrated(seconds)
         if not self._is_ready:
@@ -320,7 +329,10 @@ class TargetWorker:
         self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
-        """Go on without the draft. If this worker is ending, the draft is ending too, so that is no loss."""
+        """Go on without the draft.
+
+        If this worker is ending, report no loss, because then the draft is meant to end too.
+        """
         if self._stopping():
             self._draft.close()
             return
@@ -343,7 +355,11 @@ class TargetWorker:
                 self._mail.post(heartbeat, peer)
 
     def _record(self, trace: Trace | None) -> None:
-        """Have the draft begin or end the recording that has begun or ended here. `trace`: None if none has."""
+        """Let the draft begin or end its part of a recording, as this worker has just done.
+
+        Args:
+            trace: the message for the draft; None: there is nothing to do.
+        """
         if trace is None:
             return
         if self._draft.peer is None:
@@ -352,7 +368,7 @@ class TargetWorker:
         self._draft.compare_clocks(self._tracer)
 
     def _warn(self, text: str, why: object) -> None:
-        """Log a warning, each `text` at most once in 10 seconds: a peer may send faults as fast as it likes."""
+        """Log a warning, but each `text` at most once in 10 seconds, however many faults come."""
         now = time.monotonic()
         if now - self._warned.get(text, -_WARN_SECONDS) >= _WARN_SECONDS:
             self._warned[text] = now
@@ -429,7 +445,7 @@ class TargetWorker:
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = seconds / fed
-        self._receive(0)  # what came during the forward counts in the verdict
+        self._receive(0)  # draft tokens that came during the forward are judged with it
         if began + seconds - self._looked > PROBE_SECONDS:
             self._look_after_peers()
         for event in events:
@@ -442,7 +458,7 @@ class TargetWorker:
         return self._executor.forward(commands, self._meanwhile)
 
     def _announce(self, fed: int) -> None:
-        """Tell the waiting fronts how long this worker may be silent: for a forward of `fed` tokens."""
+        """Tell the waiting fronts how long a forward of `fed` tokens may keep us silent."""
         pace = self._prefill_pace
         if not pace:
             pace = self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED

@@ -76,8 +76,8 @@ class DraftHalf(Protocol):
                 there. Some rules judge several candidates at such a position.
 
         Returns:
-            (tokens, shares): the likeliest tokens, the likeliest first, and the share of each in
-            the probability of the tokens compared.
+            (tokens, shares): the likeliest tokens, the likeliest first, and their shares. A share
+            is the token's probability if only the likeliest tokens could be drawn.
         """
         ...
 

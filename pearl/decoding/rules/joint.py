@@ -1,11 +1,11 @@
 """The joint rule, which accepts tokens by their joint likelihood and not one by one.
 
-The draft searches for the likeliest block of `depth` tokens.  The joint ratio of the block's first
-n tokens is the product of target / draft over their probabilities.  The target accepts the largest
-n whose joint ratio exceeds tau, even if a smaller n does not pass.  So an unlikely token is
-accepted if the tokens after it make up for it.  If the block is not accepted whole, the target then
-draws one token.  At temperature 0 this is its likeliest token, so that the text is a function of
-the two models.
+The draft searches for the likeliest block of `depth` tokens.  A token's ratio is its target
+probability divided by its draft probability.  The joint ratio of the block's first n tokens is the
+product of their ratios.  The target accepts the largest n whose joint ratio exceeds tau, even if a
+smaller n does not pass.  So an unlikely token is accepted if the tokens after it make up for it.
+If the target does not accept the whole block, it draws one more token itself.  At temperature 0 it
+takes its likeliest token, so that the text is a function of the two models.
 
 The rule is not exact, on purpose: it prefers texts that are likely as a whole.  Source: Qin et al.
 2024, multi-token joint speculative decoding, algorithm 2.
@@ -58,7 +58,10 @@ class JointTarget:
         return probabilities(logits, self.options)
 
     def judge(self, proposed: Proposed) -> Judged:
-        """Judge a block. A token's row is 0 except at the token, where it is its draft probability.
+        """Judge a block of tokens.
+
+        A token's row in `proposed.rows` has the token's draft probability at the token's id, and 0
+        at all other ids.
 
         The text before a block determines the block, because the beam search makes no random draw.
         So at an accepted position the block's token is certain.  The bias is the total variation

@@ -46,7 +46,8 @@ class Facts(NamedTuple):
 
     Attributes:
         target, draft: the token's probability in the target's and in the draft's distribution.
-        mass: probability that any token drawn from the draft's distribution here is accepted.
+        mass: probability that a token is accepted at this position. It is a mean over all tokens,
+            weighted by the draft's distribution.
         bias: see `RatioTarget.bias`; 0 if the rule is exact.
     """
 

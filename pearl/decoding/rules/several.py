@@ -3,15 +3,15 @@
 A root is a position where drafting starts: after the prompt, or after a correction.  At a root
 several candidates are drawn from the draft's distribution, with replacement.  The draft continues
 the first candidate.  The other candidates cost the draft nothing: the target has the distribution,
-and draws them itself with keys that both sides know.  If the target accepts another candidate than
-the first, it commits that token as it would commit a correction.  The draft may have a branch ready
-that continues it.
+and draws the other candidates itself, with keys that both sides know.  If the target accepts
+another candidate than the first, it commits this candidate as it would commit a correction.  The
+draft may have a branch ready that continues this candidate.
 
 Batch judges the candidates in turn, each against the part of the target's distribution that the
 earlier candidates have left.  Source: Yin et al. 2024, algorithm of section 3.3.
 
-Spectr judges the candidates by the K-SEQ algorithm.  If several of them equal the accepted token,
-the next position has that many candidates.  Source: Sun et al. 2023, algorithm 2.
+Spectr judges the candidates by the K-SEQ algorithm.  If k candidates equal the accepted token, the
+next position has k candidates.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _HALVINGS = 40  # how often the interval of K-SEQ's divisor is halved; float32 r
 
 
 class SeveralDraft(SampledDraft):
-    """Drafts as under the ratio rule; at a root, ranks the other candidates before runners-up."""
+    """Drafts as under the ratio rule, but ranks a root's candidates before all other tokens."""
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:
         super().__init__(options)
@@ -53,7 +53,8 @@ class SeveralDraft(SampledDraft):
     ) -> tuple[list[int], list[float]]:
         """Rank tokens by the draft's probabilities.
 
-        At a root the other candidates come first, in the order in which the target judges them.
+        At a root the ranking begins with all candidates but the first, in the order in which the
+        target judges them.
         """
         probs = self._rows.get(position)
         if not is_root or probs is None:
@@ -183,7 +184,10 @@ class SpectrTarget(BatchTarget):
 
 
 def candidate(draft: Tensor, options: RequestOptions, position: int, number: int) -> int:
-    """Draw candidate `number` for `position` from `draft` [vocab]. Candidate 0 is the draft's."""
+    """Return candidate `number` for `position`, drawn from the distribution `draft` [vocab].
+
+    Candidate 0 is the token that the draft continues.
+    """
     return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 

@@ -1,5 +1,5 @@
-"""Measure real runs: compare methods on prompts, calibrate a pair, check that texts are equal bit for bit.
+"""Measure real runs: compare methods on prompts, calibrate a pair, and check that texts are exact.
 
-These modules start engines and read clocks.  Emulated pairs of the papers and experiments in virtual time are in
-`pearl.lab.studies`.
+These modules start engines and read clocks. The papers' emulated pairs, and experiments in virtual
+time, are in `pearl.lab.studies`.
 """

@@ -1,6 +1,7 @@
-"""Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks.
+"""Calibrate a pair on this machine: measure every method that `auto` can choose, on a few prompts.
 
-A target without a draft is calibrated, too: with n-grams, and with its head if it has one.
+For a target without a draft, these methods are the target alone, n-grams, and the target's head if
+it has one.
 """
 
 from collections.abc import Sequence
@@ -40,13 +41,13 @@ class Calibration:
     """The result of `calibrate`.
 
     Attributes:
-        rows: `ar`, the methods that auto picks from, and auto itself. `ar` and `ngram`, which need no draft, also have
-            a row on all cores of the pair.
+        rows: figures of `ar`, of the methods that `auto` can choose, and of `auto` itself. The
+            methods `ar` and `ngram`, which need no draft, also have a row on all cores of the pair.
         acceptance: accepted / judged draft tokens of `sd`; 0 without a draft.
-        gamma: the window of `sd` and `ssd`; 0 without a draft.
+        gamma: the window of `sd` and `ssd`, the fastest one that was tried; 0 without a draft.
         c: the window of `pearl`; 0 without a draft.
         advice, flags: the method to use, as a sentence and as command-line flags.
-        profile: what engines that are started later begin with, such as forward times in seconds.
+        profile: the measured forward times and rates, with which later engines of this pair start.
     """
 
     rows: tuple[Figures, ...]
@@ -103,7 +104,7 @@ def calibrate(
 
 
 def _profile(text: Statistics, acceptance: float) -> Profile:
-    """Return the forward times and each method's rate, from the statistics of the last text of method auto."""
+    """Return forward times and each method's rate, from the last text of method `auto`."""
     rates = text.rates
     return Profile(
         text.t_draft,
@@ -130,9 +131,11 @@ def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
 
 
 def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
-    """Return the fastest method as a sentence, and as command-line flags.
+    """Return which method to use, as a sentence and as command-line flags.
 
-    The sentence also names methods whose speedup may be equal: their confidence intervals overlap with the fastest's.
+    It is the fastest method, or the target alone if the speedup of the fastest method may be noise.
+    The sentence also names the methods that may be just as fast, because their confidence intervals
+    overlap with that of the fastest method.
     """
     speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
     name = max(speedups, key=lambda name: speedups[name].value)

@@ -1,9 +1,14 @@
-"""Check that a pair's logits and texts are equal bit for bit on this machine: what `pearl check` runs.
+"""Compare a pair's logits and texts with references, bit for bit: what `pearl check` runs.
 
-Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
-Texts: every method and several windows.  Under rules that commit the target's own draw (greedy, coupled), the texts are
-compared with texts of the target alone, decoded in this process without the engine.  Under the ratio rule, methods are
-compared with each other.  A bug that changes only the distribution of sampled texts is not found here, but by
+Logits: a sequence of tokens is fed in forwards of random sizes. Its logits must be those of the
+same sequence in forwards of equal size.
+
+Texts: every method decodes the same prompts, with several windows. Under rules that commit the
+target's own draw (greedy, coupled), the texts must be those of the target alone, which are decoded
+in this process without the engine. Under the ratio rule, the texts must be those of method `pearl`
+with stream windows.
+
+A bug that changes only the distribution of sampled texts is not found here, but by
 tests/test_verification.py.
 """
 
@@ -36,7 +41,7 @@ from pearl.text.grammar import Guides
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_ROWS = 300  # tokens whose logits are compared
+_ROWS = 300  # tokens of the sequence whose logits are compared
 _SLOTS = 3
 _REFERENCE_PIECE = 512  # tokens per forward of the reference
 _CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
@@ -54,20 +59,25 @@ _DIRECT = (
     "pearl-no-pre-verify",
     "pearl-no-post-verify",
 )
-_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for texts in `_SHAPES`, and simultaneous texts
+# For texts with one of `_SHAPES`, and for several texts at once.
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
-_QUICK = ("ngram", "head", "sd,gamma=3", "pearl", "auto")  # one method of each kind
+_QUICK = ("ngram", "head", "sd,gamma=3", "pearl", "auto")  # with --quick: one method of each kind
 _RULES = ("greedy", "coupled")  # rules that commit the target's own draw
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `equal` of `count` rows or texts equal the reference.
+    """The result of one comparison of texts, or of rows of logits, with a reference.
 
     Attributes:
-        first: the first difference, in words.
-        guessed: source -> number of guessed tokens in the texts. If there are none, equal texts prove nothing about
-            guesses.
+        what: what was compared, in words.
+        reference: what it was compared with, in words.
+        count: number of texts or rows that were compared.
+        equal: how many of these texts or rows equal the reference.
+        first: the first difference, in words; empty if there is none.
+        guessed: source -> number of guessed tokens in the texts. If nothing was guessed, equal
+            texts do not prove that guesses are verified correctly.
         longest: the most tokens that one step of the target added to a text.
     """
 
@@ -98,8 +108,9 @@ def check_pair(
     Args:
         asked: the prompts.
         params, kill: see `check_texts`.
-        quick: make fewer comparisons: one method of each kind, no texts with a shape, no simultaneous texts.
-        watcher: counts the findings.
+        quick: whether to make fewer comparisons: one method of each kind, no penalties or grammars,
+            and never several texts at once.
+        watcher: receives the number of comparisons.
     """
     target = make_runner(config.model("target"), place(config, "target"))
     shapes = {}
@@ -139,7 +150,10 @@ def check_pair(
 def _check_on(
     config: EngineConfig, cases: Sequence[Case], references: References
 ) -> Iterator[Finding]:
-    """Compare the texts of an engine with this configuration; yield a finding for each case."""
+    """Start an engine with this configuration and compare its texts; yield a finding for each case.
+
+    Without cases no engine is started.
+    """
     if cases:
         with Engine(config=config) as engine:
             for case in cases:
@@ -159,11 +173,14 @@ def _check_logits(runner: ModelRunner, role: str) -> Finding:
 def compare_cuts(
     runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _REFERENCE_PIECE
 ) -> Finding:
-    """Feed a random sequence in forwards of random sizes, with rollbacks, and compare all logits with the reference.
+    """Compare the logits of one random sequence, cut into forwards in two ways.
 
-    Leaves the runner's cache empty.
+    The reference feeds the sequence in forwards of `piece` tokens. The other way feeds it in
+    forwards of random sizes, and now and then rolls back and feeds tokens again. The runner's cache
+    is empty afterwards.
 
     Args:
+        name: what the runner is, for the finding.
         tokens: length of the sequence, at most the runner's context.
         piece: tokens per forward of the reference, and the largest random size.
     """
@@ -212,10 +229,10 @@ def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> to
 
 
 class Case(NamedTuple):
-    """A method whose texts are compared.
+    """A method whose texts are compared with reference texts.
 
     Attributes:
-        reference: the name, in `References`, of the texts to compare with.
+        reference: the name of the reference texts in `References`.
         settings: the method and its settings, for `parse_settings`.
         kill: whether to kill the draft's process after three pieces of each text.
         together: whether to submit all prompts at once.
@@ -263,13 +280,13 @@ def check_texts(
     quick: bool = False,
     known: Mapping[str, list[list[int]]] = {},
 ) -> Iterator[Finding]:
-    """Compare the texts of all methods; yield a finding for each method and rule.
+    """Compare texts of all methods with reference texts; yield a finding for each comparison.
 
     Args:
         params: sampling parameters, with a temperature above 0.
         kill: whether to also decode texts during which the draft process is killed.
         quick: whether to compare only one method of each kind.
-        known: rule -> the target's own texts, if known.
+        known: rule -> reference texts. The engine decodes the reference texts of missing rules.
     """
     references = References(prompts, params, dict(known))
     for case in text_cases(engine.config, kill=kill, quick=quick):
@@ -318,7 +335,7 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
     """Read a stream to its end; return the largest number of tokens in a piece.
 
     Args:
-        kill_in: kill this engine's draft process after three pieces; None to kill nothing.
+        kill_in: the engine whose draft process is killed after three pieces; None to kill nothing.
     """
     longest = 0
     with stream:
@@ -337,6 +354,7 @@ PROMPTS = (  # the first two begin alike; the third repeats itself, so that many
     "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
 )
 _SECOND_TURN = "\n\nAnd now in one sentence:"
+# name -> options that change the logits before a token is drawn
 _SHAPES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.6},
     "grammar": {"regex": "([a-z]{1,6} ){3,6}end", "json_schema": None, "ignore_eos": False},
@@ -344,14 +362,15 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 class References:
-    """The reference texts, by name.
+    """The reference texts, by name: "greedy", "coupled" or "ratio", or a rule and one of `_SHAPES`.
 
-    Under a direct rule ("greedy", "coupled") the reference texts are the target's own. Those with one of `_SHAPES` have
-    its name after the rule's: "greedy, grammar". Under rule ratio the references are the texts of method `pearl` with
-    stream windows.
+    Under greedy and coupled, reference texts are the target's own. For example, "greedy, grammar"
+    has the target's greedy texts under the grammar in `_SHAPES`. Under ratio, reference texts are
+    those of method `pearl` with stream windows.
 
     Args:
-        texts: name -> texts. The engine that is checked decodes missing ones.
+        texts: name -> texts. The engine that is checked decodes the texts of "greedy", "coupled"
+            and "ratio" if they are missing.
     """
 
     def __init__(
@@ -365,7 +384,10 @@ class References:
         self._texts = texts
 
     def add(self, name: str, params: RequestOptions, texts: list[list[int]]) -> None:
-        """Add reference texts, one for each of the first prompts, sampled with `params`."""
+        """Add reference texts that were sampled with `params`.
+
+        Text i is for prompt i. There may be fewer texts than prompts.
+        """
         self.sampling[name] = params
         self._texts[name] = texts
 
@@ -391,12 +413,17 @@ def target_texts(
     shapes: Mapping[str, Mapping[str, Any]],
     watcher: Watcher,
 ) -> References:
-    """Decode the reference texts of the direct rules.
+    """Decode the reference texts of the direct rules, greedy and coupled.
 
-    The prompts are those in `asked`, and a second turn after the first prompt's answer. The first two of these prompts
-    are also decoded with each of `shapes`. The target decodes in this process, one token per forward, from an empty
-    cache. Only the runner, the draw and the shaper are shared with the engine, so a bug elsewhere shows as a
+    The prompts are those in `asked`, and a second turn after the first prompt's answer. The first
+    two of these prompts are also decoded with each of `shapes`.
+
+    The target decodes in this process, one token per forward, from an empty cache. This code shares
+    only the runner, the draw and the shaper with the engine, so a bug anywhere else shows as a
     difference.
+
+    Args:
+        shapes: entries of `_SHAPES`.
     """
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     rules = direct_rules(params)
@@ -425,7 +452,7 @@ def target_texts(
 
 
 def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return the shapes that the target's texts can have.
+    """Return the entries of `_SHAPES` that this target supports: penalties, and often the grammar.
 
     The grammar needs an EOS token, llguidance, and a vocabulary with spaces, which a toy lacks.
     """
@@ -436,5 +463,5 @@ def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
 
 
 def direct_rules(params: RequestOptions) -> dict[str, RequestOptions]:
-    """Return the sampling options for each rule that commits the target's own draw."""
+    """Return the sampling options of the rules that commit the target's draw: greedy, coupled."""
     return {"greedy": params.changed(temperature=0.0), "coupled": params}

@@ -1,4 +1,4 @@
-"""Figures of benchmark rows: medians over texts with bootstrap intervals, and the JSON document."""
+"""The figures of a benchmark's rows, with bootstrap intervals over texts; also as JSON."""
 
 import math
 from collections import Counter
@@ -32,13 +32,15 @@ _EXACT = Estimate(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Rejections:
-    """Rejections in the texts for which the expected number of rejections is known.
+    """Rejections, counted in the texts for which the expected number of rejections is known.
 
     Attributes:
         count: number of rejections.
-        expected, sd: expected number of rejections, and the standard deviation of that number.
+        expected: expected number of rejections.
+        sd: standard deviation of the number of rejections around the expected one.
         judged: number of judged draft tokens.
-        bias: as in `Figures`, but per judged draft token.
+        bias: total variation distance between the sampled distribution and the target's, per judged
+            draft token; None if no token was judged.
     """
 
     count: int
@@ -55,20 +57,27 @@ class Rejections:
 class Figures:
     """The figures of one row.
 
+    A run is a series of accepted draft tokens, with the correction or bonus token after it.
+
     Attributes:
         rule: the row's acceptance rule; empty for a method without a draft.
         exact: whether the row's texts have the target's distribution.
         rate: tokens per second after the first commit, median over texts.
-        speedup: rate / rate of the row's base on the same text, median over texts; None if the base was not measured.
-        by_set: name of a prompt set -> speedup over its texts.
+        speedup: rate / rate of the row's base on the same text, median over texts; None if the base
+            was not measured.
+        by_set: name of a prompt set -> speedup over the texts of this set.
         first_seconds: median seconds to the first token of the first turn.
         itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
         acceptance: accepted / judged draft tokens.
-        tokens_per_run: mean tokens committed up to and including a correction or bonus.
+        tokens_per_run: mean tokens of a run, including the correction or bonus.
         accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
-        tokens_per_step: as `Statistics.tokens_per_step`.
-        bias: total variation distance between the sampled distribution and the target's, per committed token.
-        perplexity: perplexity of the texts under the target, at temperature 1 and unfiltered.
+        tokens_per_step: tokens committed per forward of the target, without the prefill and its
+            token.
+        window: the window in the last text, in tokens.
+        bias: total variation distance between the sampled distribution and the target's, per
+            committed token.
+        perplexity: perplexity of the texts under the target at temperature 1, without top-k, top-p
+            and min-p.
     """
 
     name: str
@@ -99,7 +108,8 @@ def figures(
     """Return the figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
-        surprise: computes a text's surprise, as `Surprise` does; None for figures without perplexity.
+        surprise: function from a text to its negative log likelihood in nats, such as `Surprise`.
+            None to leave out perplexity.
     """
     rows = []
     for row in plan.rows:
@@ -164,7 +174,7 @@ def _is_exact(plan: Plan, row: Row) -> bool:
 
 
 def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict[str, list[float]]:
-    """Return set -> for each text, its rate / the base's rate on the same text."""
+    """Return for each prompt set the speedups of its texts: rate / the base's rate on this text."""
     base_rates = {(sample.set, sample.task): sample.rate for sample in base}
     speedups: dict[str, list[float]] = {}
     for sample in samples:
@@ -218,7 +228,11 @@ def _perplexity_of(
 
 
 def perplexity(surprises: Sequence[tuple[float, int]]) -> Estimate | None:
-    """Return exp(sum of surprises / sum of lengths), from the (surprise, length) of each text."""
+    """Return exp(sum of surprises / sum of lengths); None if there are no texts.
+
+    Args:
+        surprises: (surprise in nats, number of tokens) of each text.
+    """
     if not surprises:
         return None
     return bootstrap(surprises, lambda texts: math.exp(_per_token(texts)))
@@ -240,14 +254,17 @@ def _interval(values: Iterable[float | None]) -> Estimate | None:
 
 
 class Surprise:
-    """Computes the negative log likelihood of texts under the target, with a forward in this process."""
+    """Computes the surprise of texts: their negative log likelihood under the target, in nats.
+
+    It loads the target in this process.
+    """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
         self.runner = runner or make_runner(config.model("target"), place(config, "target"))
         self._nats = cache(self._read)  # equal texts are read once
 
     def __call__(self, text: Result) -> float:
-        """Return the text's surprise in nats, at temperature 1 and unfiltered."""
+        """Return the text's surprise at temperature 1, without top-k, top-p and min-p."""
         return self._nats(tuple(text.prompt_tokens), tuple(text.tokens))
 
     @torch.inference_mode()
@@ -265,7 +282,7 @@ class Surprise:
 def document(
     plan: Plan, measured: Measured, rows: Sequence[Figures], conditions: Conditions
 ) -> dict[str, Any]:
-    """Return settings, conditions, figures and every sample, for JSON."""
+    """Return the settings, the conditions, the figures and every sample, for JSON."""
     return {
         "settings": {
             "engine": plan.config.model_dump(),

@@ -38,12 +38,15 @@ def in_words(where: dict[str, Any]) -> str:
 
 
 class Conditions:
-    """The duration and the foreign load of a measurement, from construction to `stop`. Outside Linux the load is 0.
+    """The duration of a measurement, and the load by others meanwhile, from construction to `stop`.
+
+    Outside Linux the load is unknown and counts as 0.
 
     Attributes:
-        stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
-        others: share of all cores' time that other processes took. This process and those of its children that have
-            ended when `stop` is called do not count.
+        stolen: share of all cores' time that the host took for other virtual machines; 0 on a
+            physical machine.
+        others: share of all cores' time that other processes took. This process is not counted, nor
+            are its children that have ended when `stop` is called.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class Conditions:
 
     @property
     def are_noisy(self) -> bool:
-        """Whether small differences are noise."""
+        """Whether others took so much time that small differences are noise."""
         return self.stolen + self.others > _MAX_FOREIGN_SHARE
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,7 +87,12 @@ class Conditions:
 
 
 class _Foreign(NamedTuple):
-    """Core seconds since boot that the host took, and that processes took, without this one and its ended children."""
+    """The time that others have taken since boot, in seconds of one core.
+
+    Attributes:
+        host: time taken by the host of a virtual machine.
+        processes: time of all processes, except this one and its children that have ended.
+    """
 
     host: float
     processes: float

@@ -1,6 +1,6 @@
-"""The rows of a benchmark, each with its decoding settings and its devices.
+"""The rows of a benchmark: each is a way to decode, with its settings and its devices.
 
-There is a built-in set of rows; `pearl bench` and others can name rows by their settings.
+`rows_for` has the built-in rows of a pair. Users can add rows by their settings (`parse_settings`).
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ HEAD = "head"
 AUTO = "auto"
 PUBLISHED = "published"
 FIXED = "published,window=fixed"
-PAIR = "the pair"  # a system
-ALL = "all devices"  # a system
+PAIR = "the pair"  # a system: the engine with both models
+ALL = "all devices"  # a system: an engine with the target alone, on the devices of both models
 AR_ON_ALL = f"{AR}, {ALL}"
 NGRAM_ON_ALL = f"{NGRAM}, {ALL}"
 # The rows of `pearl calibrate`.
@@ -37,9 +37,9 @@ class Row:
     """One row of a benchmark.
 
     Attributes:
-        options: the options in which the row differs from the plan.
+        options: options that replace those of the benchmark's `Plan`.
         base: name of the row that this row's speedup is relative to.
-        system: name of the engine that decodes the row.
+        system: which engine decodes the row, `PAIR` or `ALL`.
     """
 
     name: str
@@ -63,11 +63,15 @@ def device_of_row(row: Row, config: EngineConfig) -> Device:
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
-    """Return all rows that this pair can have; of a target without a draft, those that need none.
+    """Return all rows that a pair can have; without a draft, only the rows that need none.
 
-    `ar` and `ngram` run on the target's devices. They have a second row on all cores of the pair, if those are more
-    than the target's. An emulated pair has no such row, nor has a pair on GPUs: spreading the target's layers over more
-    GPUs makes it no faster.
+    `ar` and `ngram` run on the target's devices. If the draft has cores of its own, `ar` and
+    `ngram` each have a second row, on the cores of both models. Emulated pairs and pairs on GPUs
+    have no second rows: on more GPUs a target is no faster, because its layers still run one after
+    the other.
+
+    Args:
+        rule: acceptance rule of the rows; `auto` chooses its own.
     """
     names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
     if config.head is not None:
@@ -78,7 +82,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
         options = parse_settings(f"{name},rule={rule}")
         if config.has_draft or not METHODS[options.method].drafts:
             rows.append(Row(name, options))
-    rows.append(Row(AUTO, parse_settings(AUTO)))  # auto picks a rule that changes no text
+    rows.append(Row(AUTO, parse_settings(AUTO)))  # auto chooses a rule that changes no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
         for name in (AR, NGRAM):
@@ -87,9 +91,11 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
 
 
 def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
-    """Return `ar`, and a row for each name: one of `defaults`, or the settings that `parse_settings` reads.
+    """Return the row `ar`, and a row for each name.
 
-    A row on all devices is left out if `defaults` lacks it. Raises `ConfigError` for a bad or repeated name.
+    Each name is the name of a row in `defaults`, or settings for `parse_settings`. The name of a
+    row on all devices is skipped if `defaults` has no such row. Raises `ConfigError` for wrong
+    settings, and for a name that occurs twice.
     """
     by_name = {AR: Row(AR, RequestOptions(method=AR))}
     for row in defaults:
@@ -105,9 +111,11 @@ def named_rows(names: Iterable[str], defaults: Iterable[Row] = ()) -> list[Row]:
 
 
 def parse_settings(text: str) -> RequestOptions:
-    """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `RequestOptions`.
+    """Parse `METHOD,NAME=VALUE,...`: a method, and fields of `RequestOptions` with their values.
 
-    For example, `pearl,rule=opt,epsilon=0.1`. Raises `ConfigError`.
+    For example, `pearl,rule=opt,epsilon=0.1`. In place of a method, `published` is `pearl` without
+    guesses and branches, as in its paper. Raises `ConfigError` for an unknown method or field, and
+    for a wrong value.
     """
     method, *settings = text.split(",")
     values: dict[str, Any] = {"method": method}

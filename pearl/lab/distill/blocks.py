@@ -1,8 +1,8 @@
-"""Trains block drafters of the target with vLLM's speculators, on answers and states that `states` wrote.
+"""Trains block drafters of the target with the library speculators, on data that `states` wrote.
 
-A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens before the last
-one.  Model, loss and trainer are those of speculators.  Only the choice of a device is ours: speculators always takes
-an accelerator, and cannot train on a CPU.
+A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens
+before the last one. Model, loss and trainer are those of speculators. Only the choice of a device
+is ours: speculators always takes an accelerator, and cannot train on a CPU.
 
 Source: "DFlash", "DFlash 2", "DSpark", "P-EAGLE", "XPress", 2026; speculators 0.9.0.
 """
@@ -30,18 +30,18 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.states import VERIFIER
 
-_WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
+_WINDOW = 2048  # for layers with a sliding window, of which our drafters have none
 _LOSS = "kl_div"
-_PASSED = 0.5  # of a state, by each of two matrices
+_PASSED = 0.5  # factor by which each of two matrices scales a state, see `_pass_states_on`
 
 Report = Callable[[int, dict[str, float]], None]
 
 
 class _Trainer(Trainer):
-    """speculators' trainer on the device of the target.
+    """speculators' trainer, on the device of the target.
 
     Args:
-        report: called with the metrics of each epoch on held-out answers.
+        report: called after each epoch with its number and its metrics on held-out answers.
     """
 
     def __init__(self, device: torch.device, report: Report, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class _Trainer(Trainer):
         super().__init__(*arguments)
 
     def setup_trainer(self) -> None:
-        """Choose the device: the trainer moves model and batches to `local_rank`."""
+        """Set the device: the trainer moves the model and the batches to `local_rank`."""
         self.local_rank = self._device
         self.device_type = self._device.type
         super().setup_trainer()
@@ -62,7 +62,7 @@ class _Trainer(Trainer):
 
 
 class _Clock(speculators_trainer._StepTimer):
-    """The trainer's clock without waiting for an accelerator, where there is none."""
+    """The trainer's clock on a CPU, where there is no accelerator to wait for."""
 
     def mark(self, name: str) -> None:
         self.mark_value(name, time.perf_counter())
@@ -79,12 +79,15 @@ def train(
     device: torch.device,
     report: Report,
 ) -> Path:
-    """Train a block drafter, continuing from its last checkpoint if there is one; return the directory of the new one.
+    """Train a block drafter; return the directory of its last checkpoint.
+
+    Training goes on from the last checkpoint in the run's directory, if there is one.
 
     Args:
         states: a directory that `write_states` wrote.
         layers: the target's layers that `write_states` was called with.
-        held_out: number of the last answers in `states` that are not trained on, but used to measure the drafter.
+        held_out: number of the last answers in `states` that are not trained on, but used to
+            measure the drafter.
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
@@ -129,7 +132,7 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         full_attention_indices=list(range(config.head_layers)),
     )
     sees_states = issubclass(kind, DFlashDraftModel)
-    if sees_states:  # all that a row knows of the text comes through keys and values
+    if sees_states:  # a position knows the text only through keys and values
         layer_config.num_key_value_heads = layer_config.num_attention_heads
     vocab = layer_config.vocab_size
     tokens = min(config.head_tokens or vocab, vocab)
@@ -160,7 +163,11 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
 
 @torch.no_grad()
 def _begin_near_the_target(model: Any) -> None:
-    """Set the first weights of a head: the target's last norm, and a projection that passes on the last state alone."""
+    """Set a drafter's first weights: the target's last norm, and a simple projection of states.
+
+    Of the states that the drafter reads, the projection passes on the last one, and ignores those
+    of earlier layers.
+    """
     model.norm.weight.copy_(model.verifier_norm.weight)
     hidden = model.hidden_size
     model.fc.weight.zero_()
@@ -169,7 +176,11 @@ def _begin_near_the_target(model: Any) -> None:
 
 @torch.no_grad()
 def _pass_states_on(model: Any) -> None:
-    """Let each layer begin by adding the mean of the states that its heads see: values and outputs are not mixed."""
+    """Set the first weights of attention so that its output is a scaled mean of its input states.
+
+    Value and output projection become multiples of the identity, so they mix neither components nor
+    heads.
+    """
     for layer in model.layers:
         for matrix in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
             matrix.copy_(_PASSED * torch.eye(*matrix.shape))
@@ -199,7 +210,7 @@ def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> 
 
 
 def export(config: DistillConfig, checkpoint: Path, directory: Path) -> None:
-    """Copy a checkpoint of the trainer to `directory`, as a head of the target that the user named."""
+    """Copy a checkpoint of the trainer to `directory`, as a head of the target `config.target`."""
     settings = json.loads((checkpoint / "config.json").read_text())
     settings["speculators_config"]["verifier"]["name_or_path"] = config.target
     (directory / "config.json").write_text(json.dumps(settings, indent=1))

@@ -1,4 +1,8 @@
-"""All settings of a distillation. As in `pearl.config`, a file is a flat YAML mapping, and each field has a flag."""
+"""All settings of a distillation.
+
+As in `pearl.config`, a configuration file is a flat YAML mapping, and each field has a command-line
+flag.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ OPENINGS = yaml.decode(
 
 
 class DistillConfig(Section):
-    """One run: the pair, the text it learns from, and how it learns."""
+    """One run: the pair, the text that the draft learns from, and how it learns."""
 
     target: str = Field(
         "embedded", description="Model to imitate: directory, .gguf file, hub id or embedded."
@@ -125,7 +129,11 @@ class DistillConfig(Section):
 
     @property
     def is_block(self) -> bool:
-        """Whether the head is a block drafter, which speculators trains."""
+        """Whether the head is a block drafter, which guesses several tokens at once.
+
+        Block drafters are trained by the library speculators, EAGLE-3 heads and draft models by
+        this package.
+        """
         return self.head not in ("none", "eagle3")
 
     @model_validator(mode="after")
@@ -144,7 +152,11 @@ class DistillConfig(Section):
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> DistillConfig:
-    """Read the configuration file `path`, if it is given. `overrides` (flags) take precedence. Raises `ConfigError`."""
+    """Return the settings of the configuration file `path`, if it is given, and of `overrides`.
+
+    `overrides` (flags) take precedence. Raises `ConfigError` for unknown or wrong settings, and
+    without `out`.
+    """
     written = read_file(path) if path else {}
     try:
         refuse_unknown(written, DistillConfig.model_fields)

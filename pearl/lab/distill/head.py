@@ -1,8 +1,8 @@
 """Trains an EAGLE-3 head of the target, on the target's answers and hidden states.
 
-A head's first draft step reads the target's states; later steps read the head's own outputs, as the target's states
-are not known yet.  The head is trained the same way: several steps deep, each step on the outputs of the step before
-("training-time test").
+A head's first draft step reads the target's states. Its later steps read the head's own outputs,
+because the target's states are not known yet. The head is trained in the same way ("training-time
+test"): for several steps, each of which reads the outputs of the step before.
 
 Source: "EAGLE-3", Li et al. 2025, section 3.
 """
@@ -32,7 +32,7 @@ _LATER = 0.8  # weight of a step's loss / weight of the previous step's loss
 
 
 class _Layer(nn.Module):
-    """A Llama layer whose attention reads the concatenation of a token's embedding and the states."""
+    """A Llama layer whose attention reads each token's embedding and state, concatenated."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -61,12 +61,13 @@ class _Layer(nn.Module):
 
 
 class HeadModel(nn.Module):
-    """A head. Its weights have the names that they have in checkpoints.
+    """An EAGLE-3 head. Its weights are named as in EAGLE-3 checkpoints.
 
     Args:
         config: the target's configuration.
-        embedding: the target's input table.
-        ids: the target's ids of the head's vocabulary, [tokens].
+        embedding: the target's input embeddings, [vocab, hidden].
+        ids: the target's ids of the tokens that the head knows, [tokens].
+        seed: seed of the first weights.
     """
 
     def __init__(self, config: Any, embedding: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
@@ -98,18 +99,20 @@ class HeadModel(nn.Module):
     def steps(
         self, features: torch.Tensor, ids: torch.Tensor, rope: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Yield the outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
+        """Yield the outputs [batch, n - 1 - d, hidden] of each step d, from 0.
+
+        Item i of step d predicts the token at position i + 2 + d.
 
         Args:
             features: the target's hidden states of three layers, [batch, n, 3 * hidden].
-            ids: [batch, n].
+            ids: the tokens, [batch, n].
             rope: cosines and sines of positions, [2, n, dim].
         """
         count = ids.shape[1] - 1
         states = self.fc(features[:, :count])
         cache = DynamicCache()
-        # A position attends to itself and all earlier positions of the first step, and to the
-        # matching position of each later step.
+        # A position attends to the first step's keys up to its own position and, of each later
+        # step, to the one key that belongs to its own chain of guesses.
         is_seen = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
         for depth in range(min(_DEPTHS, count)):
             length = count - depth
@@ -129,12 +132,13 @@ class HeadModel(nn.Module):
 
 
 class _Judged(NamedTuple):
-    """A step's logits for answer tokens, and the target's likeliest tokens at the same positions.
+    """One step's logits for answer tokens, and the target's likeliest tokens at the same places.
 
     Attributes:
         logits: [tokens, the head's vocabulary].
-        ids: [tokens, top], the target's likeliest tokens as ids of the head's vocabulary; -1 for tokens not in it.
-        probs: [tokens, top], the target's probabilities.
+        ids: [tokens, top], the target's likeliest tokens as ids of the head; -1 for tokens that the
+            head does not know.
+        probs: [tokens, top], the target's probabilities of these tokens.
     """
 
     logits: torch.Tensor
@@ -143,12 +147,15 @@ class _Judged(NamedTuple):
 
 
 class HeadLearner(Learner):
-    """Trains a head."""
+    """Trains an EAGLE-3 head."""
 
     def __init__(
         self, config: DistillConfig, teacher: Teacher, answers: Iterable[RecordedAnswer]
     ) -> None:
-        """Make a head, whose vocabulary is the `head_tokens` likeliest tokens in the target's `answers`."""
+        """Make a head that knows the `head_tokens` likeliest tokens.
+
+        These are the tokens with the highest sum of the target's probabilities in `answers`.
+        """
         self._target = teacher.model
         table = embeddings(teacher.model).detach()
         vocab = len(table)
@@ -175,14 +182,19 @@ class HeadLearner(Learner):
         return losses
 
     def _agreed(self, batch: Batch) -> torch.Tensor:
-        """Return for each token of the head's first step whether the head's likeliest token is the target's."""
+        """Return for each token whether the head's first step agrees with the target's likeliest.
+
+        If a prompt has only one token, its first answer token is left out, because no step predicts
+        it.
+        """
         step = next(self._judged(batch))
         return step.logits.argmax(-1) == step.ids[:, 0]
 
     def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]
         texts = batch.rows // length
-        # `batch.rows` index the states that predict a token: each is one position before it.
+        # The target's state at position j predicts position j + 1. Item i of the head's first step
+        # predicts position i + 2, so that i = j - 1.
         columns = batch.rows % length - 1
         features, rope = self._read(batch.ids)
         with self._autocast():
@@ -195,7 +207,10 @@ class HeadLearner(Learner):
 
     @torch.no_grad()
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target's (features [batch, n, 3 * hidden], rope [2, n, dim]) for ids [batch, n]."""
+        """Return the target's features and rope for ids [batch, n].
+
+        The features are [batch, n, 3 * hidden], the rope is [2, n, dim].
+        """
         model: Any = self._target.base_model
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         layers = tapped(self._target.config.num_hidden_layers)

@@ -15,7 +15,7 @@ from pearl.lab.distill.pair import Teacher
 
 _TEMPERATURE = 1.0  # for sampling invented prompts
 _TOP = 64  # top-k with which prompts are sampled
-_PLAIN = 0.3  # share of invented prompts without an opening
+_PLAIN = 0.3  # share of prompts that the target invents from the first word on, without an opening
 _TURNS_PER_PROMPT = 1.15  # above 1, as some turns are empty, duplicates or benchmark prompts
 
 
@@ -27,9 +27,14 @@ def invent(
     watcher: Watcher,
     label: str,
 ) -> list[str]:
-    """Let the target invent `count` prompts, or a few fewer, by continuing openings of the configuration.
+    """Let the target invent `count` prompts, or a few fewer.
 
-    Benchmark prompts, which the target may have memorised, are left out. `label` names the work for the watcher.
+    The target continues openings, which are the first words of a user's turn. If it has a chat
+    template, it also invents some turns from the first word on. Benchmark prompts, which the target
+    may have memorised, are left out.
+
+    Args:
+        label: the name of this work for the watcher.
 
     Raises `ConfigError` if there are no openings and the target has no chat template.
     """

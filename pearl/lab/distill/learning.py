@@ -1,6 +1,6 @@
 """Training of a draft: batches, the learning rate, the optimizers and a training step.
 
-All random numbers are keyed by the seed and the place in the run.
+All random numbers are keyed by the seed and the position in the run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _ADAM_BETAS = (0.9, 0.95)
 _WARMUP = 0.03  # share of a run in which the learning rate rises
 _DECAY = 0.4  # share of a run in which the learning rate falls
 _CLIP = 1.0  # largest norm of a gradient
-_MEASURED = 4096  # tokens of a batch when measuring, padding included
-_LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
+_MEASURED = 4096  # tokens of a batch when agreement is measured, padding included
+_LOGIT_ROWS = 256  # rows of logits in memory at a time when agreement is measured
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
-    """Return a host generator for one place in a run, such as ("round-003-001", "answers").
+    """Return a random generator on the host, for one place in a run.
 
-    Generators of different places or seeds are independent.
+    A place is named by strings and numbers, such as ("round-003-001", "answers"). Generators of
+    different places or seeds are independent.
     """
     key = blake2b("/".join(map(str, (seed, *place))).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
@@ -53,10 +54,11 @@ def generator(seed: int, *place: object) -> torch.Generator:
 def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) -> list[list[int]]:
     """Return the batches of a round, as indices of answers.
 
-    The batches contain fresh * config.passes answers in random order: each answer of this round once, and random
-    answers of all rounds so far.
+    The batches contain fresh * config.passes answers in random order. Each answer of this round
+    occurs once. The remaining answers are drawn at random from all rounds so far.
 
     Args:
+        round: number of the round, from 0.
         lengths: tokens of each answer with its prompt, in the order of the rounds.
         fresh: number of answers of this round; they are the last ones.
     """
@@ -89,12 +91,15 @@ def packed(numbers: Sequence[int], lengths: Sequence[int], limit: int) -> list[l
 
 
 def rate(progress: float) -> float:
-    """Return the learning rate as a share of the highest: a linear rise, a plateau, a linear fall to a hundredth.
+    """Return the learning rate as a share of the highest one.
+
+    It rises linearly, stays, and at the end falls linearly to a hundredth.
 
     Args:
         progress: share of the run that is done, in [0, 1].
 
-    Source: "Scaling laws and compute-optimal training beyond fixed training durations", Hägele et al. 2024.
+    Source: "Scaling laws and compute-optimal training beyond fixed training durations", Hägele et
+    al. 2024.
     """
     return max(0.01, min(1.0, progress / _WARMUP, (1 - progress) / _DECAY))
 
@@ -134,7 +139,15 @@ def optimizers(
 
 @dataclass
 class Batch:
-    """Right-padded answers. `rows` are indices into the flattened ids: the positions that predict answer tokens."""
+    """Right-padded answers with their prompts.
+
+    Attributes:
+        ids: the tokens that are fed.
+        rows: indices into the flattened `ids`: the positions whose outputs predict the answer
+            tokens.
+        top_ids, top_probs: for each answer token, the target's likeliest tokens and their
+            probabilities.
+    """
 
     ids: torch.Tensor  # [answers, length]
     rows: torch.Tensor  # [tokens]
@@ -204,9 +217,10 @@ class Learner(ABC):
     def step(
         self, answers: Sequence[RecordedAnswer], progress: float, step: int
     ) -> tuple[float, int]:
-        """Make one optimizer step; return (loss, answer tokens).
+        """Make one optimizer step; return (loss, number of answer tokens).
 
-        Raises `DistillError` if the loss or the gradient is not finite.
+        Raises `DistillError` if the loss or the gradient is not finite; the weights are then
+        unchanged.
 
         Args:
             progress: see `rate`.
@@ -232,7 +246,10 @@ class Learner(ABC):
 
     @torch.no_grad()
     def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
-        """Return the share of answer tokens for which the learner's likeliest token is the target's."""
+        """Return the share of the answer tokens at which learner and target agree.
+
+        They agree if both find the same token likeliest.
+        """
         lengths = list(map(attrgetter("length"), answers))
         agreed = 0
         total = 0
@@ -243,7 +260,10 @@ class Learner(ABC):
         return agreed / total
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write a checkpoint of the trained weights, with `about` as distillation.json. Raises `DistillError`."""
+        """Write a checkpoint of the trained weights, and `about` as distillation.json.
+
+        Raises `DistillError` if the directory cannot be written.
+        """
         with replacing(directory) as building:
             self._write(target, building)
             (building / "distillation.json").write_text(json.dumps(about, indent=1))
@@ -254,11 +274,11 @@ class Learner(ABC):
 
     @abstractmethod
     def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
-        """Return the losses, whose sum is minimised; the first one is reported."""
+        """Return the losses: their sum is minimised, and `step` returns the first one."""
 
     @abstractmethod
     def _agreed(self, batch: Batch) -> torch.Tensor:
-        """Return for each answer token whether the learner's likeliest token is the target's."""
+        """Return for each answer token whether learner and target find the same token likeliest."""
 
     @abstractmethod
     def _write(self, target: str, directory: Path) -> None:
@@ -305,7 +325,7 @@ class DraftLearner(Learner):
         return hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
 
     def _write(self, target: str, directory: Path) -> None:
-        """Write an ordinary checkpoint, with the target's tokenizer."""
+        """Write an ordinary checkpoint in bfloat16, with the target's tokenizer."""
         checkpoint: Any = copy.deepcopy(self.draft)
         checkpoint.to(torch.bfloat16).save_pretrained(directory)
         copy_tokenizer(resolve_checkpoint(target), directory)

@@ -1,9 +1,11 @@
-"""The training loss: a divergence between target and draft, over the recorded tokens and the rest of the vocabulary.
+"""The training loss of a draft model: its divergence from the target, averaged over tokens.
 
-The recorded tokens are the target's likeliest.  All other tokens together are one more outcome, with the probability
-that the recorded tokens leave.  The divergences are those of DistillSpec (Zhou et al. 2024), over these outcomes.  The
-loss includes the output head, so that logits exist for only `_CHUNK_ROWS` rows at a time; the loss and its gradient are
-computed together, chunk by chunk.
+The divergence is over these outcomes: each of the target's likeliest tokens, which are recorded,
+and all other tokens together as one more outcome. The divergences are those of DistillSpec (Zhou et
+al. 2024).
+
+The loss includes the output head, so that logits exist for only `_CHUNK_ROWS` rows at a time. The
+loss and its gradient are computed together, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 
 _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
-# Logit that excludes a recorded token from the rest. Finite, because all tokens may be recorded.
+# Logit that excludes a recorded token from the sum over all others. It is finite, because there
+# may be no others.
 _LEFT_OUT = -1e4
 
 
@@ -25,7 +28,7 @@ def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return (p * (p.log() - middle) + q * (log_q - middle)) / 2
 
 
-# Each outcome's term of the divergence, from the target's p and the logarithm of the draft's q.
+# Each outcome's term of the divergence, from the target's probability p and log q of the draft.
 # For fkl the sum is the cross-entropy, which is KL(p, q) plus the target's entropy, a constant.
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "fkl": lambda p, log_q: -p * log_q,
@@ -42,10 +45,12 @@ def _rows_loss(
 
     Args:
         logits: [rows, tokens], the draft's, for all tokens that the loss considers.
-        ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
+        ids: [rows, top], the recorded tokens, as columns of `logits`.
+        probs: [rows, top], the target's probabilities of these tokens.
+        divergence: a name in `DIVERGENCES`.
     """
-    # The rest is summed: if the draft is very sure, 1 minus the recorded probabilities would be a
-    # rounding error, and so would its gradient.
+    # The draft's probability of all other tokens is a sum over them. If the draft is very sure,
+    # 1 minus its probabilities of the recorded tokens would be a rounding error.
     others = logits.scatter(1, ids, _LEFT_OUT).logsumexp(-1, keepdim=True)
     draft = torch.cat((logits.gather(1, ids), others), -1).log_softmax(-1)
     target = torch.cat((probs, 1 - probs.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)
@@ -62,15 +67,16 @@ def head_loss(
     generator: torch.Generator | None = None,
     divergence: str = "fkl",
 ) -> torch.Tensor:
-    """Return the mean divergence per row, in nats; for tvd in [0, 1].
+    """Return the mean divergence per row, in nats (tvd has no unit, and is in [0, 1]).
 
     Args:
         hidden: [rows, width], the draft's last hidden states.
         weight: [vocab, width], the draft's output head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: if above 0, restrict the softmax to the batch's `ids` and this many random other tokens, which are
-            weighted to represent all others; if 0, use the whole vocabulary.
-        generator: a host generator, for the negatives.
+        negatives: 0 to compute the softmax over the whole vocabulary. Otherwise the softmax is over
+            the `ids` of all rows and this number of random other tokens. The random tokens are
+            weighted to represent all tokens that are not in `ids`.
+        generator: a host generator, for the random tokens.
         divergence: a name in `DIVERGENCES`.
     """
     offsets: torch.Tensor | None = None
@@ -96,8 +102,8 @@ def head_loss(
         loss.backward()
         total += loss.detach()
     count = len(hidden)
-    # Add a term of value 0 that is linear in states and head, with the gradients computed above: so
-    # autograd returns these gradients.
+    # The term that is added has the value 0. It is linear in states and head, and its gradients are
+    # those computed above, so autograd returns them.
     terms = []
     for tensor, leaf in ((hidden, states), (weight, head)):
         if leaf.grad is not None:

@@ -1,7 +1,8 @@
 """The pair of a run: the target, which teaches, and the draft to train.
 
-A draft starts from an existing draft, or from some of the target's layers with the target's embeddings. The draft's
-embeddings are not trained if they are as large as the target's.
+A draft starts from an existing draft, or from some of the target's layers with the target's
+embeddings. Embeddings and output head of the draft are not trained if they have the shape of the
+target's.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.placement import place
 
-_MARK = "\u2042"  # placeholder for a user's message: the chat template's text is split there
+_MARK = "\u2042"  # stands for a user's message, to find it in the text of a chat template
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A loaded target. `name` is as the user gave it; `eos` are the ids that end an answer."""
+    """A loaded target.
+
+    Attributes:
+        name: the target as the user named it.
+        eos: ids that end an answer.
+    """
 
     name: str
     model: PreTrainedModel
@@ -61,7 +67,10 @@ class Teacher:
 
 
 def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
-    """Load the target and its tokenizer. Raises `ModelError`, also if the model has no end-of-sequence token."""
+    """Load the target and its tokenizer.
+
+    Raises `ModelError` if the target cannot be loaded, or if it has no end-of-sequence token.
+    """
     name = config.target
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
@@ -79,15 +88,19 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
 
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
-    """Return the draft before training, in float32 on the target's device. Raises `ModelError`."""
+    """Return the draft before training, in float32 on the target's device.
+
+    Raises `ModelError` if the draft does not fit the target, or if a model is of an unsupported
+    kind.
+    """
     torch.manual_seed(config.seed)
     if config.init_from is None:
         draft = _from_layers(teacher.model, config.layers)
     else:
         draft = _existing(config.init_from, config.trust_remote_code, teacher)
-    draft.eval()  # train without dropout: a few passes over the data hardly overfit
+    draft.eval()  # no dropout: a few passes over the data hardly overfit
     if head(draft).shape == head(teacher.model).shape:
-        # Embeddings and head are not trained if they are as large as the target's.
+        # Embeddings and head of the target's shape are not trained.
         embeddings(draft).requires_grad_(False)
         head(draft).requires_grad_(False)
     check_head(teacher.model)
@@ -135,7 +148,7 @@ def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrained
 def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
     """Return (module name of the list of decoder layers, number of layers).
 
-    Raises `ModelError` if the layers are in no `ModuleList`.
+    Raises `ModelError` if no `ModuleList` of the model has as many items as there are layers.
     """
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
@@ -166,7 +179,10 @@ def head(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise `ModelError` unless logits = states @ head.T: `head_loss` supports no scale, cap or bias of logits."""
+    """Raise `ModelError` unless the model's logits are states @ head.T.
+
+    `head_loss` computes logits in this way, without the scale, cap or bias that some models have.
+    """
     ids = torch.arange(4, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
     product = (hidden_states(model, ids) @ head(model).T).float()
@@ -187,9 +203,9 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """Yield a new directory to write into; it then replaces `directory`. A failed write leaves no partial directory.
+    """Yield a new directory to write into, which replaces `directory` at the end of the block.
 
-    Raises `DistillError`.
+    If the block fails, `directory` stays as it was, and `DistillError` is raised.
     """
     building = directory.with_name(f".{directory.name}.building")
     old = directory.with_name(f".{directory.name}.old")

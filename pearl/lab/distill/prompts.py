@@ -12,10 +12,11 @@ from pearl.lab.distill.benchmarks import is_benchmark
 
 
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
-    """Return the user's turns of the first `count` prompts of a file.
+    """Return the user's turns of the first `count` conversations in a file; None for all.
 
-    Each line of a .jsonl file is an object with "prompt", "question" or "turns", such as
-    {"prompt": "What is gravity?"}. Each line of any other file is a prompt. Raises `ConfigError`.
+    In a .jsonl file each line is an object with "prompt", "question" or "turns". An example is
+    {"prompt": "What is gravity?"}. In any other file each line is a prompt. Raises `ConfigError` if
+    the file cannot be read or has another format.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -46,9 +47,10 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
 
 
 def training_prompts(paths: Iterable[str | Path]) -> list[str]:
-    """Return all prompts of these files.
+    """Return the first turn of each conversation in these files.
 
-    Raises `ConfigError` if a prompt belongs to a benchmark: the benchmark's figures would be invalid.
+    Raises `ConfigError` if a turn belongs to a benchmark, because training on it would make the
+    benchmark's figures invalid.
     """
     prompts = []
     for path in paths:

@@ -1,8 +1,12 @@
 """A run: rounds of answering and learning, which can be resumed after a kill.
 
-A run's directory has two files of PyTorch, written atomically: `checkpoint.pt`, and `answers.pt` with the settings, the
-prompts and the target's answers.  Every random number is keyed by the seed and its place in the run.  So a run that was
-killed and resumed gives the same bytes as an uninterrupted run, on the same machine with the same number of threads.
+A run's directory has two files of PyTorch, written atomically. `answers.pt` has the settings, the
+prompts and the target's answers; `checkpoint.pt` has the weights, the optimizers and the position
+in the run.
+
+Every random number is keyed by the seed and its place in the run. So a run that was killed and
+resumed gives the same bytes as an uninterrupted run, on the same machine with the same number of
+threads.
 """
 
 from __future__ import annotations
@@ -58,7 +62,10 @@ class RunPosition:
 
 
 class Distillation:
-    """A run in the directory `config.out`. Methods raise `PearlError`; an error leaves all saved files intact."""
+    """A run in the directory `config.out`.
+
+    Its methods raise `PearlError`. After an error all saved files are intact.
+    """
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
         if config.is_block and find_spec("speculators") is None:
@@ -128,7 +135,12 @@ class Distillation:
             return self._export()
 
     def _learn(self, round: int, pool: Sequence[RecordedAnswer], fresh: int) -> None:
-        """Train on the rest of one round, from the current position. The round added the last `fresh` answers."""
+        """Train on the batches of one round that are not done yet.
+
+        Args:
+            pool: the answers of all rounds so far.
+            fresh: number of the answers at the end of `pool` that this round added.
+        """
         lengths = list(map(attrgetter("length"), pool))
         batches = plan(self._config, round, lengths, fresh)
         start = self._place.batch
@@ -155,7 +167,7 @@ class Distillation:
         return path
 
     def _make_block(self, held_out: Sequence[RecordedAnswer]) -> Path:
-        """Train a block drafter on the answers of all rounds; return the directory of the head."""
+        """Train a block drafter on the answers of all rounds; return the drafter's directory."""
         from pearl.lab.distill import blocks
 
         config = self._config
@@ -228,9 +240,10 @@ class Distillation:
         return path
 
     def _answers(self, name: str, count: int) -> list[RecordedAnswer]:
-        """Return the answers to up to `count` prompts; generate the answers that are not on disk yet.
+        """Return the answers to up to `count` prompts; generate those that are not on disk yet.
 
-        `name` is `HELD_OUT` or round-NNN.
+        Args:
+            name: `HELD_OUT` or "round-NNN".
         """
         rounds = self._answered["rounds"]
         size = self._config.answer_batch
@@ -252,9 +265,13 @@ class Distillation:
         _write(self._directory / "answers.pt", self._answered)
 
     def _generate(self, batch: str, prompts: Sequence[str]) -> list[RecordedAnswer]:
-        """Answer prompts. The draft writes a share `on_policy` of the answers, but no held-out ones.
+        """Answer prompts.
 
-        The likeliest tokens recorded with an answer are always the target's.
+        The draft writes a share `on_policy` of the answers, but none of those to held-out prompts.
+        The likeliest tokens recorded with an answer are the target's, whoever wrote the answer.
+
+        Args:
+            batch: name of the batch, which keys its random numbers.
         """
         config = self._config
         target = self._teacher.model
@@ -287,7 +304,11 @@ class Distillation:
         return answers
 
     def _prompts(self, name: str, count: int) -> list[str]:
-        """Return up to `count` prompts: this round's share of the given prompts, then invented ones."""
+        """Return up to `count` prompts for a round, or for `HELD_OUT`.
+
+        A round begins with its share of the prompts that the user gave; the target invents the
+        rest. Held-out prompts are all invented. Raises `DistillError` if there is no prompt.
+        """
         prompts: list[str] = []
         if name != HELD_OUT:
             prompts = self._given[int(name[-3:]) :: self._config.rounds][:count]
@@ -311,7 +332,11 @@ def _settings(config: DistillConfig) -> dict[str, Any]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a run's directory. Raises `DistillError` if another process holds the lock, or on an `OSError`."""
+    """Hold the lock of a run's directory inside the block.
+
+    Raises `DistillError` if another process holds the lock, and in place of any `OSError` in the
+    block.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / ".lock").acquire(blocking=False):
@@ -326,7 +351,10 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _write(path: Path, state: Any) -> None:
-    """Write a file of PyTorch atomically. Raises `OSError`; the file is then unchanged."""
+    """Write a file of PyTorch atomically.
+
+    Raises `OSError`; the file is then as it was before.
+    """
     content = io.BytesIO()
     torch.save(state, content)
     building = path.with_name(f".{path.name}.building")

@@ -1,16 +1,19 @@
-"""Writes answers and the target's hidden states to disk, in the format that vLLM's speculators trains on.
+"""Writes answers and the target's hidden states to disk, to train block drafters on them.
 
-The directory holds a dataset of Arrow files with `input_ids`, `loss_mask` and `seq_len`, one row for each answer with
-its prompt, and beside it:
+The format is that of speculators, vLLM's library for training drafters. The directory holds a
+dataset of Arrow files with `input_ids`, `loss_mask` and `seq_len`, one row for each answer with its
+prompt. Beside it lie:
 
     hidden_states/hs_N.safetensors   of row N: token_ids [n] and hidden_states [n, layers + 1, hidden]
     token_freq.pt                    how often each token occurs in answers: {id: count}
     verifier/                        config.json, embedding, last norm and output head of the target
 
-Number i of the layers names the input of layer i.  The last states are those *before* the target's last norm, which
-the trainer applies itself.
+The states of a token are the inputs of the chosen layers and the output of the last layer. This
+output is stored as it is *before* the target's last norm, because the trainer applies that norm
+itself.
 
-Source: speculators 0.9.0, `train/data.py` and `train/vocab_mapping.py`; hs-connectors 0.9.0, `transfer.py`.
+Source: speculators 0.9.0, `train/data.py` and `train/vocab_mapping.py`; hs-connectors 0.9.0,
+`transfer.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pearl.lab.distill.learning import packed
 from pearl.lab.distill.pair import Teacher, decoder_layers, embeddings, head
 
 VERIFIER = "verifier"
-_BATCH_TOKENS = 4096  # of a forward, padding included
+_BATCH_TOKENS = 4096  # tokens in a forward, padding included
 
 
 def write_states(
@@ -39,10 +42,10 @@ def write_states(
     directory: Path,
     watcher: Watcher,
 ) -> None:
-    """Write a directory for speculators' trainer; the rows have the order of `answers`.
+    """Write a directory for speculators' trainer, with a row for each answer, in their order.
 
     Args:
-        layers: the target's layers whose inputs a head reads.
+        layers: numbers of the target's layers whose inputs a drafter reads, from 0.
     """
     import datasets
 
@@ -81,7 +84,10 @@ def _row(answer: RecordedAnswer) -> dict[str, Any]:
 def states_of(
     teacher: Teacher, texts: Sequence[list[int]], layers: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield the states [n, layers + 1, hidden] of each text, in bfloat16 on the host."""
+    """Yield the states [n, layers + 1, hidden] of each text of n tokens, in bfloat16 on the host.
+
+    They are the inputs of `layers`, then the output of the last layer, for each token.
+    """
     model: Any = teacher.model.base_model
     last: list[torch.Tensor] = []
     hook = decoder_layers(teacher.model)[-1].register_forward_hook(
@@ -111,7 +117,7 @@ def _counts(answers: Sequence[RecordedAnswer]) -> dict[int, int]:
 
 
 def _write_verifier(teacher: Teacher, directory: Path) -> None:
-    """Write the parts of the target that the trainer reads."""
+    """Write the parts of the target that speculators' trainer reads."""
     model: Any = teacher.model
     model.config.save_pretrained(directory)
     tensors = {

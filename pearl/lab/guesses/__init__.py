@@ -1,5 +1,6 @@
-"""Sources of guesses as other papers describe them, for comparisons.
+"""Guesses without a draft as other papers make them, for comparisons.
 
-Each source is a factory of an index (`pearl.drafting.ngram.NgramIndex`), which a method in `pearl.spec.methods` names
-as "module:name". No other package imports this one: `fused_guesses.index_factory` loads a factory by its name.
+Each paper has a function that makes the index of one text (`pearl.drafting.ngram.NgramIndex`). A
+method in `pearl.spec.methods` names this function as "module:name", and
+`fused_guesses.index_factory` loads it. No other package imports this one.
 """

@@ -1,10 +1,14 @@
-"""Pools of phrases: Lookahead decoding, whose guesses come from the target's own Jacobi iterations, and Ouroboros.
+"""Pools of phrases, from which the methods Lookahead decoding and Ouroboros take their guesses.
 
-In Lookahead decoding each forward also feeds a window of guessed tokens, `LEVELS` deep and `COLUMNS` wide.  Level 0 is
-a chain after the text.  Each token of a later level follows the token of its column in the level before.  The target's
-draws after the last level become a new level, and level 0 is dropped.  Each column, together with its draw, is an
-n-gram that the target wrote from a guessed beginning.  The pool keeps n-grams by their first token; they are verified
-when that token is the text's last.
+In Lookahead decoding the guesses come from the target's own Jacobi iterations. Each forward also
+feeds a window of guessed tokens, `LEVELS` deep and `COLUMNS` wide. Level 0 is a chain after the
+text. Each token of a later level follows the token in the same column of the level before. The
+target draws a token after each token of the last level. These draws become a new level, and level 0
+is dropped.
+
+So each column, together with its draw, is an n-gram that the target has continued from a guessed
+beginning. The pool keeps the n-gram as a phrase that follows the n-gram's first token. When that
+token is the text's last, the phrase is a guess.
 
 Example with 3 columns and 2 levels, after the text's last token t::
 
@@ -12,8 +16,8 @@ Example with 3 columns and 2 levels, after the text's last token t::
     level 1   d e f     d follows a, e follows b, f follows c
     draws     x y z     the pool learns (a: d x), (b: e y) and (c: f z); level 1 is the next level 0
 
-Source: "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", Fu et al. 2024, section 3; its W, N
-and G are `COLUMNS`, `LEVELS` + 1 and `KEPT`.
+Source: "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", Fu et al. 2024,
+section 3. The paper's W, N and G are `COLUMNS`, `LEVELS` + 1 and `KEPT`.
 """
 
 from collections.abc import Sequence
@@ -25,16 +29,19 @@ from pearl.protocol.sequence import common_prefix
 
 COLUMNS = 15
 LEVELS = 4
-KEPT = 15  # phrases for a first token
-LONGEST = LEVELS  # tokens of a phrase, without the first token, which it follows
+KEPT = 15  # most phrases that the pool keeps after one token
+LONGEST = LEVELS  # most tokens of a phrase; the token that the phrase follows is not counted
 _PRIOR = 0.4  # initial estimate of how often a guess is right, for each position in a phrase
 
 
 class Pool(NgramIndex):
-    """Phrases of one text, by the token that they follow. All guesses come from the pool; `sources` are ignored."""
+    """The phrases of one text, by the token that they follow.
+
+    All guesses come from these phrases: the further sources of guesses, `sources`, are ignored.
+    """
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
-        #: first token -> the phrases that may follow it, the latest last
+        #: token -> the phrases that may follow this token, the newest last
         self.phrases: dict[int, list[tuple[int, ...]]] = {}
         self.hits = [_PRIOR] * LONGEST
         #: The position of the last guesses, and the phrases that were guessed for it.
@@ -43,7 +50,10 @@ class Pool(NgramIndex):
         super().__init__(tokens)
 
     def add(self, first: int, phrase: tuple[int, ...]) -> None:
-        """Add `phrase`, of up to `LONGEST` tokens, to those that follow `first`. The `KEPT` newest are kept."""
+        """Add `phrase`, of up to `LONGEST` tokens, to the phrases that follow the token `first`.
+
+        Of these phrases only the `KEPT` newest are kept.
+        """
         phrases = self.phrases.setdefault(first, [])
         if phrase in phrases:
             phrases.remove(phrase)
@@ -51,7 +61,11 @@ class Pool(NgramIndex):
         del phrases[:-KEPT]
 
     def learn(self, committed: int) -> None:
-        """Update how often guesses are right. The index of n-grams is not used."""
+        """Update `hits`: for each place in a phrase, how often guesses are right there.
+
+        The n-grams of `NgramIndex` have rates of their own. They are not used here, and not
+        updated.
+        """
         phrases = self._guessed_phrases
         text = self.tokens[self._guess_position : committed]
         if not text or not phrases:
@@ -63,7 +77,7 @@ class Pool(NgramIndex):
         self._guessed_phrases = []
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Return the pool's continuations of the text's last token; none at an earlier position."""
+        """Return the tokens that may follow the text; none for a position before the text's end."""
         if position != len(self.tokens):
             return []
         phrases = self.phrases.get(self.tokens[-1], [])
@@ -77,9 +91,10 @@ class Pool(NgramIndex):
         return self._after(path, phrases)
 
     def _after(self, path: tuple[int, ...], phrases: Sequence[tuple[int, ...]]) -> list[Candidate]:
-        """Return the tokens that follow `path` in `phrases`, each once, from the latest phrase to the oldest.
+        """Return the tokens that follow `path` in `phrases`, each once, newer phrases first.
 
-        Each token's chance is (how often a guess at this place is right) / (number of tokens).
+        All tokens get the same chance. It is the rate of right guesses at this place in a phrase,
+        `hits[len(path)]`, divided by the number of tokens returned.
         """
         place = len(path)
         tokens: dict[int, None] = {}  # as an ordered set
@@ -95,7 +110,7 @@ class Pool(NgramIndex):
 
 
 class JacobiIndex(Pool):
-    """The pool of one text, and the window of its Jacobi iterations."""
+    """The pool of Lookahead decoding, with the window of Jacobi iterations of one text."""
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
         self.levels: list[list[int]] = []
@@ -130,15 +145,18 @@ class JacobiIndex(Pool):
 class PhraseIndex(Pool):
     """The pool of Ouroboros: phrases of the text, and the target's draws after discarded tokens.
 
-    The guesses lengthen a draft window after its last token.  The paper also has the draft guess phrases, from Jacobi
-    iterations; here the draft verifies n-grams of the text instead (`draft_lookup`).  Source: "Ouroboros: Generating
-    Longer Drafts Phrase by Phrase for Faster Speculative Decoding", Zhao et al. 2024, section 3.
+    The guesses lengthen a draft window after its last token. In the paper the draft also makes
+    phrases, by Jacobi iterations. Here the draft verifies n-grams of the text instead (option
+    `draft_lookup`).
+
+    Source: "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Speculative Decoding",
+    Zhao et al. 2024, section 3.
     """
 
     reads_discarded = True
 
     def __init__(self, tokens: Sequence[int], *sources: Any) -> None:
-        self._next_end = 0  # the pool has all phrases of the text that end before this
+        self._next_end = 0  # the pool has all phrases of the text that end before this position
         super().__init__(tokens)
 
     def learn(self, committed: int) -> None:
@@ -149,10 +167,12 @@ class PhraseIndex(Pool):
         self._next_end = max(self._next_end, committed + 1)
 
     def discarded(self, tokens: Sequence[int], draws: Sequence[int]) -> None:
-        """Add a phrase of the target's draws after each discarded token.
+        """For each discarded token, add a phrase of the target's draws that follow the token.
 
-        The phrase begins with the target's draw after the token. It goes on with the draw after the next token as long
-        as that token equals the previous draw.
+        The phrase begins with the target's draw after the token. It goes on with the draw after the
+        next discarded token, as long as that next token equals the previous draw.
+
+        Example: tokens a b c with draws b x y add the phrases (a: b x), (b: x) and (c: y).
         """
         for start, first in enumerate(tokens):
             end = start + 1

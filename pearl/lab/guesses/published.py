@@ -1,7 +1,8 @@
-"""Sources of guesses as published, for comparisons with `NgramIndex`, which learns its probabilities.
+"""Guesses from n-grams and datastores as papers print them, for comparisons with `NgramIndex`.
 
-Each index says which tokens enter the tree, and with what probability. All else (the tree, the choice of nodes that
-pay, verification) is as in method `ngram`.
+`NgramIndex` learns the probabilities of its guesses; the papers give formulas. Each index here says
+which tokens enter the tree of guesses, and with what probability. All else is as in method `ngram`:
+the tree, the choice of the nodes that pay, and verification.
 """
 
 import sys
@@ -23,15 +24,15 @@ INPUT_FACTOR = 1.0
 SHORT_DAMPING = 0.65
 DEPTH_DAMPING = 0.9
 _WIDEST = 8  # children of a node
-_FIRST = 5000  # continuations that REST reads at most
+_FIRST = 5000  # most occurrences that REST reads at a position
 
 
 class Copied(NgramIndex):
-    """Guesses a chain: the tokens that followed the earliest occurrence of the longest matching n-gram.
+    """Guesses a chain: the tokens after the earliest occurrence of the longest matching n-gram.
 
     Args:
         longest: most tokens of an n-gram.
-        is_prompt_alone: whether to copy from the prompt alone.
+        is_prompt_alone: whether only the prompt is searched and copied from, and not the output.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Copied(NgramIndex):
 
 
 class Counted(Guesser):
-    """Guesses with probabilities from counts: P = count(prefix + path) / count(prefix).
+    """Guesses with probabilities from counts: P(path) = count(prefix + path) / count(prefix).
 
-    P of a guess from the text itself is scaled and damped; P of one from the datastore is not.
+    A path is a sequence of guesses after the text, and a prefix is the text's last n tokens, n from
+    1 to `LONGEST`. Each n gives a probability; a token gets the largest of these probabilities.
 
-    The prefixes are the text's last 1 to `LONGEST` tokens.  Each has a tree of its own; a token that several trees have
-    gets the largest of its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.
+    P of a guess from the text itself is multiplied by `INPUT_FACTOR`, and damped for short prefixes
+    and for long paths. P of a guess from the datastore is not changed. Source: SSSD (Marzollo et
+    al. 2024), section 3.1.
     """
 
     most_occurrences = 100
@@ -87,7 +90,7 @@ class Counted(Guesser):
             source.learn(committed)
 
     def _matched(self, end: int, position: int, at_least: int) -> int:
-        return at_least  # longer prefixes have no tree
+        return at_least  # prefixes longer than `LONGEST` are not counted
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         factor, damping, depth = self.weights
@@ -106,10 +109,10 @@ class Counted(Guesser):
 
 
 class CountedStore(StoreGuesses):
-    """Guesses continuations from a datastore; the probability of a token is its share of them."""
+    """Guesses from a datastore; a token's probability is its share of the continuations."""
 
     def learn(self, committed: int) -> None:
-        """Do nothing: the probability of a token is its share."""
+        """Do nothing: the probabilities are counted, not learned."""
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[Candidate]:
         by_token = self._store.followed(occurrences)
@@ -122,7 +125,10 @@ class CountedStore(StoreGuesses):
 
 
 class Rest(Counted):
-    """Guesses from a datastore alone: the first continuations of the text's longest suffix in it (He et al. 2024)."""
+    """Guesses from a datastore alone: what follows the text's longest suffix that occurs there.
+
+    Source: REST (He et al. 2024).
+    """
 
     def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
         return LongestMatch(store, self.tokens, learn_from)
@@ -132,7 +138,7 @@ class Rest(Counted):
 
 
 class LongestMatch(CountedStore):
-    """Guesses the continuations of the longest match in a datastore, and of no shorter one."""
+    """Guesses what follows the longest match in a datastore, and ignores shorter matches."""
 
     most = _FIRST
 

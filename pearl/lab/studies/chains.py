@@ -1,9 +1,10 @@
-"""The experiments of Yin et al. 2024: for two Markov chains, theorems 1 to 5 give rejections and bias exactly.
+"""The experiments of Yin et al. 2024, on models whose rejections and bias are known exactly.
 
-Target and draft are Markov chains: as in the paper, a token's distribution depends on the position and the previous
-token.  The paper does not print its chains, so ours are drawn from a seed.  The runtime's state machines and rules
-decode texts with these two models under the virtual clock.  The theorems are sums over all texts; for Markov chains
-they are computed exactly by recursion over positions.
+Target and draft are Markov chains: as in the paper, a token's distribution depends on the position
+and the previous token. The paper does not print its chains, so ours are drawn from a seed. Theorems
+1 to 5 give rejections and bias as sums over all texts; for Markov chains these are computed exactly
+by recursion over positions. For comparison, the runtime's state machines and rules decode texts
+with these two models under the virtual clock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pearl.spec.methods import AS_PUBLISHED
 STATES = 8
 HORIZON = 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
-_SIMULATED = (1, 4, 16)  # those of `CANDIDATES` that are also simulated
+_SIMULATED = (1, 4, 16)  # numbers of candidates that are simulated, too
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TIMING = Timing(1.0, lambda fed: 4.0)
 
@@ -58,17 +59,25 @@ class Chains:
         return len(self.target)
 
     def law(self, rows: torch.Tensor) -> NextToken:
-        """Return `rows` as a toy's distribution. The text begins with a prompt of one token."""
+        """Return a chain as a toy model: a function from the tokens so far to a distribution.
+
+        The text begins with a prompt of one token.
+
+        Args:
+            rows: `target` or `draft`.
+        """
         return lambda tokens: rows[min(len(tokens), self.horizon) - 1, tokens[-1]].float()
 
 
 def expected_rejections(chains: Chains, candidates: int = 1) -> float:
     """Return the expected number of rejections in a text of the whole horizon, by theorems 1 and 3.
 
-    Theorem 1 is for one candidate. Theorem 3 is for several candidates, which are tried only at a root: at a text's
-    first position, and after each correction. From position to position the recursion carries two vectors over the last
-    token x of the target's texts: `law` is P(x), `rooted` is P(x and the position is a root). Theorem 2: with one
-    candidate, no unbiased rule has fewer rejections than theorem 1 gives.
+    Theorem 1 is for one candidate. Theorem 3 is for several candidates, which are tried only at a
+    root: at a text's first position, and after each correction. Theorem 2: with one candidate, no
+    unbiased rule has fewer rejections than theorem 1 gives.
+
+    The recursion goes from position to position. It carries two vectors over the last token x of
+    the target's texts: `law` is P(x), and `rooted` is P(x and the position is a root).
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
@@ -76,7 +85,7 @@ def expected_rejections(chains: Chains, candidates: int = 1) -> float:
     total = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
         excess = (target - draft).clamp_min(0)
-        untried = target  # the residual of the target
+        untried = target  # the residual of the target after the candidates so far
         reached = torch.ones(len(law), dtype=torch.float64)  # P(this candidate is tried)
         for _ in range(candidates):
             residual = (untried - draft).clamp_min(0)
@@ -92,24 +101,24 @@ def expected_rejections(chains: Chains, candidates: int = 1) -> float:
 
 
 class Rejecting(NamedTuple):
-    """The probability of a rejection, and the bias, per position."""
+    """The probability of a rejection and the bias, both per position."""
 
     rejections: float
     bias: float
 
 
 def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
-    """Return rejections and bias per position by theorems 4 and 5, averaged over the target's texts.
+    """Return rejections and bias per position by theorems 4 and 5: a mean over the target's texts.
 
-    A rejected token is replaced by a draw from the residual of rule opt if `is_optimal`, otherwise from that of rule
-    uno, which is the target's distribution.
+    If `is_optimal`, a rejected token is replaced as in rule opt, by a draw from the residual.
+    Otherwise it is replaced as in rule uno, by a draw from the target's distribution.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
     rejections = 0.0
     bias = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
-        accepted = torch.minimum(draft, target + epsilon)  # mass of each token
+        accepted = torch.minimum(draft, target + epsilon)  # P(token is drafted and accepted)
         missing = 1 - accepted.sum(-1)
         residual = target
         if is_optimal:
@@ -123,7 +132,7 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
 
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
-    """Simulate `texts` texts with method `pearl` as published; return the number of rejections in each."""
+    """Simulate texts with method `pearl` without further guesses; return the rejections in each."""
     options = RequestOptions("pearl", rule="ratio", temperature=1.0, **AS_PUBLISHED).resolved()
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))
@@ -140,20 +149,33 @@ def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> lis
 
 
 def batch_improvement(u: float, v: float, candidates: int) -> float:
-    """Return by how much candidates lower the probability that a token is rejected: (u - v) (1 - u^(candidates - 1)).
+    """Return by how much candidates lower the probability of a rejection, for Bernoulli models.
 
-    The draft is Ber(u), the target Ber(v), with v <= u. Source: section 3.2 of the paper.
+    The draft is Ber(u) and the target Ber(v), with v <= u. The formula is::
+
+        (u - v) (1 - u^(candidates - 1))
+
+    Source: section 3.2 of the paper.
     """
     return (u - v) * (1 - u ** (candidates - 1))
 
 
 def uniform_improvement(share: float, candidates: int) -> float:
-    """Return the same for a uniform draft, and a target that is uniform on a share of the draft's support."""
+    """Return by how much candidates lower the probability of a rejection, for uniform models.
+
+    The draft is uniform; the target is uniform on a share of the draft's support. The formula is::
+
+        (1 - share) - (1 - share)^candidates
+    """
     return (1 - share) - (1 - share) ** candidates
 
 
 def measure(texts: int, watcher: Watcher, seed: int = 0) -> Report:
-    """Return a table of theorems and simulations side by side, and figures 2 to 4."""
+    """Return a table of theorems beside simulations, and the paper's figures 2 to 4.
+
+    Args:
+        texts: number of simulated texts for each number of candidates.
+    """
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
     rows = []

@@ -21,7 +21,7 @@ from pearl.metrics import Sums
 
 SIMULATED_TEXTS = 20
 _SIMULATED_TOKENS = 1000
-_Figures = dict[str, float | None]  # unit -> figure, of one run by one source
+_Figures = dict[str, float | None]  # unit -> figure; all are of one run, from one source
 
 
 def emulate(
@@ -36,11 +36,12 @@ def emulate(
 ) -> tuple[dict[str, list[Cell]], list[dict[str, Any]]]:
     """Run and simulate pairs for the given tables.
 
-    Return (table -> its cells, a description of each pair with its texts, for JSON).
+    Return the cells of each table and, for JSON, a description of each pair with its texts.
 
     Args:
         tokens: length of each text.
-        texts: number of texts that each row decodes. Each text has its own prompt; text n is sampled with seed + n.
+        texts: number of texts that each row decodes. Each text has its own prompt; text n is
+            sampled with seed + n.
         runtime: whether to run real processes; otherwise pairs are only simulated.
     """
     cells: dict[str, list[Cell]] = {name: [] for name in TABLES if name in tables}
@@ -101,7 +102,7 @@ def _plan(pair: Pair, runs: Iterable[Run], tokens: int, texts: int, seed: int) -
 
 
 def _simulated(pair: Pair, run: Run, seed: int) -> _Figures:
-    """Return a run's simulated figures, over 20 texts with i.i.d. acceptance."""
+    """Return a run's figures in the simulator, over `SIMULATED_TEXTS` texts."""
     timing = Timing(pair.t_draft, lambda fed: pair.t_target)
     acceptance, _ = pair.acceptance()
     texts = independent(acceptance, SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
@@ -110,7 +111,10 @@ def _simulated(pair: Pair, run: Run, seed: int) -> _Figures:
 
 
 def _measured(measured: Measured, run: Run) -> _Figures:
-    """Return a run's measured figures over all its texts; the rate is the median of the texts' rates."""
+    """Return a run's figures from real processes, over all its texts.
+
+    The rate is the median of the texts' rates. All other figures are over all texts together.
+    """
     samples = measured.of(run.label)
     totals = Sums(texts=[])
     for sample in samples:
@@ -164,7 +168,10 @@ def table(name: str, cells: Sequence[Cell]) -> Table:
 
 
 def _figure(cell: Cell) -> str:
-    """Return a cell's text: paper/simulator/runtime, or only the paper's figure if the method cannot be run here."""
+    """Return a cell's text, "paper/simulator/runtime", such as "2.31/2.28/2.20"; "-" for no figure.
+
+    A method that cannot be run here has only the paper's figure.
+    """
     digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell.unit, 2)
     sources = [cell.paper]
     if cell.run:

@@ -1,4 +1,7 @@
-"""MJSD's table 1: time and energy of a forward by batch size. Source: Qin et al. 2024, section 4."""
+"""Measures table 1 of MJSD: time and energy of a forward by batch size.
+
+Source: Qin et al. 2024, section 4.
+"""
 
 import time
 from typing import NamedTuple
@@ -14,7 +17,7 @@ from pearl.worker.placement import place
 
 BATCHES = (1, 2, 4, 8, 16)
 _CONTEXT = 64  # tokens in each cache
-SECONDS = 3.0  # how long each batch is repeated
+SECONDS = 3.0  # for this long the forward of each batch size is repeated
 PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-13B on two A10
 
 
@@ -81,7 +84,11 @@ def _repeated(target: ModelRunner, batch: int) -> _Cost:
 
 
 def _joules(device: torch.device) -> float | None:
-    """Return a GPU's energy in joules since its driver was loaded, by NVML; None if it cannot be read."""
+    """Return the joules that a GPU has used since its driver was loaded, as NVML reports them.
+
+    Return None if the device is no NVIDIA GPU, if pynvml is missing, or if the GPU has no such
+    counter.
+    """
     if device.type != "cuda":
         return None
     try:

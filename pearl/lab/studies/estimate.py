@@ -1,4 +1,4 @@
-"""Estimates with bootstrapped 95% intervals: statistics of items, and speed-ups over many texts."""
+"""Estimates with bootstrapped 95% intervals, of any statistic and of speed-ups over many texts."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +22,11 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        """Round to the first digit of half the interval's width, as in 2.31 (2.28-2.33)."""
+        """Return value and interval, such as "2.31 (2.28-2.33)".
+
+        If the interval has no width, return the value alone. The number of decimals shows the first
+        significant digit of half the interval's width, and is at most 3.
+        """
         margin = (self.high - self.low) / 2
         if not margin:
             return f"{self.value:.2f}"
@@ -48,7 +52,10 @@ def bootstrap(
 
 
 def speedup(texts: Sums, base: Sums) -> Estimate:
-    """Return the rate of `texts` / the rate of `base`, each over all its texts. Both have the same texts in order."""
+    """Return the speed-up of `texts` over `base`: the ratio of their tokens per second.
+
+    `texts` and `base` have the same texts in the same order. The interval is over texts.
+    """
     return bootstrap(list(zip(texts.texts, base.texts, strict=True)), _ratio)
 
 

@@ -1,7 +1,8 @@
-"""Replays method `ngram` on generated texts: tokens per step, by source of the guesses and by tokens fed.
+"""Replays method `ngram` on generated texts, to count how many guesses are accepted per step.
 
-A replay asks for guesses at each position where a forward would begin, and follows the text through the tree of
-guesses.  A target would follow the same path, because its draws are the text.  No model runs and nothing is timed.
+A replay makes guesses at each position where a forward would begin, and follows the text through
+the tree of guesses. A target would follow the same path, because its draws are the text. No model
+runs and nothing is timed.
 """
 
 from collections import Counter
@@ -32,11 +33,13 @@ class Generated:
 
 @dataclass
 class Replayed:
-    """Sums of a replay. A step is a forward after the prefill.
+    """The counts of a replay. A step is a forward after the prefill.
 
     Attributes:
+        steps: number of steps.
+        tokens: number of tokens that the steps committed.
         accepted: source -> number of committed guesses.
-        fed: number of tokens fed, the last committed token included -> number of forwards.
+        fed: n -> number of forwards that were fed n tokens, the last committed token included.
     """
 
     steps: int = 0
@@ -53,7 +56,7 @@ class Replayed:
         return sum(self.fed.elements()) / max(1, self.steps)
 
     def speedup(self, seconds: Seconds) -> float:
-        """Return the speed-up over one token per forward, if only forwards take time."""
+        """Return the speed-up over one token per forward, if nothing but forwards takes time."""
         if not self.steps:
             return 0.0
         total = sum(map(seconds, self.fed.elements()))
@@ -72,7 +75,7 @@ def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> N
 
 
 def no_time(fed: int) -> float:
-    """Return 0, the time of every forward: then each forward feeds all guesses."""
+    """Return 0 for every forward. If forwards take no time, every forward feeds all guesses."""
     return 0.0
 
 
@@ -87,7 +90,8 @@ def replay(
     """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        seconds: forward times; each forward feeds the number of guesses that gives most tokens per second.
+        seconds: number of tokens fed -> seconds of the forward. Each forward feeds the number of
+            guesses that promises the most tokens per second.
         make: makes the index of a text from its prompt and the datastore.
     """
     total = Replayed()
@@ -120,8 +124,8 @@ def _follow(
 
     Args:
         text: the tokens from position `committed` on.
-        parents: for each guess, the position of its parent. Guess i has position `committed` + i; the root has
-            position `committed` - 1.
+        parents: for each guess, the number of its parent: `committed` + i for guess i, or
+            `committed` - 1 for the last committed token.
     """
     children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     position = committed - 1

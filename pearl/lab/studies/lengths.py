@@ -1,7 +1,9 @@
-"""Optimal speculation lengths, from recorded texts: DISCO's tables 2 and 4 and figures 2 to 6, and PEARL's figure 2b.
+"""Optimal speculation lengths, from recorded texts.
 
-An oracle drafts up to the first token that the target would reject.  Its lengths are the lengths of the runs of right
-draft tokens between two tokens of the target's own.
+These lengths fill DISCO's tables 2 and 4 and its figures 2 to 6, and PEARL's figure 2b.
+
+An oracle drafts until the next draft token would be wrong. Then the target adds a token itself, and
+the oracle drafts again. The oracle's lengths are the numbers of tokens that it drafts each time.
 """
 
 from collections import Counter
@@ -33,7 +35,11 @@ _BINS = 10
 
 
 def oracle_lengths(right: Sequence[bool]) -> list[int]:
-    """Return how many tokens an oracle drafts in each step of a text. The target adds one token per step."""
+    """Return how many tokens an oracle drafts in each step of a text.
+
+    The target adds one token per step. Example: a text whose draft tokens are right, right, wrong,
+    right gives the lengths 2 and 1.
+    """
     lengths = []
     length = 0
     for is_right in right:
@@ -64,10 +70,10 @@ def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
 def decisions(
     text: RecordedText, gamma: int, classifier: Classifier | None
 ) -> Iterator[tuple[bool, bool]]:
-    """Yield (whether drafting goes on after a token, whether the token is right), for each token of a text.
+    """Yield for each token of a text whether drafting goes on after it, and whether it is right.
 
-    Drafting goes on by the classifier's confidence or, if `classifier` is None, up to the static length `gamma`. A
-    window begins after each wrong token, as for an oracle.
+    The classifier decides by its confidence. If `classifier` is None, drafting goes on up to the
+    static length `gamma`. A window begins after each wrong token, as for an oracle.
     """
     index = 0
     for right, features in zip(text.right, features_of(text), strict=True):
@@ -82,14 +88,21 @@ def decisions(
 
 
 def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
-    """Return the F1 score of "drafting goes on" as a prediction of "right": 2 TP / (2 TP + FP + FN)."""
+    """Return the F1 score of "drafting goes on" as a prediction of "the token is right".
+
+    The score is 2 TP / (2 TP + FP + FN).
+    """
     counts = Counter(decisions)
     hits = 2 * counts[True, True]
     return hits / max(1, hits + counts[True, False] + counts[False, True])
 
 
 def measure(recorded: RecordedTexts, timing: Timing, sets: Sequence[str]) -> Report:
-    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets[i]` names the prompt set of conversation i."""
+    """Return tables 2 and 4 and figures 2 to 6 of DISCO.
+
+    Args:
+        sets: item i names the prompt set of conversation i.
+    """
     by_text: dict[str, list[list[int]]] = {}
     by_set: dict[str, list[int]] = {}
     for text in recorded.texts:
@@ -163,7 +176,7 @@ def _policies(recorded: RecordedTexts, timing: Timing, classifier: Classifier | 
 
 
 def _scores(recorded: RecordedTexts, trained: Trained) -> Table:
-    """Return DISCO's table 4."""
+    """Return DISCO's table 4: the F1 of a static length and of the classifier on held-out texts."""
     _, held_out = split(recorded)
     gamma = trained.static.window
     rows = []

@@ -1,8 +1,8 @@
-"""Multi-token joint greedy decoding: each step commits the `count` tokens that together are likeliest for the target.
+"""Multi-token joint greedy decoding: each step commits the likeliest sequence of n tokens.
 
-With one token per step this is greedy decoding; with more, the text as a whole is likelier.  Rule joint approximates
-this method.  The method itself is slow: its search takes more forwards than the text has tokens.  Source: Qin et al.
-2024, section 3.
+With one token per step this is greedy decoding. With more tokens the text as a whole becomes
+likelier for the target. Rule joint approximates this method. The method itself is slow, because its
+search takes more forwards than the text has tokens. Source: Qin et al. 2024, section 3.
 """
 
 import heapq
@@ -27,10 +27,10 @@ class JointText:
 def decode(
     runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, ends: Collection[int] = ()
 ) -> JointText:
-    """Generate up to `limit` tokens after the prompt, `count` per step; stop after a token of `ends`.
+    """Generate up to `limit` tokens, `count` per step; stop after a token of `ends`.
 
-    The search is exact (best first). It does not stop at a token of `ends`: tokens after it, which are then cut off,
-    count in the joint probability.
+    The search for each step's tokens is exact (best first). It looks past a token of `ends`: the
+    tokens after it count in the joint probability, but are cut off from the text.
     """
     runner.rollback(0)
     text = JointText()
@@ -53,11 +53,12 @@ Choice = tuple[int, float]  # a token, and its surprise in nats
 
 
 class _Queued(NamedTuple):
-    """A path and a token that may continue it. The queue is ordered by `surprise`, then by `number`.
+    """A path and a token that may continue it; items are ordered by `surprise`, then `number`.
 
     Attributes:
-        surprise: of the path and the continuing token together.
-        path: tokens after the cache's contents.
+        surprise: surprise of the path together with the continuing token, in nats.
+        number: a number that rises with each new item.
+        path: tokens after those in the cache.
         table: all tokens that may continue the path, likeliest first.
         rank: index in `table` of the continuing token.
     """
@@ -70,10 +71,12 @@ class _Queued(NamedTuple):
 
 
 def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[Choice]:
-    """Return the likeliest sequence of `count` tokens after the cache's contents, each token with its surprise.
+    """Return the likeliest sequence of `count` tokens after the tokens in the cache.
+
+    Each token is returned with its surprise.
 
     Args:
-        row: logits [vocab] after the cache's contents.
+        row: logits [vocab] of the first token of the sequence.
     """
     length = runner.length()
     numbers = counter()

@@ -1,7 +1,8 @@
-"""PEARL (Liu et al. 2024): the paper's pairs, figures, and cells of tables. Does not import torch.
+"""The paper on PEARL (Liu et al. 2024) as data: its pairs, figures, and cells of tables.
 
-The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  `emulate`
-predicts the paper's results of each method (Tables 1 to 3, 5 and 6) from these.
+The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and
+4). `emulate` predicts the paper's results of each method (Tables 1 to 3, 5 and 6) from these. This
+module does not import torch.
 """
 
 from dataclasses import dataclass
@@ -14,20 +15,21 @@ from pearl.config import RequestOptions
 from pearl.lab.studies import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-# Methods for which a table has only the paper's figures. On an emulated pair the first two find nothing to guess, and
-# the third is not implemented here.
+# Methods for which a table has only the paper's figures. On an emulated pair the first two find
+# nothing to guess, and the third is not implemented here.
 OTHERS = ("ouroboros", "lookahead", "distillspec")
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
 
 
 class Published(Struct, frozen=True, forbid_unknown_fields=True):
-    """The paper's figures of one pair on one benchmark; a figure that the paper does not have is missing.
+    """The paper's results of one pair on one benchmark, as far as the paper prints them.
 
     Attributes:
-        speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and `OTHERS`.
+        speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and
+            `OTHERS`.
         mean_accepted: method (sd, pearl) -> mean accepted tokens.
-        windows: window -> tokens per second of PEARL.
+        windows: window in tokens -> tokens per second of PEARL.
         idle: model ("draft", "target") -> seconds per step of sd in which this model is idle.
     """
 
@@ -43,13 +45,14 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         set: the benchmark.
         tables: names of the tables that have the pair, besides Table 7.
-        config: name of the real pair's file in configs/.
+        config: name of the file in configs/ for running this pair with its real models.
         vocabulary: number of token ids.
         draft_speed, target_speed: tokens per second of each model alone.
         window: PEARL's window in tokens: the paper's c, a whole number.
         gamma: the authors' window for sd, in tokens.
-        fitted: the acceptance rate with which `theory.sd_improvement` equals the paper's figure for sd. None if
-            Table 4 has the acceptance rate.
+        fitted: the acceptance rate for which `theory.sd_improvement` gives the paper's speedup of
+            sd. None if the acceptance rate is known from Table 4.
+        published: the paper's results.
     """
 
     name: str
@@ -73,12 +76,12 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def t_draft(self) -> float:
-        """Seconds per forward."""
+        """Seconds of a draft forward of one token."""
         return 1 / self.draft_speed
 
     @property
     def t_target(self) -> float:
-        """Seconds per forward."""
+        """Seconds of a target forward of one token."""
         return 1 / self.target_speed
 
     def acceptance(self) -> tuple[float, str]:
@@ -107,10 +110,11 @@ def pairs() -> list[Pair]:
 
 @dataclass(frozen=True)
 class Run:
-    """A method with its window, for runtime and simulator.
+    """A method with its window, as the runtime and the simulator run it.
 
     Attributes:
-        window: in tokens, the gamma of sd or PEARL's fixed window; None for `ar` and for PEARL with stream windows.
+        window: in tokens, the gamma of sd or PEARL's fixed window; None for `ar` and for PEARL with
+            stream windows.
     """
 
     method: str
@@ -124,7 +128,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name, with the window if that is fixed."""
+        """The name, and the window if it is fixed, such as "pearl, fixed(4)"."""
         if self.window is None:
             return self.name
         return f"{self.name}({self.window})"
@@ -142,16 +146,16 @@ class Run:
 
 @dataclass
 class Cell:
-    """A figure from each of three sources; None if a source does not have the figure (yet).
+    """A figure in a table, from up to three sources; None for a source that does not have it.
 
     Attributes:
         pair: the pair's title.
-        run: the run that gives the figure; None if the paper alone has it.
+        run: the method and window that give the figure; None if only the paper has it.
         label: title of the cell's column.
         paper: the published figure.
         simulator: the figure in virtual time, over many texts.
-        runtime: the measured figure. Rates and speedups are medians over the texts; mean accepted tokens and idle
-            times are over all texts together.
+        runtime: the measured figure. Rates and speedups are medians over the texts; mean accepted
+            tokens and idle times are over all texts together.
     """
 
     pair: str

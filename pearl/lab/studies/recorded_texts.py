@@ -1,7 +1,8 @@
-"""Recorded texts: the target's texts, and the draft's draw at every position of them.
+"""Recorded texts: texts of the target, and the token that the draft draws at each position of them.
 
-Recording runs the target, then the draft along the target's text, in this process.  Nothing is timed, so the result
-depends only on the models and the seed.  To replay a published method it suffices to know which draft tokens are right.
+The target writes the texts. Then the draft reads them and draws its own token for each position.
+Both run in this process. Nothing is timed, so the result depends only on the models and the seed.
+To replay a published method it suffices to know which draft tokens are right.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_PIECE = 64  # positions per forward: a row spans the vocabulary
+_PIECE = 64  # positions per forward; more would need much memory, as logits span the vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class RecordedText:
     """One text. `drawn` and `features` have an item for each token of `answer`.
 
     Attributes:
-        drawn: the token that the draft draws at the position.
-        features: the ten largest probabilities of the draft's whole row at temperature 1, the row's entropy in nats,
-            and the probability of the drawn token.
+        drawn: the token that the draft draws at this position.
+        features: the ten largest probabilities of the draft at this position, the entropy of its
+            distribution in nats, and the probability of the drawn token; all at temperature 1,
+            without top-k and top-p.
         conversation: number of the conversation, from 0.
     """
 
@@ -49,13 +51,17 @@ class RecordedText:
 
     @property
     def right(self) -> list[bool]:
-        """For each token of the answer, whether the draft draws the same token."""
+        """For each token of the answer, whether the draft draws that token."""
         return list(map(eq, self.drawn, self.answer))
 
 
 @dataclass(frozen=True)
 class RecordedTexts:
-    """The texts of one pair. `target` and `draft` are the names of its models."""
+    """The texts of one pair.
+
+    Attributes:
+        target, draft: the names of the pair's models.
+    """
 
     target: str
     draft: str
@@ -70,9 +76,10 @@ def record_pair(
     raw: bool = False,
     tick: Callable[[str], object],
 ) -> RecordedTexts:
-    """Load a pair and record its greedy answers of at most `tokens` tokens.
+    """Load a pair and record its greedy answers of at most `tokens` tokens; see `record`.
 
-    Raises `ConfigError` if no prompt fits the context, `ModelError` for a draft of another vocabulary.
+    Raises `ConfigError` if no prompt fits the context, and `ModelError` if the draft has another
+    vocabulary.
     """
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust)
@@ -102,13 +109,15 @@ def record(
     raw: bool = False,
     tick: Callable[[str], object] = lambda line: None,
 ) -> Iterator[RecordedText]:
-    """Yield each answer to a user's turn when it is complete; the conversation goes on after this answer.
+    """Yield the answer to each turn of the user; the next turn comes after this answer.
 
-    A conversation ends early at a prompt that has come before, or that does not fit both contexts with its answer.
+    A conversation ends early at a prompt that is too long, or that was recorded before. A prompt is
+    too long if the prompt and `tokens` more tokens do not fit both models' contexts.
 
     Args:
         pair: target and draft.
-        options: for sampling. The seed of the n-th text, from 1 on, is `options.seed` + n, as in `pearl bench`.
+        options: sampling options. The seed of the n-th text, from 1 on, is `options.seed` + n, as
+            in `pearl bench`.
         tokens: the most tokens of an answer.
         raw: use no chat template.
         tick: called with a line of progress.
@@ -146,10 +155,11 @@ def answers(
     tick: Callable[[int], object] = lambda tokens: None,
     shaper: Shaper | None = None,
 ) -> list[list[int]]:
-    """Decode up to `limit` tokens per prompt, in batches of as many prompts as the target has slots.
+    """Decode up to `limit` tokens per prompt, as many prompts at a time as there are slots.
 
     Args:
-        samplings: for each prompt, how to sample, and the seed.
+        samplings: sampling options and seed for each prompt.
+        eos: ids after which a text ends.
         tick: called after each forward with the number of tokens drawn.
         shaper: changes the logits; only for a single prompt.
     """
@@ -204,9 +214,9 @@ def _drawn_along(
     options: RequestOptions,
     target_vocab: int,
 ) -> tuple[list[int], list[list[float]]]:
-    """Return the tokens that the draft draws along an answer, and the features of each."""
+    """Return for each position of an answer the draft's token, and the features there."""
     draw = DirectDraw(options)
-    vocab = min(draft.vocab_size, target_vocab)  # further ids are padding
+    vocab = min(draft.vocab_size, target_vocab)  # ids that only one model has are padding
     drawn: list[int] = []
     features = []
     for row in chain.from_iterable(rows_along(draft, prompt, answer)):

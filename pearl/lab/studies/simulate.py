@@ -1,7 +1,8 @@
 """Run the real coordinator and drafter under a virtual clock: no processes, no waiting.
 
-Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes no time.  So a simulation is an upper
-bound on the speed of the runtime.  This module must not know the studies that use it.
+Forwards take the times of `Timing`, messages take `Timing.delay`, and all else takes no time. So a
+simulated speed is an upper bound on the speed of the runtime. This module must not know the studies
+that use it.
 """
 
 import heapq
@@ -69,12 +70,13 @@ class Timing:
 
 @dataclass
 class Outcome:
-    """One simulated request.
+    """The results of one simulated request.
 
     Attributes:
         seconds: virtual time of the last commit.
-        watch: the times that a worker would measure.
-        statistics: the statistics that a front would receive.
+        counts: the coordinator's counts, such as of rejections.
+        watch: the times that a target worker would measure.
+        statistics: the statistics that the user of an engine would receive.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -94,10 +96,10 @@ class VerifyingExecutor(Executor, Verifier, Protocol):
 
 
 class VirtualProposer(ModelProposer):
-    """The runtime's proposer with virtual forward times, so that it feeds the guesses that pay at *these* times.
+    """The runtime's proposer with virtual forward times, by which it chooses how many guesses pay.
 
     Args:
-        seconds: number of tokens fed, in all feeds of a forward -> seconds of the forward.
+        seconds: number of tokens fed, in all feeds of a forward together -> seconds of the forward.
     """
 
     def __init__(
@@ -151,9 +153,13 @@ def simulate(
 
 
 class _Scheduled(NamedTuple):
-    """An event in the queue, which is ordered by time, then actor, `is_own` and number.
+    """An event in the queue. The queue is ordered by time, then actor, `is_own` and number.
 
-    `is_own` says whether the event is the end of the actor's own forward.
+    Attributes:
+        time: virtual time in seconds.
+        actor: 0 for the target, 1 for the draft.
+        is_own: whether the event is the end of the actor's own forward, and no message.
+        number: a number that rises with each new event.
     """
 
     time: float
@@ -166,11 +172,13 @@ class _Scheduled(NamedTuple):
 class Simulation:
     """An event queue over two actors: 0 is the target, 1 the draft.
 
-    At equal times the target's events come first. An actor's messages come before the end of its own forward, as in a
-    worker, which reads messages between two forwards.
+    At equal times the target's events come first. An actor's messages come before the end of its
+    own forward, as in a worker, which reads messages between two forwards.
 
     Args:
-        speeds: estimates that the request updates, so that later requests can use them; `known_speeds` by default.
+        draft_context: number of tokens that the draft's context can hold.
+        speeds: estimates of forward times and acceptance. A request updates them, so that later
+            requests can use them. By default they are those of `known_speeds`.
     """
 
     def __init__(
@@ -193,7 +201,7 @@ class Simulation:
         self._is_done = False
         self._window = 0
         self.outcome = Outcome()
-        self._watches = (self.outcome.watch, Stopwatch())  # of each actor
+        self._watches = (self.outcome.watch, Stopwatch())  # of target and draft
 
     def run(self, submit: Submit) -> Outcome:
         self._handle(0, DraftJoined(self._drafter.context))
@@ -227,7 +235,7 @@ class Simulation:
             target, draft = self._executors
             if isinstance(message, Verdict) and isinstance(target, TargetExecutor):
                 for states in target.states(message):
-                    draft.execute(states)  # without delay: its next forward reads them
+                    draft.execute(states)  # without delay: the next forward reads them
             self._schedule(self._timing.delay, 1 - actor, message, own=False)
         elif kind is Wait:
             self._watches[actor].resume(self._now)
@@ -274,7 +282,7 @@ class Simulation:
 
 
 def known_speeds(timing: Timing) -> Speeds:
-    """Return the speeds that the measurement at start would find."""
+    """Return what an engine would measure at its start if its forwards took these times."""
     speeds = Speeds()
     speeds.observe_draft(timing.t_draft)
     for fed in (1, 2, 4, 8, 16):
@@ -285,7 +293,11 @@ def known_speeds(timing: Timing) -> Speeds:
 def interpolated(times: dict[int, float]) -> Callable[[int], float]:
     """Return a function from the number of tokens fed to seconds of a forward.
 
-    The function is linear between the sizes in `times`. Beyond them each token takes their mean time per token.
+    The function is linear between the sizes in `times`. Beyond the largest size it goes on with the
+    mean slope between the smallest size and the largest.
+
+    Args:
+        times: number of tokens fed -> measured seconds.
     """
     speeds = Speeds()
     for fed, seconds in times.items():
@@ -294,5 +306,5 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
 
 
 def timing_of(t_draft: float, t_target: float) -> Timing:
-    """Return the timing of forwards of `t_draft` and `t_target` milliseconds."""
+    """Return a timing with `t_draft` and `t_target` milliseconds for forwards of any size."""
     return Timing(t_draft / 1e3, lambda fed: t_target / 1e3)

@@ -1,8 +1,10 @@
-"""SSSD (Marzollo et al. 2024): guesses without a draft, by source, number, temperature, batch and context.
+"""Measures SSSD (Marzollo et al. 2024): what guesses without a draft gain, and when.
 
-The target decodes texts with method `ar`, once at each temperature.  The texts are replayed with guesses from the text,
-from a datastore and from both, so acceptance does not depend on the load of the machine.  Forward times and continuous
-batching are measured, which needs a quiet machine.
+Tables and figures show the gain by the source and the number of the guesses, and by temperature,
+batch size and context. The target decodes texts with method `ar`, once at each temperature. Then
+the texts are replayed with guesses from the text, from a datastore and from both, so acceptance
+does not depend on the load of the machine. Forward times and continuous batching are measured,
+which needs a quiet machine.
 """
 
 import time
@@ -49,10 +51,10 @@ SIZES = (1, 2, 4, 8, 16, 32)
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS = 5  # each round times every size once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXTS = (256, 2048, 7800)  # tokens in the cache, for measured free tokens
-_LENGTHS = (500, 2000, 8000, 32000)  # tokens in the cache, for the roofline
+_CONTEXTS = (256, 2048, 7800)  # tokens in the cache, for `free_tokens`
+_LENGTHS = (500, 2000, 8000, 32000)  # tokens in the cache, for `roofline_speedups`
 _LONG = (1000, 2000, 4000, 7500)  # tokens of a prompt to summarise
-_FEEDS = (*SIZES, 64)
+_FEEDS = (*SIZES, 64)  # tokens in a forward, for `free_tokens`
 _FREE = 1.1  # tokens are free if their forward takes at most this multiple of a one-token forward
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 LOOK_AHEAD = METHODS["ngram"].look_ahead
@@ -82,7 +84,7 @@ class Writer(NamedTuple):
     def write(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[RequestOptions], tokens: int
     ) -> list[Generated]:
-        """Decode up to `tokens` tokens per prompt."""
+        """Decode up to `tokens` tokens per prompt; `samplings` has the options for each prompt."""
         tick = self.watcher.advance
         generated = []
         texts = answers(self.target, prompts, samplings, self.eos, tokens, tick)
@@ -92,10 +94,11 @@ class Writer(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """Replays with guesses from the text alone, from the datastore alone (None if there is none), and from both.
+    """Replays of the same texts with guesses from the text, from the datastore, and from both.
 
-    `size` is the number of tokens fed per forward. If it is None, each forward fed the fastest number of guesses, up to
-    `LOOK_AHEAD`.
+    `store` is None without a datastore. `size` is the number of tokens that each forward feeds. If
+    `size` is None, each forward feeds the number with the most expected tokens per second, with up
+    to `LOOK_AHEAD` guesses.
     """
 
     size: int | None
@@ -112,7 +115,9 @@ def measure(
     most_batch: int,
     most_context: int,
 ) -> Report:
-    """Return the tables and figures of this module. The study's table of methods is not among them.
+    """Return the tables and figures of the paper that this module measures.
+
+    The command also prints a table of methods, which `tables.run_study` measures.
 
     Args:
         config: names the target, and the datastore if there is one.
@@ -205,7 +210,11 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
 def fed(
     texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds
 ) -> Fed:
-    """Replay texts. Each forward feeds up to `size` tokens or, if `size` is None, the fastest number."""
+    """Replay texts with each source of guesses. `size` is explained in `Fed`.
+
+    Args:
+        seconds: number of tokens fed -> seconds of the forward.
+    """
     limit = LOOK_AHEAD
     times = seconds
     if size is not None:
@@ -272,7 +281,7 @@ def _by_temperature(
 
 
 def _by_source(replays: Sequence[Replayed]) -> str:
-    """Return the accepted guesses per step, from the text and from the datastore, as text."""
+    """Return the accepted guesses per step from text and datastore, such as "0.52, 0.31"."""
     steps = max(1, sum(replayed.steps for replayed in replays))
     accepted: Counter[Source] = Counter()
     for replayed in replays:
@@ -294,7 +303,10 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 
 def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
-    """Return notes: the meaning of the columns, and the paper's claims next to our figures. All `rows` have a size."""
+    """Return notes on the columns, and the paper's claims next to ours.
+
+    `rows` has no row whose `size` is None.
+    """
     largest = rows[-1]
     best = max(rows, key=lambda row: row.both.speedup(seconds))
     lines = [
@@ -346,9 +358,12 @@ def measure_times(
 
 
 def free_tokens(writer: Writer, most_context: int) -> Table:
-    """Compare free tokens by batch size: on the paper's device in closed form, and on this target by its forward times.
+    """Compare the numbers of free tokens per sequence, by batch size.
 
-    Contexts of more than `most_context` tokens are left out.
+    Tokens are free if a forward that feeds them takes at most `_FREE` times as long as a forward of
+    one token. For the paper's device, the number of free tokens comes from a closed form. For this
+    target it comes from measured forward times. Contexts of more than `most_context` tokens are
+    left out.
     """
     target = writer.target
     columns = ["batch", "theirs\n(closed form)"]
@@ -369,14 +384,18 @@ def free_tokens(writer: Writer, most_context: int) -> Table:
 
 
 class _Speedup(NamedTuple):
-    """A speed-up, and the s that gives it."""
+    """A speed-up, and the number of tokens in a forward (the paper's s) that gives it."""
 
     value: float
     s: int
 
 
 def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
-    """Return the speed-ups over `ar` on the paper's device, at the best s. `steps` maps s to our tokens per step."""
+    """Return the speed-ups over `ar` on the paper's device, at the best s, by batch and context.
+
+    Forwards take `theory.roofline_seconds`. `steps` maps s, the tokens in a forward, to our tokens
+    per step.
+    """
 
     def best(batch: int, context: int) -> _Speedup:
         alone = roofline_seconds(batch, 1, context)
@@ -442,7 +461,11 @@ def _rate(engine: Engine, method: str, requests: Sequence[Sequence[int]], tokens
 
 
 def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_context: int) -> Table:
-    """Measure summaries of long prose: tokens per step, and the speed-up at this context. The paper takes PG-19."""
+    """Measure summaries of long prose: tokens per step and speed-up, by the length of the prompt.
+
+    The prose is Python's help pages; the paper takes PG-19. Prompts that do not fit `most_context`
+    tokens or the target's context are left out.
+    """
     from pydoc_data.topics import topics
 
     tokenizer = writer.tokenizer
@@ -467,7 +490,11 @@ def long_prompts(writer: Writer, store: Datastore | None, tokens: int, most_cont
 
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
-    """Return the tokens per step by s, with the guesses of other papers and with ours (figure 4)."""
+    """Return the tokens per step with the guesses of other papers and with ours (figure 4).
+
+    There is a column for each s, the number of tokens in a forward. Without a datastore there is no
+    row of `rest`.
+    """
     rows = []
     lines = {}
     for name in ("pld", "llma", "rest", "sssd", "ngram"):

@@ -1,11 +1,13 @@
-"""Stop policies on recorded texts under the virtual clock, and the training of the classifier of policy `disco`.
+"""Measures stop policies on recorded texts, and trains the classifier of policy `disco`.
 
-A recording says which draft tokens are right, and the shape of the draft's distribution at each position.  After a
-wrong token the draft's distributions would differ from the recorded ones, which policies see.  That matters little:
-tokens after a wrong one are discarded, and a policy only decides how many there are.
+Time is virtual. A recorded text says which draft tokens are right, and has the features of the
+draft's distribution at each position. In a real run the draft goes on from its own wrong tokens, so
+the features after a wrong token would differ from the recorded ones. That matters little: tokens
+after a wrong one are discarded, and a policy only decides how many there are.
 
-Each token of the target's answers is an example for the classifier (Mamou et al. 2024).  Most texts train its layers.
-The held-out texts choose its threshold and its cap: those with which `sd` is fastest.
+Each token of the target's answers is an example for the classifier (Mamou et al. 2024). Three of
+four texts train its layers. The other texts are held out: they choose the threshold and the cap
+with which `sd` is fastest.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,12 +43,14 @@ Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle(StopPolicy):
-    """Stops after a wrong token, before a wrong token, and before the answer's last token, which the target adds
-    itself.
+    """Stops when the next draft token would be wrong, which it knows from the recorded text.
 
-    So the target needs as few forwards as with endless windows, and no draft token follows a wrong one. No policy is
-    faster if a draft forward takes less time than a target forward. `right[i]` says whether the draft's token for
-    position i of the answer is right.
+    It also stops after a wrong token, and before the answer's last token, which the target adds
+    itself. So the target needs as few forwards as with endless windows, and no draft token follows
+    a wrong one. No policy is faster if a draft forward takes less time than a target forward.
+
+    Args:
+        right: item i says whether the draft's token for position i of the answer is right.
     """
 
     def __init__(self, right: Sequence[bool]) -> None:
@@ -60,7 +64,12 @@ class Oracle(StopPolicy):
 
 @dataclass(frozen=True)
 class Stopped:
-    """Results of one policy. `drafted` is the number of draft forwards, `totals.total("steps")` of target forwards."""
+    """Results of one method with one stop policy.
+
+    Attributes:
+        totals: sums over the texts; `totals.total("steps")` is the number of target forwards.
+        drafted: number of draft forwards.
+    """
 
     name: str
     totals: Sums
@@ -78,7 +87,7 @@ class Stopped:
 
     @property
     def window(self) -> int:
-        """The c or gamma that was used last."""
+        """The window of the last text, in tokens: c or gamma."""
         return self.totals.texts[-1].window
 
     @property
@@ -90,7 +99,11 @@ class Stopped:
 
 
 class Tried(NamedTuple):
-    """A method with its stop policy. `policies` makes the policy for a text; it returns None for no policy."""
+    """A method with its stop policy.
+
+    Attributes:
+        policies: function that makes the policy for a text; it returns None for no policy.
+    """
 
     name: str
     decoding: RequestOptions
@@ -98,7 +111,7 @@ class Tried(NamedTuple):
 
 
 def stopped(recorded: RecordedTexts, timing: Timing, tried: Tried) -> Stopped:
-    """Decode all texts with one method and stop policy."""
+    """Decode all texts with one method and stop policy, in virtual time."""
     drafts = []
     texts = []
     for text in recorded.texts:
@@ -129,8 +142,9 @@ def side_by_side(
 ) -> list[Stopped]:
     """Return the results for the DISCO paper's table.
 
-    The rows are `ar`, `sd` with 5 tokens, `sd` with the best window, `sd` with each policy, `pearl`, and `pearl` with
-    each policy. The best window and the best threshold are chosen on these texts, which favours them.
+    The rows are `ar`, `sd` with 5 tokens, `sd` with the best window, `sd` with each policy,
+    `pearl`, and `pearl` with each policy. The best window and the best threshold are chosen on
+    these texts, which favours their rows. Without a classifier there are no rows of policy disco.
     """
     rows = [
         [Tried("ar", RequestOptions("ar"))],
@@ -146,9 +160,10 @@ def side_by_side(
 def _with_policies(
     method: str, decoding: RequestOptions, classifier: Classifier | None
 ) -> list[list[Tried]]:
-    """Return the rows of a method with each policy. Of a row's variants only the fastest is shown.
+    """Return for each stop policy the variants to try.
 
-    Only the row of policy threshold has several variants: one for each threshold to try.
+    Policy threshold has a variant for each of `_THRESHOLDS`. All other policies have one variant.
+    In the table, a policy has the row of its fastest variant.
     """
     thresholds = []
     for least in _THRESHOLDS:
@@ -209,7 +224,10 @@ def features_of(text: RecordedText) -> list[Features]:
 def fit(
     rows: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0
 ) -> Classifier:
-    """Fit the layers by maximum likelihood; set threshold 1/2 and the largest cap. Deterministic for a seed."""
+    """Fit the classifier's layers by maximum likelihood; the result is deterministic for a seed.
+
+    The classifier's threshold is 1/2, and its cap is `CAP`.
+    """
     mean = rows.mean(0)
     scale = rows.std(0, correction=0).clamp_min(1e-3)
     whitened = (rows - mean) / scale

@@ -1,7 +1,8 @@
-"""Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of a pair.
+"""Fills tables of other papers with real runs of a pair, as far as rules and methods exist here.
 
-The papers' models and data are not here.  So compare their figures with ours in kind, not in size.  Each study says
-what differs and what is left out.  `studies.yaml` has the studies.
+The papers' models and data are not here. So our figures can show a paper's tendencies, but not its
+values. Each study says what differs from the paper and what is left out. `studies.yaml` has the
+studies.
 """
 
 import re
@@ -26,10 +27,10 @@ from pearl.models.runner import ModelRunner
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A row: a method with settings in the notation of `pearl bench`, and the paper's figure or claim.
+    """A row of a study: a method with its settings, and the paper's figure or claim.
 
     Attributes:
-        way: the method and its settings.
+        way: the method and its settings, in the notation of `pearl bench`.
         theirs: the paper's figure or claim.
         sampling: sampling settings of the row; None for those of the study.
         base: name of the row that this row's speedup is relative to.
@@ -47,7 +48,8 @@ class Sweep(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         pattern: regular expression that matches the rows' names; its group is the setting's value.
-        usual: value of the setting in the row whose name shows no value.
+        setting: name of the setting.
+        usual: value of the setting in a row whose name matches without a value.
     """
 
     pattern: str
@@ -59,10 +61,11 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
     """A table of a paper.
 
     Attributes:
+        sampling: sampling settings of all rows that have none of their own.
         differs: differences from the paper's setting, in words.
         left_out: parts of the table that cannot be filled here, in words.
-        joint: numbers of tokens per step. For each number there is another row: the target alone with joint greedy
-            decoding. If there are any, all rows have a perplexity.
+        joint: numbers of tokens per step. For each number there is another row: the target alone
+            with joint greedy decoding. If there are any, all rows have a perplexity.
         sweeps: groups of rows that are drawn as figures.
     """
 
@@ -95,9 +98,13 @@ def run_study(
     watcher: Watcher,
     config: EngineConfig | None = None,
 ) -> list[Figures]:
-    """Decode the first turn of each task with each row of the study; the rows take turns.
+    """Decode the first turn of each task with each row of the study; return the rows' figures.
 
-    `config` is the pair's; by default the pair is the embedded one.
+    All rows decode the first task, then all decode the second, and so on.
+
+    Args:
+        tokens: most tokens of a text.
+        config: the pair; the embedded pair by default.
     """
     config = config or EngineConfig()
     first_turns = [replace(task, turns=task.turns[:1]) for task in tasks]
@@ -123,9 +130,10 @@ def _joint_rows(
     eos: Sequence[int],
     watcher: Watcher,
 ) -> list[Figures]:
-    """Return rows of the target alone with joint greedy decoding, with the perplexity of their texts.
+    """Return a row for each of `counts`: the target alone, with joint greedy decoding.
 
-    There is a row for each of `counts`, which are numbers of tokens per step.
+    `counts` are numbers of tokens per step. The rows have the perplexity of their texts, but no
+    speed.
     """
     watcher.begin("joint greedy decoding", len(counts) * len(prompts))
     rows = []
@@ -142,7 +150,7 @@ def _joint_rows(
 
 
 def sweeps(study: Study, rows: Sequence[Figures]) -> list[Plot]:
-    """Plot perplexity and speedup of a study's rows against each setting that a sweep varies."""
+    """Plot perplexity and speedup against each setting in which the rows of a sweep differ."""
     plots = []
     for sweep in study.sweeps:
         lines: dict[str, list[tuple[float, float]]] = {}

@@ -1,7 +1,7 @@
 """The papers' closed forms: tokens per step, run lengths, speed-ups, and SSSD's roofline.
 
-Pure functions of numbers.  They must not know the runtime: a test compares both.  `a` is the i.i.d. acceptance rate of
-a draft token.  All times of a call are in one unit, whichever it is.
+All functions take and return plain numbers, and must not know the runtime: a test compares them
+with what the runtime does. `a` is the i.i.d. acceptance rate of a draft token.
 """
 
 
@@ -35,7 +35,7 @@ def acceptance_of(mean_accepted: float) -> float:
 
 
 # SSSD's device is an Ascend 910B4; its model is Llama 2 7B in 16 bits, without grouped heads.
-_FLOPS = 280e12  # a second
+_FLOPS = 280e12  # operations a second
 _BANDWIDTH = 0.8e12  # bytes a second
 _WIDTH = 4096
 _LAYERS = 32
@@ -43,9 +43,10 @@ _WEIGHTS = 6.6e9
 
 
 def free_in_theory(batch: int) -> float:
-    """Return how many tokens per sequence are free on SSSD's device, with the last committed token.
+    """Return how many tokens per sequence, the last committed one included, are free in theory.
 
-    Up to this number of tokens, multiplying by a matrix of width by width takes no more time.
+    The device is SSSD's. Tokens are free if their product with a square weight matrix takes no
+    longer to compute than its operands and result take to read and write.
     """
     return 1 / (_BANDWIDTH / _FLOPS - 2 / _WIDTH) / batch
 

@@ -1,8 +1,9 @@
-"""Simulated texts whose right and wrong draft tokens are fixed in advance, and the totals of a method on such texts.
+"""Simulated texts: a text's plan fixes in advance which draft tokens are right.
 
-So every method, window and delay meets the same right and wrong tokens.  Over several texts they are a Latin hypercube
-(McKay, Beckman, Conover 1979): within each text acceptance is i.i.d., and at each position the draft is right in the
-expected number of texts.  That leaves little noise.
+`decode` decodes the texts in virtual time. Every method, window and delay meets the same right and
+wrong tokens. The texts are a Latin hypercube (McKay, Beckman, Conover 1979): within each text
+acceptance is i.i.d., and at each position the draft is right in the expected number of texts.
+Averages over the texts therefore have little noise.
 """
 
 import random
@@ -20,7 +21,7 @@ from pearl.spec.methods import AS_PUBLISHED
 
 
 class TextPlan(NamedTuple):
-    """One request.
+    """One text to decode.
 
     Attributes:
         prompt: number of tokens of the prompt.
@@ -32,7 +33,7 @@ class TextPlan(NamedTuple):
 
 
 def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[TextPlan]:
-    """Return texts with i.i.d. acceptance and a prompt of one token."""
+    """Return texts of `tokens` tokens with i.i.d. acceptance, after prompts of one token."""
     luck = random.Random(seed)
     plans = [TextPlan(1, []) for _ in range(texts)]
     for _ in range(tokens):
@@ -43,7 +44,7 @@ def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> li
 
 
 class _Target:
-    """A target that accepts any draft token at a position where, by the plan, the draft is right."""
+    """A target that accepts a draft token if the text's plan says that the draft is right there."""
 
     def __init__(self, text: TextPlan) -> None:
         self._text = text
@@ -67,8 +68,9 @@ class VirtualDraft:
 
     Args:
         begin: length of the prompt.
-        rows: for each position after the prompt, the features that the policy sees (see `drafting.step.shape_of`).
-        policy: ends windows; if None, windows end at their bound.
+        rows: for each position after the prompt, the features that the policy sees (see
+            `drafting.step.shape_of`).
+        policy: decides where windows end; if None, they end at their bound.
     """
 
     def __init__(
@@ -100,13 +102,16 @@ def decode(
     decoding: RequestOptions,
     draft: Callable[[], Executor] = VirtualDraft,
 ) -> Sums:
-    """Decode the texts one after the other, in virtual time. Measured speeds and acceptance carry over to later texts.
+    """Decode the texts one after the other, in virtual time; return the sums of their statistics.
 
-    `draft` makes the draft for a text.
+    The estimates of forward times and acceptance are passed on from each text to the next.
+
+    Args:
+        draft: makes the draft for a text.
     """
     totals = Sums()
     speeds = known_speeds(timing)
-    # As published: the target makes no guesses.
+    # As in the paper on PEARL: the target makes no guesses.
     options = decoding.changed(temperature=0.0, **AS_PUBLISHED).resolved()
     for number, text in enumerate(texts):
         submit = Submit(number, (0,) * text.prompt, text.prompt + len(text.right), options)

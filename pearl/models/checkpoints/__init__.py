@@ -1,1 +1,1 @@
-"""From the name of a model to a runner: files, formats, memory, tokenizers."""
+"""What lies between the name of a model and its runner: files, formats, memory and tokenizers."""

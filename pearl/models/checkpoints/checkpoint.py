@@ -1,6 +1,7 @@
-"""From the name of a model to its files: the embedded pair, local directories, GGUF files and the hub.
+"""Finds the files of a named model: the embedded pair, a directory, a GGUF file or the hub's.
 
-Must not import torch: the front, which holds no model, resolves its tokenizer here too.
+This module must not import torch, because the user's process, which holds no model, uses it to find
+a tokenizer.
 """
 
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pearl.cache import Progress, silent
-from pearl.config.engine import is_toy as is_toy  # one of the ways to name a model, as those below
+from pearl.config.engine import is_toy as is_toy  # toys are named models, too
 from pearl.errors import ModelError
 from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.gguf import directory_of
@@ -18,7 +19,15 @@ from pearl.models.heads.kinds import describes_head
 
 
 class ToyOptions(NamedTuple):
-    """The options of a toy model. `eos` is the id of the token that ends its texts; below 0: there is none."""
+    """The options of a toy model; see `pearl.models.toy`.
+
+    Attributes:
+        vocab: number of tokens.
+        alpha: acceptance rate of a pair.
+        context: the most tokens of a text.
+        eos: id of the token that ends a text; below 0: there is none.
+        coin: 1 for a pair that `coin_pair` makes, 0 for one that `alpha_pair` makes.
+    """
 
     vocab: int = 32
     alpha: float = 0.8
@@ -53,10 +62,12 @@ fetched: dict[tuple[str, bool], Path] = {}
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
-    """Return the directory of `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
+    """Return the directory of the model named `spec`.
 
-    The embedded models, and the directory that describes a .gguf file, are built if they are not in the cache.  A model
-    of the hub is fetched.  Raises `ModelError`.
+    A name is "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.  The embedded
+    models, and the directory that describes a .gguf file, are built if they are not in the cache.
+    A model of the hub is fetched.  Raises `ModelError` if there is no such model, or it cannot be
+    fetched or built.
 
     Args:
         weights: see `pull`.
@@ -92,7 +103,7 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
 
 
 def is_head(spec: str) -> bool:
-    """Return whether `spec` names a head of another model, and not a model."""
+    """Return whether `spec` names a drafting head, which serves another model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
         return False
     directory: Path | None = Path(spec)
@@ -102,7 +113,7 @@ def is_head(spec: str) -> bool:
 
 
 def config_in(directory: Path) -> dict[str, Any]:
-    """Return config.json; an empty dict if there is none, or it cannot be read."""
+    """Return the config.json in a directory; an empty dict if there is none that can be read."""
     with suppress(OSError, ValueError):
         config = json.loads((directory / "config.json").read_text())
         if isinstance(config, dict):

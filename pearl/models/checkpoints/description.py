@@ -1,4 +1,4 @@
-"""Describes a model on this machine's disk, and how it would run here, without reading its weights."""
+"""Describes a model on this machine's disk, and how it would run here, without its weights."""
 
 import math
 from contextlib import suppress
@@ -77,7 +77,10 @@ def _path(spec: str, progress: Progress) -> Path:
 
 
 def of_gguf(path: Path) -> dict[str, Any]:
-    """Describe a GGUF file. Its weights are exactly those of its family, so no model is built to count them."""
+    """Describe a GGUF file.
+
+    No model is built to count the weights, because the file's family determines them.
+    """
     config = config_in(path)
     architecture = config["architectures"][0]
     forward = OWN_FORWARD[architecture].forward
@@ -95,7 +98,7 @@ def of_gguf(path: Path) -> dict[str, Any]:
 
 
 def of_head(config: Config) -> dict[str, Any]:
-    """Describe a head of another model. Raises `ValueError` for a kind that is not read."""
+    """Describe a drafting head. Raises `ValueError` for a kind of head that is not read."""
     layers = heads.kind_of(config).target_layers(config)
     verifier = config.get("speculators_config", {}).get("verifier", {})
     places = "three of its layers"
@@ -115,7 +118,11 @@ def of_head(config: Config) -> dict[str, Any]:
 def _facts(
     architecture: str, parameters: int, context: int, vocabulary: int, why: str
 ) -> dict[str, Any]:
-    """Describe a model. why: the reason why it runs through transformers; "" if our own forward computes it."""
+    """Return the part of a description that the configuration of a model determines.
+
+    Args:
+        why: the reason why the model runs through transformers; "" if our own forward computes it.
+    """
     return {
         "architecture": architecture,
         "parameters": parameters,

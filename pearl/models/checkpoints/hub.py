@@ -1,4 +1,7 @@
-"""The Hugging Face hub: names of models, and their files, which are downloaded if its cache lacks them. No torch."""
+"""The Hugging Face hub: parses names of models, and downloads files that its cache lacks.
+
+This module must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _HUB_SECONDS = 10.0  # time limit of a lookup
 _HUB_NAME = re.compile(
     r"(?P<repo>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?"
 )
-_WEIGHTS = (  # patterns of weight files; the first line that a repository has is loaded
+_WEIGHTS = (  # patterns of weight files; the first line that matches files of a repository is used
     ("model.safetensors",),
     ("model-*.safetensors", "pytorch_model-*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin",),
@@ -26,7 +29,7 @@ _WEIGHTS = (  # patterns of weight files; the first line that a repository has i
 
 
 class HubName(NamedTuple):
-    """A name ID, ID@REVISION, ID:FILE or ID@REVISION:FILE.
+    """A name ID, ID@REVISION, ID:FILE or ID@REVISION:FILE, such as "Qwen/Qwen3-8B-GGUF:Q4_K_M".
 
     FILE is the name of a GGUF file, or a part of the name that no other GGUF file of the repository has.
     """
@@ -37,14 +40,14 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, spec: str) -> HubName | None:
-        """Return `spec` as a name; None if it has another form."""
+        """Parse `spec`; return None if it has none of these forms."""
         match = _HUB_NAME.fullmatch(spec)
         return match and cls(match["repo"], match["revision"], match["file"] or "")
 
     def gguf(self, files: Iterable[str]) -> str:
-        """Return the GGUF file that this name means, out of a repository's `files`.
+        """Return the one GGUF file among a repository's `files` that this name means.
 
-        Raises `ModelError` unless there is exactly one.
+        Raises `ModelError` if it means none or several.
         """
         ggufs = sorted(file for file in files if file.endswith(".gguf"))
         if self.file in ggufs:
@@ -57,13 +60,15 @@ class HubName(NamedTuple):
 
 
 def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
-    """Fetch the files that PEARL needs of the model `spec`, a `HubName`.
+    """Fetch the files of the model `spec`, a `HubName`, that PEARL needs.
 
-    Return the model's directory, or its GGUF file, in the hub's cache.  Reports the size before a download.  If the hub
-    cannot be reached, returns what is in the cache.  Raises `ModelError`.
+    Return the model's directory in the hub's cache, or its GGUF file there.  The size is reported
+    before a download.  If the hub cannot be reached, what is in the cache is returned.  Raises
+    `ModelError`.
 
     Args:
-        weights: False if the tokenizer and the sampling settings are enough.
+        weights: whether to fetch the weights; False if only the tokenizer and the sampling settings
+            are needed.
     """
     from huggingface_hub import snapshot_download
 
@@ -93,7 +98,7 @@ def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
 
 
 def _looked_up(spec: str, name: HubName, progress: Progress, weights: bool) -> list[str]:
-    """Return the files to fetch, and report their size if some are not in the cache."""
+    """Ask the hub which files to fetch, and report their size if some are not in the cache."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     info = HfApi().model_info(
@@ -161,7 +166,10 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
 
 
 def in_cache(name: str) -> Path | None:
-    """Return a model's directory in the hub's cache, or its GGUF file; None if the cache lacks it. Needs no network."""
+    """Return a model's directory in the hub's cache, or its GGUF file, without using the network.
+
+    Return None if the cache lacks the model.
+    """
     hub_name = HubName.parse(name)
     if hub_name is None:
         return None

@@ -1,6 +1,6 @@
 """Loads a named model into a runner: chooses its dtype, context and forward, and explains errors.
 
-Must not know toy or paced runners.
+This module must not know toy or paced runners.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Types of rope whose angles depend on the length, as do all "dynamic" ones; "su" was longrope's first name.
+# Types of rope whose angles depend on the text's length. Those of "dynamic" types do, too. "su" was
+# longrope's first name.
 _CHANGING_ROPES = ("longrope", "su")
 _POSITIONS = (  # names of the context's length in various families
     "max_position_embeddings",
@@ -91,7 +92,7 @@ def load_runner(
             numbers: the inputs of these layers, which our own forward keeps;
             "layers": the inputs of the three layers of `layers.tapped` (EAGLE-3), which our own forward keeps;
             "last": the last hidden states (multi-token prediction), which a runner through transformers keeps.
-        spare: further slots of our own forward, as far as memory allows.
+        spare: how many slots our own forward adds to `config.slots`, as far as memory allows.
     """
     plan_no_shapes(device)
     spec = config.spec
@@ -105,7 +106,7 @@ def load_runner(
             log.warning("%s runs through transformers, slower: %s", spec, reason)
         path = resolve_checkpoint(spec, progress)
         del model
-        gc.collect()  # recordings refer to themselves, and hold the weights
+        gc.collect()  # CUDA graphs are in reference cycles, which hold the weights
         with _explained(spec):
             model = _load(config, path, device, _dtype(path, device, config))
     with _explained(spec):
@@ -120,7 +121,7 @@ def _own_runner(
     features: Features,
     spare: int,
 ) -> ModelRunner:
-    """Return a runner of our own forward."""
+    """Return a runner of our own forward. Raises `KernelsUnfit` as `KernelRunner` does."""
     from pearl.models.forward.layers import described, split_fused
     from pearl.models.own_forward import own_runner
 
@@ -160,9 +161,12 @@ def _own_runner(
 
 
 def _taps(spec: str, features: Features, count: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are kept for a head.
+    """Return the numbers of the layers whose inputs are kept for a head.
 
-    Raises `ModelError` if a model with `count` layers does not have all of them.
+    Raises `ModelError` if a model with `count` layers lacks one of them.
+
+    Args:
+        features: see `load_runner`.
     """
     from pearl.models.forward.layers import tapped
 
@@ -218,7 +222,10 @@ def _read(
 
 
 def log_unsupported(path: Path, reason: Unsupported) -> None:
-    """Log why a checkpoint is left to transformers, as a warning if the reason is its quantised weights."""
+    """Log why a checkpoint is left to transformers.
+
+    It is a warning if the reason is the checkpoint's quantised weights.
+    """
     if isinstance(reason, UnsupportedWeights):
         log.warning(
             "%s (quantization_config of config.json): our own forward does not read its weights, transformers may: %s",
@@ -314,7 +321,10 @@ def _load(
 
 
 def _loader(config: ModelConfig, path: Path, dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return transformers' `from_pretrained` for a GGUF file, a wrapped language model, or any other checkpoint."""
+    """Return transformers' `from_pretrained` with the arguments that a checkpoint's kind needs.
+
+    GGUF files, multimodal checkpoints and all other checkpoints need different arguments.
+    """
     import transformers
 
     table = table_in(path)
@@ -367,7 +377,9 @@ def language_model_of(path: Path) -> PreTrainedConfig | None:
 
 
 def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the `TWINS` family that computes the same as a multimodal model's language model.
+    """Return the configuration of a text model that equals a multimodal model's language model.
+
+    `families.TWINS` names the family of the text model, which computes the same for texts.
 
     Args:
         config: the configuration of the multimodal model.
@@ -392,10 +404,13 @@ def _twin_of(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConf
 
 
 def _unfit_weights(model: Any, loading_info: dict[str, Any]) -> str:
-    """Return what is wrong if weights are in no file, or have another shape there; otherwise "".
+    """Return what is wrong with a model's weights: missing in the files, or of a wrong shape there.
 
-    transformers fills missing weights with random numbers, and missing learned buffers with zeros or ones.  Buffers
-    with other values are no error: transformers computes frequencies and masks from the configuration.
+    Return "" if nothing is wrong.
+
+    transformers fills missing weights with random numbers, and missing learned buffers with zeros
+    or ones.  A missing buffer with other values is no error, because transformers computes such
+    buffers (frequencies, masks) from the configuration.
 
     Args:
         loading_info: what `from_pretrained` returns with `ignore_mismatched_sizes`.
@@ -449,8 +464,8 @@ def _advice(error: Exception) -> str:
 def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | None) -> int:
     """Return the number of tokens that a slot of the cache holds.
 
-    Without `max_context`, it is the model's limit, and at most `DEFAULT_CONTEXT`.  Raises `ModelError` if `max_context`
-    is beyond the model's limit.
+    It is `max_context` or, if that is None, the model's limit but at most `DEFAULT_CONTEXT`.
+    Raises `ModelError` if `max_context` is beyond the model's limit.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in _POSITIONS]
@@ -484,11 +499,13 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, max_context: int | N
 
 
 def steady_positions(config: Any) -> int | None:
-    """Return how many positions a text may have before its length changes the rope's angles; None: any number.
+    """Return how many positions a text may have before its length changes the rope's angles.
 
-    If the length changes them, transformers chooses the angles of each forward by its largest position: a "longrope"
-    has long or short factors, a "dynamic" rope a growing base.  Keys in the cache keep their old angles, so the logits
-    would depend on how the text was cut into forwards: on method, window and chunks of the prompt.
+    Return None if the length never changes the angles.  The length changes the angles of a
+    "longrope", which has long or short factors, and of a "dynamic" rope, whose base grows.  For
+    such a rope, transformers chooses the angles of each forward by the forward's largest position,
+    but keys in the cache keep their old angles.  So the logits would depend on how the text was cut
+    into forwards, that is, on method, window and chunks of the prompt.
     """
     ropes = _changing_ropes(config)
     if not ropes:

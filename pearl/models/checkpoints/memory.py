@@ -1,4 +1,4 @@
-"""Estimates a model's memory from its files, before loading, and compares it with the memory of the machine."""
+"""Estimates the memory that a model needs, from its files, and compares it with the machine's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Need:
     Attributes:
         weights: the weights, in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
-        states: the states of recurrent layers, and the copies of them that are kept for rollbacks.
+        states: the states of recurrent layers, and their copies for rollbacks.
     """
 
     weights: int
@@ -53,7 +53,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of weights, cache and states; activations come on top."""
+        """Bytes of weights, cache and states; activations are not counted."""
         return self.weights + self.cache + self.states
 
     def __str__(self) -> str:
@@ -85,13 +85,13 @@ def needed(
     keeps_bits: bool = False,
     on_gpu: bool = False,
 ) -> Need | None:
-    """Estimate what the checkpoint in `directory` needs; None if its files do not say.
+    """Estimate the memory that the checkpoint in `directory` needs; None if its files do not say.
 
     Args:
         dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
-        context: tokens; None: the model's maximum, but at most `most`.
+        context: number of tokens in a sequence; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
-        keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
+        keeps_bits: whether our own forward keeps the matrices of a GGUF file quantised.
         on_gpu: whether the model is loaded on a GPU, where the embedding of a GGUF file is dequantised.
     """
     config = config_in(directory)
@@ -138,9 +138,9 @@ def _loaded_weights(
 ) -> _Weights:
     """Estimate the size of loaded weights whose files have `size` bytes.
 
-    Quantised weights stay quantised, and the others become `dtype`.  But transformers dequantises experts in MXFP4,
-    which take 17 / 32 bytes a number, to bfloat16.  Of a GGUF file, our own forward dequantises the embedding only, and
-    on a CPU nothing.
+    Quantised weights stay quantised, and the others become `dtype`.  There are two exceptions.
+    transformers dequantises experts in MXFP4, which take 17 / 32 bytes a number, to bfloat16.  Our
+    own forward dequantises the embedding of a GGUF file if it runs on a GPU.
     """
     scheme = config.get("quantization_config")
     is_mxfp4 = isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
@@ -162,7 +162,10 @@ def _loaded_weights(
 
 
 def _size_in_own_bits(tensors: Mapping[str, Tensor], item: int) -> int:
-    """Return the bytes of tensors: quantised ones as in the file, `item` bytes for each number of the others."""
+    """Return the bytes that tensors of a GGUF file take if quantised tensors stay as they are.
+
+    Each number of the other tensors takes `item` bytes.
+    """
     size = 0
     for tensor in tensors.values():
         if tensor.kind in GGUF_BLOCKS:
@@ -191,9 +194,12 @@ def _size_of_weights(directory: Path) -> int:
 
 
 def _sizes(directory: Path, item: int) -> CacheSizes | None:
-    """Measure the cache of a checkpoint that runs through transformers, with `item` bytes a number; None: unknown.
+    """Measure the cache of a checkpoint that runs through transformers; None if that fails.
 
-    The model is made on the meta device: it takes no memory, and less than a second.
+    The model is made on the meta device, which takes no memory and less than a second.
+
+    Args:
+        item: bytes of a number in the cache.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -216,9 +222,10 @@ def cache_bytes(config: Config, positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """Return a line that says what the model needs and, if that is scarce, what memory there is.
+    """Return a line that says how much memory the model needs.
 
-    Return "" if the need is below 1 GB, or if the need or the memory is unknown.
+    If the need is a large share of the memory, the line also says how much memory there is.  Return
+    "" if the need is below 1 GB, or if the need or the memory is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.
@@ -265,8 +272,8 @@ def _room(device: torch.device, gpus: int) -> int | None:
 def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots: int) -> int:
     """Return how many slots beyond `slots` would still fit into the device's memory; 0 if unknown.
 
-    Raises `ModelError` if `slots` do not fit on a CPU. Call it before the cache is allocated. The allocation itself
-    would not fail, because the kernel assigns pages only as the cache fills.
+    Raises `ModelError` if `slots` do not fit on a CPU. Call this before the cache is allocated,
+    because the allocation itself would not fail: the kernel assigns pages only as the cache fills.
 
     Args:
         slot_bytes: size of a slot of `context` tokens; 0: unknown.
@@ -292,7 +299,10 @@ def check_cache_fits(spec: str, model: Any, context: int, slot_bytes: int, slots
 
 
 def fits_in_float32(directory: Path) -> bool:
-    """Return whether the bfloat16 weights in `directory` would, in float32, take less than half the free memory."""
+    """Return whether weights, if loaded in float32, take less than half the free memory.
+
+    The weights in `directory` are taken to be bfloat16.
+    """
     free = available_memory()
     return free is None or 4 * _size_of_weights(directory) < free
 
@@ -300,7 +310,8 @@ def fits_in_float32(directory: Path) -> bool:
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
     """Return the bytes still available: min(the kernel's MemAvailable, bytes left in the cgroup); None: unknown.
 
-    In both, cached pages of files that were not used lately count as available: the kernel drops them when needed.
+    In both, cached pages of files that were not used lately count as available, because the kernel
+    drops such pages when memory is needed.
     """
     sizes = _meminfo(proc, "MemAvailable")
     for usage in _cgroup(group):
@@ -316,7 +327,10 @@ def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
 
 
 def _meminfo(proc: Path, name: str) -> list[int]:
-    """Return the bytes that the line `name`, such as "MemTotal: 1024 kB", states; an empty list if there is no line."""
+    """Return [the bytes in the line that begins with `name`]; [] if there is no such line.
+
+    Such a line is, for example, "MemTotal: 1024 kB".
+    """
     with suppress(OSError, ValueError):
         for line in proc.read_text().splitlines():
             label, _, value = line.partition(":")
@@ -329,9 +343,9 @@ class _Usage(NamedTuple):
     """The memory of a cgroup, in bytes.
 
     Attributes:
-        limit: the most that it may use.
-        used: what it uses.
-        idle: the part of `used` that is cached files which were not read lately.
+        limit: the most that the cgroup may use.
+        used: what it uses now.
+        idle: the part of `used` that holds cached files which were not read lately.
     """
 
     limit: int
@@ -340,8 +354,11 @@ class _Usage(NamedTuple):
 
 
 def _cgroup(group: Path) -> list[_Usage]:
-    """Return the memory of this process's cgroup (version 2), in a list that is empty if the cgroup has no limit."""
-    # It fails if there are no such files, or the limit is "max", which is no number.
+    """Return [the memory of this process's cgroup]; [] if the cgroup has no limit.
+
+    Only version 2 of cgroups is read.
+    """
+    # This fails if there are no such files, or the limit is "max", which is no number.
     with suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         return [

@@ -1,6 +1,6 @@
 """Converts quantised weights, as other tools write them into safetensors files, to `QuantisedMatrix`.
 
-`recipes` decides which layout a module has. This file reads the layouts.
+`recipes` decides which layout a module has. This module reads the layouts.
 """
 
 import json
@@ -19,8 +19,8 @@ from pearl.models.forward.quantised import QuantisedMatrix
 
 # Tensors that only quantised modules have.
 _MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
-# Tensors with which other engines quantise activations, keys and values as they compute. Here these
-# are not quantised.
+# Tensors with which other engines quantise activations, keys and values while they compute. Here
+# activations, keys and values are not quantised.
 _OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
 _UNUSED = re.compile(r"bias|(input|output|q|k|v|kv)_(scale|zero_point|global_scale)")
 _GROUPED = 16  # the number of inputs of a group is a multiple of this
@@ -40,9 +40,10 @@ def module_of(name: str) -> str:
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Split words of 32 bits [rows, n] into fields uint8 [rows, count].
+    """Split words of 32 bits [rows, n] into unsigned fields, uint8 [rows, count].
 
-    Fields have `bits` bits each, and are packed without gaps, from the lowest bit on.
+    Fields have `bits` bits each, and are packed without gaps, from the lowest bit on: a field may
+    begin in one word and end in the next.
     """
     if 32 % bits == 0:
         return fields(words, bits)[:, :count].contiguous()
@@ -65,8 +66,8 @@ def _integers(
 ) -> QuantisedMatrix:
     """Return the matrix of weights that are given as unsigned integers.
 
-    Integers of up to 4 bits are kept as they are. From larger ones, and from their zero points, 2 ** (bits - 1) is
-    subtracted, so that they fit into int8.
+    Integers of up to 4 bits are kept as they are. From larger integers, and from their zero points,
+    2 ** (bits - 1) is subtracted, so that the integers fit into int8.
 
     Args:
         steps: [out, in], uint8, the integers; each has `bits` bits.
@@ -89,11 +90,11 @@ def _integers(
 
 
 class Tensors:
-    """The tensors of a quantised module, each read at its use.
+    """The tensors of a quantised module. Each is read from its file when it is asked for.
 
     Attributes:
         parts: names of the tensors within the module, such as "qweight", without those that no layout needs.
-        unread: those of `parts` that were neither read nor skipped.
+        unread: the names in `parts` that were neither read nor skipped so far.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class Tensors:
         self._get = get
 
     def of(self, part: str) -> torch.Tensor:
-        """Read a tensor of the checkpoint. Raises `Unread` where the module has none of this name."""
+        """Read the tensor with this name. Raises `Unread` if the module has none."""
         if part not in self.parts:
             raise Unread(f"it has no {part}")
         self.skip(part)
         return self._get(f"{self.module}.{part}")
 
     def skip(self, part: str) -> None:
-        """Count a tensor as read, because the layout does not need it. The module may lack it."""
+        """Count a tensor as read, because the layout does not need it. It may be missing."""
         self.unread.discard(part)
 
 
@@ -145,7 +146,14 @@ def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """Return the inputs sorted by their groups; None if they are sorted already."""
+    """Return the numbers of the inputs, sorted by their groups; None if they are sorted already.
+
+    Raises `Unread` if the groups have different sizes.
+
+    Args:
+        group_of: [in], the group of each input.
+        groups: number of groups.
+    """
     counts = group_of.bincount(minlength=groups)
     if len(counts) != groups or bool((counts != counts[0]).any()):
         raise Unread("g_idx has groups of several sizes")
@@ -158,7 +166,11 @@ _FP8_BLOCK = 128
 
 
 def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
-    """Return a float8 matrix with one scale, or with one for each row, each group of a row, or each 128 x 128 block."""
+    """Return the matrix of float8 weights [out, in] and their scales.
+
+    There may be one scale for the matrix, or one for each row, each group of a row, or each block
+    of 128 x 128 weights.  Raises `Unread` for other scales.
+    """
     outputs, inputs = weight.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
@@ -222,7 +234,7 @@ def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
             f"weight_scale is {scales.dtype} {list(scales.shape)}, "
             f"weight_global_scale {list(divisor.shape)}"
         )
-    divisors = 2 * divisor.float().reshape(1, 1)  # `FP4` counts in halves
+    divisors = 2 * divisor.float().reshape(1, 1)  # `FP4` has twice the values
     return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
 
 
@@ -247,7 +259,10 @@ def _exponents(tensors: Tensors) -> torch.Tensor:
 
 
 def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
-    """Read NF4 or FP4: the matrix is flattened and cut into blocks, whose scales may be quantised, too."""
+    """Read NF4 or FP4, where blocks of the flattened matrix share a scale.
+
+    The scales may be quantised too, with factors of their own.
+    """
     kind = "nf4" if f"{_STATE}nf4" in tensors.parts else "fp4"
     state = json.loads(bytes(tensors.of(f"{_STATE}{kind}").tolist()))
     outputs, inputs = state["shape"]
@@ -289,14 +304,15 @@ LAYOUTS: Mapping[str, Callable[[Tensors, Recipe], QuantisedMatrix]] = {
 def matrices(
     scheme: Mapping[str, Any], names: Collection[str], get: Callable[[str], torch.Tensor]
 ) -> dict[str, Make]:
-    """Return a loader of each quantised matrix of a checkpoint, by weight name.
+    """Return functions that load the quantised matrices of a checkpoint, by the weight's name.
 
-    Raises `Unread` for a setting or a tensor that is not read here.  Modules with the same recipe and the same tensor
-    names are laid out alike: to check them, the first of them is loaded at once.
+    Modules with the same recipe and the same tensor names have the same layout.  The first module
+    of each layout is loaded at once, as a check.  Raises `Unread` for a setting or a tensor that is
+    not read here.
 
     Args:
         scheme: the checkpoint's `quantization_config`.
-        names: names of its tensors.
+        names: names of the checkpoint's tensors.
         get: reads the tensor of a name.
     """
     choose = chooser(scheme)

@@ -11,7 +11,7 @@ Each tool has its own rules to choose the settings of a module by the module's n
 * AutoRound has `extra_config`, with full names and with regular expressions that may match anywhere in a
   name. If no full name fits, the expressions are tried in their order in the file.
 
-Must not know tensors.
+This module must not know tensors.
 """
 
 import re
@@ -24,14 +24,16 @@ _CLASSES = ("Linear", "Module")  # class targets that fit every quantised module
 
 
 class Unread(ValueError):
-    """A setting or a tensor that is not read here; the text names it."""
+    """A checkpoint has a setting or a tensor that is not read here; the text names it."""
 
 
 class Recipe(NamedTuple):
-    """How the tensors of a module are laid out.
+    """How the tensors of a quantised module are laid out.
 
     Attributes:
         layout: one of `packed.LAYOUTS`.
+        bits: bits of a weight.
+        is_symmetric: whether all zero points are the middle of the range, so that none are read.
         zero_shift: number that is added to the file's zero points. It is 1 for the first version of GPTQ's
             format, which stores zero points minus 1.
     """
@@ -98,7 +100,11 @@ class _Rule(NamedTuple):
 
 
 def _rule(name: str, settings: Config) -> _Rule:
-    """Return a rule of `dynamic`, such as "+:.*k_proj" with {"bits": 8}, or "-:.*gate"."""
+    """Return a rule of `dynamic`.
+
+    Examples are "+:.*k_proj" with {"bits": 8}, which changes settings, and "-:.*gate", whose
+    modules are not quantised.
+    """
     accepted = ("bits", "group_size", "sym", "desc_act", "mse", "damp_percent")
     _accept(settings, f"dynamic[{name!r}].", accepted)
     skips = name.startswith("-:")
@@ -246,7 +252,10 @@ METHODS: Mapping[str, Callable[[Config], Choose]] = {
 
 
 def chooser(scheme: Config) -> Choose:
-    """Return the function that chooses the recipe of each module, by a `quantization_config`. Raises `Unread`."""
+    """Return the function that chooses each module's recipe, as a `quantization_config` says.
+
+    Raises `Unread` for a method or a setting that is not read here.
+    """
     method = str(scheme.get("quant_method"))
     if method not in METHODS:
         raise Unread(f"quant_method is {method!r}")

@@ -1,4 +1,4 @@
-"""Rotary position embedding (rope): computes cosines and sines by config.json, bit for bit as transformers does."""
+"""Rotary position embedding (rope): its cosines and sines, bit for bit those of transformers."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ class Frequencies(NamedTuple):
 
     Attributes:
         angles: [rotated / 2], the angle by which each pair of numbers turns from one position to the next.
-        scale: multiplier of cosines and sines; 1 but for scalings such as yarn.
+        scale: multiplier of cosines and sines; it is 1 except for scalings such as yarn.
     """
 
     angles: torch.Tensor
@@ -26,8 +26,9 @@ class RotaryEmbedding(nn.Module):
     """Computes cosines and sines of positions.
 
     Args:
-        frequencies: by the kind of layer; "" if all layers have the same. They are not registered as
-            buffers, so that they stay float32 on the CPU.
+        frequencies: the frequencies of each kind of layer, by the kind's name; the only name is ""
+            if all layers have the same rope. They are not registered as buffers, so that they stay
+            float32 on the CPU.
     """
 
     def __init__(self, frequencies: Mapping[str, Frequencies]) -> None:
@@ -37,7 +38,10 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, like: torch.Tensor, positions: torch.Tensor, kind: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
+        """Return (cos, sin) of positions [1, n], each [1, n, head_dim].
+
+        They have the dtype and the device of `like`.
+        """
         frequencies, scale = self._frequencies[kind]
         angles = positions[..., None].float() * frequencies.to(like.device)
         angles = torch.cat((angles, angles), dim=-1)
@@ -45,7 +49,11 @@ class RotaryEmbedding(nn.Module):
 
 
 def parameters_of_rope(config: Config) -> dict[str, Any] | None:
-    """Return `rope_parameters`, also from the notation before transformers 5; None if a config.json has both."""
+    """Return the `rope_parameters` of a config.json.
+
+    In the notation before transformers 5, they are made from `rope_theta` and `rope_scaling`.
+    Return None if the file has both `rope_parameters` and `rope_scaling`.
+    """
     rope = config.get("rope_parameters")
     scaling = config.get("rope_scaling")
     if rope and scaling:
@@ -58,7 +66,11 @@ def parameters_of_rope(config: Config) -> dict[str, Any] | None:
 
 
 def rope_of(config: Config) -> RotaryEmbedding | None:
-    """Return the rope of a configuration that has `rope_parameters` and `head_dim`; None if it is not computed."""
+    """Return the rope of a configuration; None if such a rope is not computed.
+
+    Args:
+        config: as in config.json, with `rope_parameters` and `head_dim`.
+    """
     ropes = config["rope_parameters"]
     if "rope_type" in ropes:
         ropes = {"": ropes}
@@ -69,10 +81,11 @@ def rope_of(config: Config) -> RotaryEmbedding | None:
 
 
 def frequencies(rope: Mapping[str, Any], config: Config) -> Frequencies:
-    """Return the frequencies of one rope; without scaling, they are theta ** (-2 i / dim) for i < dim / 2.
+    """Return the frequencies of one rope.
 
-    The frequencies of a longrope hold for texts up to the length at which they change. Raises `KeyError`
-    or another error if `rope` lacks a setting.
+    Without scaling they are theta ** (-2 i / dim) for i < dim / 2. For a longrope, the result holds
+    for texts up to the length at which the frequencies change. Raises `KeyError` or another error
+    if `rope` lacks a setting.
     """
     kind = rope["rope_type"]
     if kind == "default":

@@ -1,4 +1,7 @@
-"""Lists and removes models on this machine's disk, in the hub's cache and in ours. Must not import torch."""
+"""Lists and removes models on this machine's disk, in the hub's cache and in ours.
+
+This module must not import torch.
+"""
 
 import re
 import shutil
@@ -35,9 +38,12 @@ class Stored(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The dtype or quantisation of a model's weights, and the forward that computes it: "own" or "transformers".
+    """How a model is stored and computed. A value that is unknown is "".
 
-    `forward` of a head of another model is "head". A value that is unknown is "".
+    Attributes:
+        weights: the dtype or the quantisation of the weights.
+        forward: the forward that computes the model, "own" or "transformers"; "head" for a drafting
+            head, which serves another model.
     """
 
     weights: str
@@ -45,7 +51,7 @@ class Kind(NamedTuple):
 
 
 def stored() -> list[Stored]:
-    """Return the models in both caches, the most recently used one first."""
+    """Return the models in the hub's cache and in ours, the most recently used first."""
     models = []
     for repo in _repositories():
         newest = max(repo.revisions, key=lambda item: ("main" in item.refs, item.last_modified))
@@ -109,8 +115,9 @@ def kind_of(directory: Path) -> Kind:
 def removal(name: str) -> tuple[int, Callable[[], None]]:
     """Return (bytes that the removal of a model frees, a function that removes it).
 
-    The function removes the model from our cache, and from the hub's cache all its revisions or the one that `name`
-    names.  Raises `ModelError` if the model is in neither cache.
+    The function removes the model from our cache and from the hub's.  If `name` states a revision,
+    only this revision is removed from the hub's cache.  Raises `ModelError` if the model is in
+    neither cache.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -143,7 +150,10 @@ def removal(name: str) -> tuple[int, Callable[[], None]]:
 
 
 def _hashes(repo: str, revision: str | None) -> list[str]:
-    """Return the commits of a repository in the hub's cache: all, or those that `revision` names."""
+    """Return the commits of a repository that are in the hub's cache.
+
+    If `revision` is given, return only the commit that it names.
+    """
     hashes = []
     for repository in _repositories():
         if repository.repo_id == repo:

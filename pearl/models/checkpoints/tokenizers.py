@@ -1,4 +1,7 @@
-"""Loads the tokenizer of a named model, a checkpoint or a toy. Must not load weights."""
+"""Loads the tokenizer of a named model, which may be a toy.
+
+This module must not load weights.
+"""
 
 import itertools
 import logging
@@ -16,15 +19,18 @@ from pearl.text.translation import Translation
 
 log = logging.getLogger(__name__)
 
-TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
+# Most tokens of a toy. There are more printable characters, and no vocabulary that we emulate is
+# larger.
+TOY_LIMIT = 140_000
 _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 
 
 class ToyTokenizer(Tokenizer):
-    """One printable character per token, for toy models: 0-9, a-z, A-Z, then all from U+0100 on.
+    """The tokenizer of toy models, with one printable character for each token.
 
-    Characters outside of the vocabulary are encoded as their code point modulo vocab_size, so that every text can be a
-    prompt; decode(encode(s)) == s holds for texts of characters in the vocabulary.
+    The characters are 0-9, a-z and A-Z, and then those from U+0100 on.  A character outside of the
+    vocabulary is encoded as its code point modulo vocab_size, so that every text can be a prompt.
+    For texts of characters in the vocabulary, decode(encode(s)) == s.
     """
 
     chat_template = ""
@@ -68,8 +74,10 @@ def load_tokenizer(
     """Return the tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
 
     Args:
-        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's runner reads its other options).
-        encodes: False if texts are only decoded, or vocabularies compared: merges are then read only when needed.
+        spec: a name as `resolve_checkpoint` takes it, or that of a toy, such as
+            "toy:vocab=32,eos=5".
+        encodes: False if the caller will only decode texts or compare vocabularies. The merges are
+            then read only when they are needed.
     """
     if is_toy(spec):
         options = toy_options(spec)
@@ -101,8 +109,8 @@ def translation_of(
 ) -> Translation | None:
     """Return the translation between the tokens of a draft and those of its target.
 
-    Return None if both have the same vocabulary, or the target's tokenizer is not on this host.  Raises `ModelError` if
-    the two vocabularies have too few tokens in common.
+    Return None if both have the same vocabulary, or if the target's tokenizer cannot be loaded on
+    this host. Raises `ModelError` if the two vocabularies have too few tokens in common.
 
     Args:
         known: the draft's tokenizer and generation defaults, if they are loaded already.

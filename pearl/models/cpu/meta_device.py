@@ -3,7 +3,7 @@
 `import torch` spends a third of its time on these kernels, which compute shapes alone. transformers
 builds its models with them, and torch's compiler traces with them; our own forward never uses them.
 Other parts of torch may depend on them: in 2.13, `torch.Generator()` fails without them. So they are
-postponed only in releases of torch that were checked. Must not import torch.
+postponed only in releases of torch that were checked. This module must not import torch.
 """
 
 import sys
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = "torch._meta_registrations"
-# Releases of torch that were checked: without the kernels, all that our forward needs works.
+# Releases of torch that were checked: all that our forward needs works without the kernels.
 CHECKED = ("2.13",)
 NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 

@@ -56,7 +56,8 @@ _KINDS = {
     torch.float32: 4,
     torch.float8_e4m3fn: 5,
 }
-# Bits -> the kinds of scales with which `products.c` multiplies: for groups of whole blocks, and for other groups.
+# Bits -> the kinds of scales that `products.c` takes: first if a group consists of whole blocks of
+# inputs, then for other groups.
 _WHOLE_BLOCKS = {
     4: (0, 1, 2),
     5: (0, 2),
@@ -85,7 +86,7 @@ _threads = 0  # 0: as many as torch has
 
 
 def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields for a `ctypes.Structure` that all have the type `kind`. `names` are separated by spaces."""
+    """Return fields of a `ctypes.Structure`, all of type `kind`. Spaces separate the `names`."""
     return tuple((name, kind) for name in names.split())
 
 
@@ -110,7 +111,7 @@ def flags() -> set[str]:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the functions built for this processor; None if they were not built."""
+    """Load the library built for this processor; return None if there is none, or none loads."""
     available = flags()
     for name, needed in BUILDS:
         if not needed <= available:
@@ -144,8 +145,8 @@ def load(file: Path) -> ctypes.CDLL:
 def use_threads(count: int) -> list[int]:
     """Compute with `count` threads from now on, including this one; return the others' native ids.
 
-    The threads are our own and sleep while there is nothing to compute. torch computes with one thread,
-    because several would spin while they wait for each other.
+    The other threads are our own, and sleep while there is nothing to compute. torch is set to a
+    single thread, because several threads of torch would spin while they wait for each other.
     """
     global _threads
     torch.set_num_threads(1)
@@ -156,12 +157,12 @@ def use_threads(count: int) -> list[int]:
 
 
 def threads() -> int:
-    """Return how many threads compute: what `use_threads` set last, else as many as torch has."""
+    """Return how many threads compute: the number set by `use_threads`, or else torch's number."""
     return _threads or torch.get_num_threads()
 
 
 def keeps_float32() -> bool:
-    """Return whether products use float32 rows as they are, with 24 bits, and do not round them to bfloat16."""
+    """Return whether products use float32 rows as they are, not rounded to bfloat16."""
     loaded = library()
     return loaded is not None and not loaded.pearl_rounds()
 
@@ -180,13 +181,18 @@ def takes(weights: Weights) -> bool:
 def takes_inputs(count: int) -> bool:
     """Return whether `Native` can multiply by a matrix with `count` inputs.
 
-    It reads inputs in groups of `_LEAST`, and would read past the end of a row that is no multiple of that.
+    It reads inputs in groups of `_LEAST`. If `count` were no multiple of this, it would read past
+    the end of a row.
     """
     return count % _LEAST == 0
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int]:
-    """Return (bits of the weights or the value that stands for their kind, kind of the scales)."""
+    """Return (`bits`, `kind`) of the struct `Weights` in `native.h`, for these weights.
+
+    `bits` is the number of bits, or a value that stands for another kind of weights. `kind` stands
+    for the dtype of the scales.
+    """
     kind = _KINDS[weights.scales.dtype]
     if weights.table is not None:
         if not weights.fits_bytes or not keeps_float32():
@@ -200,16 +206,20 @@ def _case(weights: QuantisedMatrix) -> tuple[int, int]:
 
 
 class Native:
-    """Multiplies by a matrix with `products.c`. It keeps the weights, for which `takes` must hold.
+    """Multiplies by a matrix with `products.c`.
 
-    Results are float32 if `wide`. Otherwise they have the dtype of y or, without y, the dtype of x.
+    A call returns the product of x with the weights, plus y if y is given. The result is float32 if
+    `wide`; otherwise it has the dtype of y, or that of x if there is no y.
 
-    If `rounds_rows` is asked for, weights of 4 to 6 bits are multiplied by x rounded to 8 bits, with a scale
-    for each 16 inputs, on a processor with AVX2.
+    If the argument `rounds_rows` is true, x is rounded to 8 bits, with a scale for each 16 inputs.
+    This is done only for weights of 4 to 6 bits, and only on a processor with AVX2.
+
+    Args:
+        weights: weights for which `takes` returns true.
 
     Attributes:
-        scratch: floats of working memory that a product needs for each row.
-        rounds_rows: whether rows are rounded to 8 bits.
+        scratch: size of the working memory that a product needs for each row, in floats.
+        rounds_rows: whether rows really are rounded to 8 bits.
     """
 
     def __init__(
@@ -252,7 +262,10 @@ class Native:
         self._keep("steps", _grouped(panels(weights, self._lanes), together))
 
     def _keep_quantised(self, pieces: Iterable[QuantisedMatrix]) -> None:
-        """Keep a matrix that comes in pieces. All but the last are whole panels."""
+        """Keep a matrix that comes in pieces of rows.
+
+        The rows of each piece but the last one fill whole panels (see `panels`).
+        """
         count = -(-self.shape[0] // self._lanes)
         weights = stacked(map(self._in_panels, pieces), count)
         for name, tensor in weights.of_rows().items():
@@ -267,7 +280,10 @@ class Native:
             self._keep("table", weights.table + fields.offset)
 
     def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
-        """Lay out all tensors of rows in panels, and note how the weights are stored."""
+        """Lay out in panels all tensors that have numbers for each row.
+
+        Also set the fields of the struct `Weights` that say how the weights are stored.
+        """
         if weights.bits == 8 and weights.zeros is not None:  # zeros of fewer bits are bytes
             weights = weights.in_bytes(weights.group)
         fields = self._given
@@ -294,9 +310,10 @@ class Native:
 
     @property
     def address(self) -> int | None:
-        """Address of the matrix as a `Weights` of `native.h`.
+        """Address of the matrix as a struct `Weights` of `native.h`.
 
-        None if that does not suffice: if inputs must be reordered, or results are `wide`.
+        It is None if the struct does not describe the whole product, because inputs must be
+        reordered or results are `wide`.
         """
         if self._order is None and not self._wide:
             return ctypes.addressof(self._given)
@@ -358,7 +375,10 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system: laying weights out leaves gigabytes that the C library would keep."""
+    """Return freed memory to the system.
+
+    Laying weights out frees gigabytes, which the C library would otherwise keep for this process.
+    """
     with suppress(AttributeError, OSError):  # only glibc has this function
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -370,7 +390,10 @@ def _loaded() -> ctypes.CDLL:
 
 
 def computes(*tensors: Embedding) -> bool:
-    """Return whether `normalise`, `gated` and `attend` take tensors of these devices and dtypes."""
+    """Return whether `normalise`, `gated` and `attend` can compute with all of these tensors.
+
+    Their devices and dtypes decide.
+    """
     if library() is None:
         return False
     return all(tensor.device.type == "cpu" and tensor.dtype in _DTYPES for tensor in tensors)
@@ -379,8 +402,11 @@ def computes(*tensors: Embedding) -> bool:
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
     """Return whether a model of these sizes can be computed on `device`.
 
-    On a CPU our C must be built, and its limits must hold for the model's heads and sizes. On a GPU our
-    kernels need Triton.
+    On a CPU our C must be built, and the model's heads and sizes must be within its limits. On a
+    GPU Triton must be installed for our kernels.
+
+    Args:
+        config: the model's settings, as in config.json.
     """
     if device.type != "cpu":
         return find_spec("triton") is not None
@@ -448,7 +474,11 @@ class Attention(ctypes.Structure):
 
 
 def attend(arguments: Attention) -> None:
-    """Fill `out`, `new_keys` and `new_values`, and the cached positions of chains."""
+    """Compute the attention of rows, and write it to `out`.
+
+    The rows' keys and values are written to `new_keys` and `new_values`. Those of chains are also
+    written to the cache.
+    """
     _loaded().pearl_attend(ctypes.byref(arguments))
 
 

@@ -1,6 +1,6 @@
-"""Decoder layers on a CPU in one call of `layers.c`.
+"""Computes decoder layers on a CPU in one call of `layers.c`.
 
-Many short calls would take as long as the products of a small model.
+In a small model, many short calls from Python would take as long as the products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _Parts = Sequence[Native]  # the matrices of one product, side by side
 
 
 class _Products(NamedTuple):
-    """The matrices of a layer, in the order of `layers.c`. Each consists of parts, side by side."""
+    """The matrices of a layer, in the order of `layers.c`.
+
+    Each consists of one or several parts, whose outputs are side by side.
+    """
 
     qkv: _Parts
     out: _Parts
@@ -57,7 +60,7 @@ class NativeLayers:
 
     Args:
         products: the matrices of each layer.
-        ropes: tables of all positions, by name of the rope.
+        ropes: cosines and sines of all positions, by the rope's name; see `DecoderLayers.angles`.
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class NativeLayers:
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
         """Return the layers for `layers.c`; None if it cannot compute them.
 
-        It computes no experts, matrices in other layouts, norms of two dtypes, or MLPs of several sizes.
+        It cannot compute experts, matrices that are not `Native`, norms of two dtypes, or MLPs of
+        several sizes.
         """
         if not native.computes(layers.embedding) or len(_norm_dtypes(layers)) != 1:
             return None
@@ -113,7 +117,7 @@ class NativeLayers:
     def __call__(
         self, attends: NativeAttention, hidden: torch.Tensor, start: int, end: int
     ) -> None:
-        """Compute the layers from `start` to `end` - 1: the hidden states [n, width] change in place."""
+        """Apply the layers from `start` to `end` - 1 to the hidden states [n, width], in place."""
         room = torch.empty(len(hidden) * self._room)
         attention = native.Attention.from_buffer_copy(attends.given)
         attention.is_float32 = self._is_float32
@@ -176,7 +180,7 @@ def _norm_dtypes(layers: DecoderLayers) -> set[torch.dtype]:
 
 
 def _parts(product: Matrix) -> _Parts:
-    """Return the matrices of a product, side by side; an empty tuple if `layers.c` cannot multiply by them."""
+    """Return the parts of a product's matrix; none if `layers.c` cannot multiply by one of them."""
     matrices = product.parts if isinstance(product, SideBySide) else (product,)
     if len(matrices) > _SIDES:
         return ()

@@ -1,4 +1,4 @@
-"""Our own forward on a CPU: our C computes all feeds at once, of any size."""
+"""Our own forward on a CPU, where our C computes all feeds of a forward at once."""
 
 from __future__ import annotations
 

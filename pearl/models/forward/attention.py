@@ -20,7 +20,8 @@ class Scoring(NamedTuple):
     """How a model scores positions.
 
     Attributes:
-        windows: how many positions a token of each layer sees, its own included; 0: all up to its own.
+        windows: for each layer, how many positions a token sees, its own included; 0: all up to its
+            own.
         scale: the multiplier of a query's product with a key.
         cap: see `cap_scores`.
         sinks: for each layer [heads], a score that takes part in the head's softmax but has no value; empty: none.

@@ -1,4 +1,7 @@
-"""Weights and configuration of a model, in the form that our own forward takes. Must not know files."""
+"""Weights and configuration of a model, in the form that our own forward takes.
+
+This module must not know files.
+"""
 
 from types import SimpleNamespace
 from typing import Any

@@ -23,8 +23,8 @@ class Experts:
     """Computes a sparse MLP. It takes the weights away from `block`, the module of transformers.
 
     Args:
-        lay_out: see `linear_layers.matrix`.
-        kernels: whether our kernels compute forwards of `FED` rows.
+        lay_out: makes a matrix of linear layers; see `linear_layers.matrix`.
+        kernels: whether our GPU kernels compute forwards of `FED` rows.
 
     Attributes:
         each: (gate_up, down) of each expert.
@@ -69,9 +69,9 @@ class Experts:
         x: torch.Tensor,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum of each row's experts, weighted by their probabilities.
+        """Return the sum of the outputs of each row's experts, weighted by their probabilities.
 
-        [n, hidden] -> [n, hidden]
+        The shape of x and of the result is [n, hidden].
 
         Args:
             is_fed: [n], false for padding rows. These take the experts of the first row.
@@ -116,10 +116,11 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
-    """Yield ([gate, up] or [gate_up], down) for each expert: its linear layers.
+    """Yield the linear layers of each expert: ([gate, up] or [gate_up], down).
 
     Args:
-        alternates: the matrices are stored transposed, and the rows of gate and up alternate.
+        alternates: whether the matrices are stored transposed, with alternating rows of gate and
+            up.
     """
     if not hasattr(experts, "gate_up_proj"):  # files that were read directly
         for expert in experts:

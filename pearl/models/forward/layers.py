@@ -1,7 +1,8 @@
 """The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
 
-Query, key and value are one matrix, gate and up another, packed for the device. Must not know feeds and
-slots: the caller provides the attention (see `slot_attention`).
+The matrices of query, key and value are joined into one, and so are those of gate and up; each is
+packed for the device. This module must not know feeds and slots, so the caller provides the
+attention (see `slot_attention`).
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scales:
-    """Holds a model's multipliers, and its caps of attention scores and of logits; 0: no cap.
+    """A model's multipliers, and its caps of attention scores and of logits.
 
-    `residual` multiplies the output of attention and MLP before it is added to the hidden state.
+    A cap of 0 means that there is none. `residual` multiplies the outputs of attention and of the
+    MLP before they are added to the hidden state.
     """
 
     embedding: float
@@ -94,13 +96,14 @@ class Scales:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How a model's layers are computed; its family and its configuration decide.
+    """How a model's layers are computed, as its family and its configuration say.
 
     Attributes:
         rotated: how many of a head's numbers are rotated.
-        gate: the activation of the gate, one of `linear_layers.gated`.
-        windows: of each layer, see `layer_kinds`; 0 for a window that is at least as long as the context.
-        ropes: of each layer, see `layer_kinds`.
+        gate: name of the gate's activation, as `linear_layers.gated` takes it.
+        windows: each layer's attention window; 0 if it is unlimited, or at least as long as the
+            context.
+        ropes: the name of each layer's rope; see `layer_kinds`.
     """
 
     forward: Forward
@@ -147,12 +150,14 @@ class Layer:
 
     Args:
         module: a layer of transformers, or a module with the same attributes.
-        rope: see `layer_kinds`.
-        lay_out: see `linear_layers.matrix`.
+        rope: the name of the layer's rope; see `layer_kinds`.
+        lay_out: makes a matrix of linear layers; see `linear_layers.matrix`.
+        is_native: see `DecoderLayers`.
         dtype: the dtype of rows.
 
     Attributes:
-        experts: the layer's experts, or None. With experts, `gate_up` and `down` are those of the first.
+        experts: the layer's experts; None if it has none. If it has experts, `gate_up` and `down`
+            are the matrices of the first expert.
     """
 
     def __init__(
@@ -221,21 +226,24 @@ class DecoderLayers:
         weights: the dtype of the weights or, if matrices are quantised, their bits: "4 and 6 bits".
         embedding: [vocab, hidden].
         norm: the weights of the last norm.
-        taps: layers whose inputs are kept as `features`, in that order; the number of layers stands for
-            the states that the last norm reads.
-        features: [n, len(taps) * hidden], as the last forward left them; None without taps.
+        taps: numbers of the layers whose inputs are kept as `features`, in the order of `features`.
+            If the model has N layers, the number N stands for the input of the last norm.
+        features: [n, len(taps) * hidden], the states that the last forward kept; None if `taps` is
+            empty.
         scoring: how positions are scored, with a window for each layer.
         residual_dtype: the dtype of the states between layers.
-        in_one_call: in_one_call(attention, states, start, end) computes the layers from `start` to `end`
-            for a `NativeAttention`, in place. None: layers are computed one by one.
+        in_one_call: in_one_call(attention, states, start, end) applies the layers from `start` to
+            `end` - 1 to the states, in place, for a `NativeAttention`. None: layers are computed
+            one by one.
 
     Args:
-        rounds_rows: see `linear_layers.matrix`.
         context: most positions of a text; attention windows of at least this length are left out.
-        is_native: whether our C computes the layers. Otherwise matrices are laid out for our kernels, and
-            queries and keys are rotated in the dtype of rows.
+        rounding: see `linear_layers.matrix`.
+        is_native: whether our C computes the layers. Otherwise matrices are laid out for our GPU
+            kernels, and queries and keys are rotated in the dtype of rows.
+        rounds_rows: see `linear_layers.matrix`.
         family: (forward, configuration) of a model that `described` does not know.
-        output: the matrix that computes logits; None: that of `model`.
+        output: the matrix that computes logits; None: the output matrix of `model`.
         progress: called with the number of layers that are laid out.
     """
 
@@ -308,7 +316,7 @@ class DecoderLayers:
         rounding: Rounding,
         bits: set[int],
     ) -> tuple[str, torch.dtype]:
-        """Return the dtype or bits of the weights, and the dtype of the states between layers.
+        """Return the attribute `weights`, and the dtype of the states between layers.
 
         Args:
             dtype: the dtype of the model.
@@ -318,8 +326,8 @@ class DecoderLayers:
             bits = {int(rounding[-1])}
         if not bits:
             return str(dtype).removeprefix("torch."), self.dtype
-        # Quantised matrices add a rounding error to each result. States in float32 between the layers make
-        # up for half of it.
+        # Quantised matrices add an error to each result. Keeping the states between layers in
+        # float32 makes up for half of that error.
         return f"{' and '.join(map(str, sorted(bits)))} bits", torch.float32
 
     def _sinks(
@@ -355,10 +363,13 @@ class DecoderLayers:
         rotary: Any,
         positions: torch.Tensor,
     ) -> dict[str, Rope]:
-        """Return cosines and sines of `positions` [n] for each of the layers' ropes; see `layer_kinds`.
+        """Return cosines and sines of `positions` [n] for each of the layers' ropes, by its name.
 
-        The first half of the sines is negated: rotating a vector swaps its halves and negates one of
-        them, while `roll` only swaps. So rotated(x) = x * cos + roll(x) * sin.
+        They are for the formula rotated(x) = x * cos + roll(x) * sin, where roll(x) swaps the two
+        halves of x. The first half of the sines is negated, because a rotation subtracts there.
+
+        Args:
+            rotary: the model's rope module, such as `checkpoints.rope.RotaryEmbedding`.
         """
         half = self._rotated // 2
         unrotated = self.heads.dim // 2 - half
@@ -385,10 +396,11 @@ class DecoderLayers:
         ropes: Mapping[str, Rope],
         attends: NativeAttention | SlotAttention,
     ) -> torch.Tensor:
-        """Return the last layer's states [n, hidden] of `ids` [n].
+        """Compute all layers for the tokens `ids` [n]; return the last layer's states [n, hidden].
 
         Args:
-            ropes: tables of all positions, by name.
+            ropes: cosines and sines of all positions, as `angles` returns them.
+            attends: computes the attention of these tokens.
         """
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
@@ -451,7 +463,7 @@ class DecoderLayers:
         if self.scales.logits != 1:
             logits = logits * self.scales.logits
         if self.scales.logits_cap:
-            for row in logits:  # alone, so that torch splits every row into vectors alike
+            for row in logits:  # one by one, so that torch cuts all rows into vectors alike
                 cap_scores(row, self.scales.logits_cap)
         return logits
 
@@ -460,7 +472,7 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the RMS norm of x; without a norm, x. Either has the dtype of rows."""
+        """Return the RMS norm of x, or x itself if `norm` is None, in the dtype of rows."""
         if norm is None:
             return x.to(self.dtype)
         return normalise(x, norm, self.eps, self.dtype)
@@ -472,7 +484,10 @@ class DecoderLayers:
         x: torch.Tensor,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return hidden + multiplier * normalise(product(x)); without a norm, hidden + multiplier * product(x)."""
+        """Return hidden + multiplier * normalise(product(x)).
+
+        If `norm` is None, the product is not normalised.
+        """
         multiplier = self.scales.residual
         if norm is None and multiplier == 1:
             return product(x, hidden)
@@ -506,7 +521,7 @@ class DecoderLayers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return each row's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim].
 
-        They are normalised where the layer has norms for them, and not rotated.
+        Queries and keys are normalised if the layer has norms for them. They are not rotated yet.
         """
         heads = self.heads
         states = layer.qkv(x).view(x.shape[0], -1, heads.dim)
@@ -521,13 +536,16 @@ class DecoderLayers:
         states: torch.Tensor,
         norm: torch.Tensor,
     ) -> torch.Tensor:
-        """Normalise states [n, heads, head_dim]: each head alone or, if `norm` spans all heads, all together."""
+        """Normalise states [n, heads, head_dim].
+
+        Each head is normalised alone or, if `norm` has weights for all heads, all heads together.
+        """
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)
 
 
 def bits_of(linears: Sequence[Any]) -> set[int]:
-    """Return the bits of those linear layers that are quantised."""
+    """Return the numbers of bits that occur among the linear layers that are quantised."""
     bits = set()
     for linear in linears:
         if isinstance(linear.weight, QuantisedMatrix):
@@ -536,7 +554,7 @@ def bits_of(linears: Sequence[Any]) -> set[int]:
 
 
 def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]]:
-    """Return the forward of a model's family, and its configuration."""
+    """Return how our own forward computes a model's family, and the model's configuration."""
     config = model.config
     if hasattr(config, "to_dict"):
         settings = config.to_dict()
@@ -554,9 +572,10 @@ def split_fused(
     forward: Forward,
     settings: Mapping[str, Any],
 ) -> None:
-    """Replace each fused matrix of a layer by its parts, which are views of it. A second call does nothing.
+    """Replace each fused matrix of a layer by its parts, which are views of the matrix.
 
-    Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`.
+    Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`. A second call changes
+    nothing.
     """
     if not forward.fused:
         return
@@ -598,8 +617,8 @@ def set_weight(module: torch.nn.Module, weight: Weights | StoredMatrix) -> None:
 def pair_up(layer: Any, spec: LayerSpec) -> None:
     """Reorder the rows of a layer's queries and keys, so that a rotation pairs row i with row i + width / 2.
 
-    Scores are the same in any order. If all 4 numbers of a head are rotated in neighbouring pairs
-    (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
+    Scores do not depend on the order, which is the same for queries and keys. For example, if all 4
+    numbers of a head are rotated in the pairs (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
     """
     count = spec.rotated
     width = spec.heads.dim

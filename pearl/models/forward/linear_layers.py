@@ -2,7 +2,7 @@
 
 Most libraries choose their order of summation by the number of rows. So we multiply with `products.c` on
 a CPU (`Native`), and with our kernels on a GPU (`KernelMatrix`). A `Matrix` holds weights in the layout
-that is fastest there.
+that is fastest on its device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pearl.models.forward.quantised import (
 )
 
 Rounding = Literal["", "int8", "int4"]
-# Least weights in the layers of a large model, whose forward of one token takes as long as reading them.
+# From this number of weights in its layers on, a model counts as large: the forward of one token
+# takes as long as reading the weights.
 LARGE = 100_000_000
 
 
@@ -40,7 +41,7 @@ class Matrix(Protocol):
         x: torch.Tensor,
         y: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x times the matrix; with y, plus y."""
+        """Return x times the matrix, plus y if y is given."""
         ...
 
 
@@ -48,16 +49,19 @@ class Matrix(Protocol):
 class KernelMatrix:
     """Holds weights for our kernels on a GPU, which multiply them in the rows' dtype.
 
-    Weights that are not quantised are [out, in]. Steps of 8 bits are [out, in], int8 or float8_e4m3fn.
-    Steps of 4 bits are bytes [out, in / 2]: if `packed_together` is 32, byte 0 of a row holds input 0 in
-    its lower half and input 16 in its upper half, and byte 15 holds inputs 15 and 31.
+    Weights that are not quantised are stored as they are, [out, in]. Quantised weights are stored
+    as small numbers ("steps") and scales. Steps of 8 bits are [out, in], int8 or float8_e4m3fn.
+    Steps of 4 bits are packed into bytes [out, in / 2]. For example, if `packed_together` is 32,
+    byte 0 of a row holds input 0 in its lower half and input 16 in its upper half, and byte 15
+    holds inputs 15 and 31.
 
     Attributes:
+        weight: the weights or steps.
         bias: [out].
-        scales: [groups, out, 1 or 2]: each group's scale and, unless `extra` is 0, a second number; None:
-            the weights are not quantised.
+        scales: [groups, out, 1 or 2]: each group's scale and, unless `extra` is 0, a second number;
+            None if the weights are not quantised.
         bits: bits of a step; 16 for weights that are not quantised.
-        group: inputs that share a scale.
+        group: number of inputs that share a scale.
         extra: how a weight is computed:
             0: (step - offset) * scale;
             1: (step - offset) * scale + second;
@@ -78,7 +82,10 @@ class KernelMatrix:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> KernelMatrix:
-        """Lay quantised weights out. If the kernels have no layout for them, dequantise them to `dtype`."""
+        """Lay quantised weights out for the kernels.
+
+        If the kernels have no layout for them, the weights are dequantised to `dtype`.
+        """
         outputs, inputs = weights.shape
         if weights.table is not None and weights.fits_bytes:
             weights = weights.in_bytes(weights.group)
@@ -119,7 +126,7 @@ class KernelMatrix:
         return outputs, width
 
     def options(self) -> dict[str, Any]:
-        """Return the constants of kernels that describe how weights are stored."""
+        """Return the kernel constants that describe how the weights are stored."""
         group = self.group or self.shape[1]
         return {
             "BITS": self.bits,
@@ -129,14 +136,17 @@ class KernelMatrix:
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants of a product's kernel that follow from the matrix. The caller sets N."""
+        """Return the constants that a product's kernel takes from the matrix, but without N."""
         return self.options() | {
             "K": self.shape[1],
             "BIAS": self.bias is not None,
         }
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (weights, scales, bias). In place of missing scales or a missing bias, return the weights."""
+        """Return (weights, scales, bias) as kernel arguments.
+
+        The weights also stand in place of missing scales or a missing bias, which no kernel reads.
+        """
         weight = self.weight
         scales = weight if self.scales is None else self.scales
         bias = weight if self.bias is None else self.bias
@@ -153,7 +163,7 @@ class KernelMatrix:
         return y + product
 
     def dequantised(self) -> torch.Tensor:
-        """Return the weights [out, in]; if they are quantised, in the dtype of their scales."""
+        """Return the weights [out, in]; those that were quantised have the dtype of the scales."""
         if self.scales is None:
             return self.weight
         packed = packed_together(self.shape[1], self.group)
@@ -198,7 +208,10 @@ class KernelMatrix:
 
 
 def packed_together(inputs: int, group: int) -> int:
-    """Return how many inputs' 4-bit steps a lane of our kernels loads at once: 32, 16, or 0 for none."""
+    """Return how many inputs share a group of packed bytes in `KernelMatrix`: 32 or 16.
+
+    Return 0 if neither fits the number of inputs and the group of a scale.
+    """
     for size in (32, 16):
         if inputs % (4 * size) == 0 and group % size == 0:
             return size
@@ -213,16 +226,17 @@ def matrix(
     wide: bool = False,
     rounds_rows: bool = False,
 ) -> Matrix:
-    """Return several linear layers that read the same input as one matrix, with their outputs side by side.
+    """Join linear layers that have the same input into one matrix; their outputs are side by side.
 
-    It takes the weights away from the layers, so that a large model is never in memory twice.
+    The weights are taken away from the layers, so that a large model is never in memory twice.
 
     Args:
         dtype: the dtype of the model, and so of most rows.
-        is_native: lay the weights out for our C, if it takes their number of inputs; else for our kernels.
+        is_native: whether to lay the weights out for our C, if it takes their number of inputs.
+            Otherwise they are laid out for our GPU kernels.
         rounding: see `quantised.rounded`; quantised weights stay as they are.
-        wide: with our C, return float32 results whatever the dtype of the rows.
-        rounds_rows: with our C, round rows to 8 bits; see `native.Native`.
+        wide: whether our C returns float32 results, whatever the dtype of the rows.
+        rounds_rows: whether our C rounds rows to 8 bits; see `native.Native`.
     """
     taken = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
@@ -285,10 +299,10 @@ def for_kernels(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> KernelMatrix:
-    """Lay out weights side by side.
+    """Join several matrices into one for our GPU kernels, with their outputs side by side.
 
-    Quantised weights of several kinds are converted to steps of 8 bits. If one of them does not fit into
-    these, or one is not quantised, all are dequantised.
+    Matrices that are quantised in different ways are converted to steps of 8 bits. All are
+    dequantised if one of them does not fit into such steps, or is not quantised.
     """
     quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
     are_bytes = all(weight.fits_bytes and weight.order is None for weight in quantised)
@@ -344,16 +358,20 @@ class SideBySide:
 
 
 def dtype_of_rows(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of our C's rows in a model of `dtype`: float32 for float16, which our C lacks."""
+    """Return the dtype in which our C computes the rows of a model of `dtype`.
+
+    It is float32 for a model in float16, which our C does not compute.
+    """
     if dtype == torch.float16:
         return torch.float32
     return dtype
 
 
 def rounding_for(model: Any) -> Rounding:
-    """Return "int4" for a large bfloat16 model on a CPU, where a token then takes a third of the time.
+    """Return how to round a draft's weights: "int4" for a large bfloat16 model on a CPU, else "".
 
-    Return "" for other models, and for one whose matrices are quantised already.
+    With "int4" a token of such a model takes a third of the time. Models whose matrices are
+    quantised already are not rounded.
     """
     layers = model.model.layers
     attention = layers[0].self_attn
@@ -382,7 +400,10 @@ def rounding_for(model: Any) -> Rounding:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Return whether this CPU has bfloat16 instructions; without them products take several times as long."""
+    """Return whether this CPU has bfloat16 instructions.
+
+    On a CPU that has none, products in bfloat16 take several times as long.
+    """
     has_mkldnn = torch.backends.mkldnn.is_available()
     return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -430,7 +451,7 @@ def normalise(
     weights have another dtype than `x`, only the product is rounded.
 
     Args:
-        dtype: the dtype of the result; None: that of `weight`.
+        dtype: the dtype of the result; None: the dtype of `weight`.
     """
     dtype = dtype or weight.dtype
     if native.computes(x, weight) and dtype in (torch.float32, torch.bfloat16):

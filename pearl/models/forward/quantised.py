@@ -17,14 +17,14 @@ from pearl.errors import ModelError
 # Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
 GROUP = 32
 _OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
-_TOGETHER = 4096  # rows rounded at once: a large matrix in float32 would take a GPU's last memory
+_TOGETHER = 4096  # rows rounded at once, because a large matrix in float32 may not fit into memory
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """Holds weights [out, in] as steps, with scales of groups of inputs.
+    """Holds weights [out, in] as small numbers ("steps"), with a scale for each group of inputs.
 
-    A weight is (step - offset - zero) * scale + least, or table[step] * scale.
+    A weight is (step - offset - zero) * scale + least or, if there is a table, table[step] * scale.
 
     Attributes:
         steps: [out, in], uint8; steps of 8 bits may also be int8 or float8_e4m3fn.
@@ -36,8 +36,9 @@ class QuantisedMatrix:
         least: [out, groups], in the first or the second form of `scales`, with `of_least` in place of
             `of_scales`; None: 0.
         zeros: [out, groups], uint8, or int16 for steps of 8 bits; None: 0.
-        order: [in], the input of each column of `steps`; None: 0, 1, 2 ...
-        table: [16], float32, the number for which each step of 4 bits stands; None: steps are numbers.
+        order: [in], the input to which each column of `steps` belongs; None: they are in order.
+        table: [16], float32, the number for which each step of 4 bits stands; None: a step stands
+            for itself.
     """
 
     steps: torch.Tensor
@@ -66,7 +67,7 @@ class QuantisedMatrix:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What matrices must have in common to be `stacked`."""
+        """The properties that matrices must have in common to be `stacked`."""
         table = None if self.table is None else tuple(self.table.tolist())
         return (
             self.steps.dtype,
@@ -81,7 +82,7 @@ class QuantisedMatrix:
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
-        """Return the matrix after `change`, which cuts or reorders rows, is applied to all tensors of `of_rows`."""
+        """Return the matrix with `change`, which cuts or reorders rows, applied to `of_rows`."""
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.of_rows().items()}
         return replace(self, **tensors)
 
@@ -114,7 +115,7 @@ class QuantisedMatrix:
 
     @property
     def fits_bytes(self) -> bool:
-        """Whether the steps or, with a table, the numbers of the table are integers of 8 bits."""
+        """Whether the steps, or the numbers of the table if there is one, can become int8."""
         if self.steps.dtype == torch.float8_e4m3fn:
             return False
         if self.table is None:
@@ -125,7 +126,8 @@ class QuantisedMatrix:
         """Return the same weights with steps of 8 bits, and float32 scales and least weights.
 
         Args:
-            group: inputs that share a scale in the result; a divisor of the group of this matrix.
+            group: number of inputs that share a scale in the result; it divides this matrix's
+                `group`.
         """
         repeats = self.group // group
         scales = self.whole_scales()
@@ -165,14 +167,15 @@ Weights = torch.Tensor | QuantisedMatrix
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """Holds a quantised matrix as its mapped file has it, and converts rows as they are needed.
+    """A quantised matrix that stays in its mapped file; rows are converted when they are needed.
 
-    As an embedding, `stored[ids]` are its dequantised rows. Only rows that were looked up take memory.
+    It can be an embedding: `stored[ids]` are dequantised rows. Only rows that were looked up take
+    memory.
 
     Attributes:
         rows: [out, blocks, bytes], mapped.
         read: converts some of the rows.
-        release: gives the memory of rows that were read back.
+        release: lets the system take back the memory of all rows that were read.
         shape: [out, in].
         dtype: the dtype of looked-up rows.
     """
@@ -214,11 +217,11 @@ def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
 
 
 def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
-    """Return matrices that `are_alike` as one, their rows one after the other.
+    """Concatenate the rows of matrices that `are_alike`.
 
     Args:
-        rows: the number of rows of all parts. It lets `parts` be an iterator, so that only one part at a time
-            is in memory together with the result.
+        rows: the number of rows of all parts together. If it is given, `parts` may be an iterator,
+            so that only one part at a time is in memory beside the result.
     """
     if rows is None:
         parts = list(parts)
@@ -239,7 +242,7 @@ def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> Quanti
 
 
 def are_alike(left: Weights, right: Weights) -> bool:
-    """Return whether two matrices of the same inputs can be `stacked` or, if they are tensors, concatenated."""
+    """Return whether two matrices with the same inputs can be `stacked` or, as tensors, joined."""
     if not isinstance(left, QuantisedMatrix) or not isinstance(right, QuantisedMatrix):
         return type(left) is type(right)
     if left.kind != right.kind:

@@ -1,6 +1,6 @@
-"""Our own forward pass for the families of `families.OWN_FORWARD`, chains and trees, as a `ModelRunner`.
+"""Our own forward pass as a `ModelRunner`, for the families of `families.OWN_FORWARD`.
 
-It computes what transformers computes for these families: the tests compare the two.
+It takes chains and trees, and computes what transformers computes: the tests compare the two.
 
 **Rows do not depend on the other rows**: the logits of a position have the same bits however its
 sequence was cut into forwards. On a CPU our C ensures that (`CpuRunner`), on a GPU our kernels
@@ -34,11 +34,12 @@ class ForwardRunner(ModelRunner):
     It takes the weights away from the model.
 
     Args:
-        room: positions that a slot has room for, padding included.
+        context: the most tokens of a text.
+        room: number of positions in a slot's cache, padding included.
         is_native: see `DecoderLayers`.
         slots: how many sequences the cache holds.
         rounding: how matrices are rounded: see `quantised.rounded`.
-        rounds_rows: whether rows are rounded to 8 bits: see `native.Native`. Not on a GPU.
+        rounds_rows: whether rows are rounded to 8 bits on a CPU: see `native.Native`.
         taps: layers whose inputs are kept for a head; see `DecoderLayers`.
         progress: see `DecoderLayers`.
     """
@@ -62,7 +63,7 @@ class ForwardRunner(ModelRunner):
             layers = DecoderLayers(
                 model, context, rounding, is_native, rounds_rows, taps, progress=progress
             )
-            # A longrope chooses its angles by the greatest position: it must be within the context.
+            # A longrope chooses its angles by the greatest position, which must be in the context.
             positions = torch.arange(room, device=self.device).clamp_max(context - 1)
             self._ropes = layers.angles(rotary, positions)
             heads = layers.heads
@@ -86,7 +87,7 @@ class ForwardRunner(ModelRunner):
         return self.slots.lengths[slot]
 
     def features(self, slot: int = 0) -> torch.Tensor:
-        """Return the features [n, capabilities.features] of the tokens that the slot was fed last."""
+        """Return the kept hidden states [n, capabilities.features] of the slot's last feed."""
         return self._seen[slot]
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
@@ -100,7 +101,10 @@ class ForwardRunner(ModelRunner):
         return [rows.to(torch.float32, copy=True) for rows in logits]
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Return the logits [rows, vocab] of each feed, perhaps in buffers. Keep the features and the trees."""
+        """Return the logits [rows, vocab] of each feed; the next forward may overwrite them.
+
+        Store each feed's hidden states for `features`, and its tree for `keep`.
+        """
         raise NotImplementedError
 
     def rollback(

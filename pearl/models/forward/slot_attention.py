@@ -1,4 +1,4 @@
-"""Attention of a forward's rows to their slots: in C, and by torch's operations."""
+"""Attention of a forward's rows to the positions in their slots, in C and by torch's operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +28,13 @@ class SlotAttention(Protocol):
 
 
 class NativeAttention:
-    """Computes the attention of a `Layout` with `attention.c`, which also normalises and rotates queries and keys.
+    """Computes the attention of a `Layout` with `attention.c`.
+
+    The C code also normalises and rotates queries and keys.
 
     Attributes:
-        states: (keys, values) of every layer, if there are trees; else None.
+        states: if there are trees, (keys, values) of all rows for each layer, because those of
+            trees are not in the slots yet; else None.
         given: the arguments that all layers share; `keys` and `values` are those of the first layer.
         strides: distances from one layer to the next, in numbers: in the cached keys, and in the new keys.
 
@@ -101,7 +104,9 @@ class NativeAttention:
 
         Args:
             states: queries, keys and values [n, heads + 2 * kv_heads, head_dim].
-            norms: weights of the norms of queries and of keys; None: there is none.
+            norms: weights of the norm of queries and of the norm of keys; None for a norm that is
+                absent.
+            rope: cosines and sines of all positions; None: nothing is rotated.
         """
         arguments = native.Attention.from_buffer_copy(self.given)
         out = torch.empty(len(states), arguments.heads * arguments.dim, dtype=states.dtype)
@@ -132,7 +137,9 @@ class NativeAttention:
 
 @dataclass
 class TorchAttention:
-    """Computes attention with torch's operations: the reference for our kernels, and a head's attention on a GPU.
+    """Computes attention with torch's operations.
+
+    It is the reference for our kernels, and serves heads on a GPU.
 
     Args:
         slot: the slot of all rows.
@@ -156,7 +163,7 @@ class TorchAttention:
         Args:
             facing: queries and keys [n, heads + kv_heads, head_dim], not rotated.
             values: [n, kv_heads, head_dim].
-            rope: tables of all positions; None: nothing is rotated.
+            rope: cosines and sines of all positions; None: nothing is rotated.
         """
         n, kv_heads, _ = values.shape
         heads = facing.shape[1] - kv_heads
@@ -183,7 +190,7 @@ class TorchAttention:
         """Write the rows' keys and values to the cache; return `facing` rotated, in the cache's dtype.
 
         Args:
-            facing: see `attend`; or the keys alone.
+            facing: queries and keys as in `attend`, or the keys alone.
         """
         n, kv_heads, dim = values.shape
         rows = slice(self.start, self.start + n)
@@ -217,11 +224,11 @@ class TorchAttention:
         positions: torch.Tensor,
         own_positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Return [n, end], whether each row must not see each position.
+        """Return a mask [n, end] that is true where a row must not see a position.
 
         Args:
-            positions: [end].
-            own_positions: those of the rows, [n, 1].
+            positions: [end], all positions up to the last row's.
+            own_positions: [n, 1], the position of each row.
         """
         window = self.scoring.windows[layer]
         is_hidden = positions > own_positions
@@ -231,13 +238,15 @@ class TorchAttention:
 
 
 class BlockMask(NamedTuple):
-    """What the rows of a block see of each other, and of the positions before the block.
+    """Which rows of a block, and which positions before the block, each row of the block sees.
 
     Attributes:
-        windows: for each layer, how many positions before the block all rows see; 0: all.
-        is_causal: for each layer, whether a row sees no later rows.
-        has_one_start: whether all rows see the same positions before the block: the `windows` before its first row.
-            False: a window ends with the row's own position, and counts it.
+        windows: for each layer, the attention window in positions; 0: a row sees all positions
+            before the block.
+        is_causal: for each layer, whether later rows of the block are hidden from a row.
+        has_one_start: where a window ends. If true, the windows of all rows end just before the
+            block, so that all rows see the same positions before the block. If false, the window
+            of a row ends with the row's own position, as in ordinary layers.
     """
 
     windows: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence. The states of a tree wait in the slot, or apart from it, until `keep` chooses
-the path that continues the sequence.
+A slot holds one sequence. The keys and values of a tree wait in the slot, or in tensors of their
+own, until `keep` chooses the path that continues the sequence.
 """
 
 import mmap
@@ -61,7 +61,7 @@ class Slots:
         slot: int,
         count: int,
     ) -> None:
-        """Continue the sequence by the chain of `count` tokens that was fed."""
+        """Extend the sequence by `count` tokens, a chain that was just fed."""
         self._trees[slot] = None
         self.lengths[slot] += count
 
@@ -70,7 +70,7 @@ class Slots:
         slot: int,
         tree: Tree,
     ) -> None:
-        """Remember the tree that was fed, until `keep` chooses its path."""
+        """Remember the tree that was fed, until `keep` chooses one of its paths."""
         self._trees[slot] = tree
 
     def rollback(

@@ -1,1 +1,1 @@
-"""The GPU back end of our own forward: tables of rows, Triton kernels, their tuning and their recordings."""
+"""The GPU back end of our own forward: Triton kernels, tuned and recorded as CUDA graphs."""

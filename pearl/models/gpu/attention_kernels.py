@@ -1,8 +1,9 @@
 """Triton kernels of attention in a decoding forward.
 
-`attend` attends to each part of the positions (see `row_table`), and `add_parts` adds the outputs of the
-parts. A row's bits depend on its own tokens only: the row's position decides how positions are cut into
-parts and blocks, and a part or block that the row does not see adds exactly zero.
+`attend` computes attention to each part of the positions (see `row_table`), and `add_parts` adds
+the outputs of the parts. A row's bits depend on its own tokens only, because the row's position
+decides how positions are cut into parts and blocks, and a part or block that the row does not see
+adds exactly zero.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class AttentionShape(NamedTuple):
 
     Attributes:
         ROWS: rows of the table.
-        R: pairs of a tile's row and a query head of one key-value head, rounded up to a power of two.
+        R: number of queries that a tile has for one key-value head, rounded up to a power of two:
+            rows of a tile times query heads that share the key-value head.
         HQ, HK: number of query heads, number of key-value heads.
         D: dimensions of a head.
         WIDE: D rounded up to a power of two; numbers beyond D are 0.
@@ -106,7 +108,10 @@ def _write_new(
     eps,
     shape,
 ):
-    """Write keys and values of a feed, for the rows whose position in the text is from `low` to `high` - 1."""
+    """Write the keys and values of a feed's rows to the cache.
+
+    Only rows are written whose position in the text is from `low` to `high` - 1.
+    """
     D: constexpr = shape.D
     HQ: constexpr = shape.HQ
     HK: constexpr = shape.HK
@@ -176,7 +181,11 @@ def _attend_part(query, positions, keys, values, start, path, begin, high, scale
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """Return the fields of tile number `t`, a `row_table.TableTile`. In place of `parts`, return how many it has."""
+    """Return the fields of tile number `t`, a `row_table.TableTile`, with two changes.
+
+    The field `parts` is replaced by `parts` - `begin`, which is how many parts the tile has.  The
+    field `apart` is true or false.
+    """
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     begin = tl.load(at + 7).to(tl.int32)
     return (
@@ -222,12 +231,13 @@ def attend(
 ):
     """Write the rows' keys and values to their slots, and attend to each part of the positions that they see.
 
-    The work is cut into units. A unit has one key-value head, with all query heads that share it, and one
-    part of a tile's positions. It has all rows of the tile or, if they are computed apart, a single row. A
-    unit also writes the feed's keys and values at the positions of its part. The programs of any grid share
-    the units.
+    The work is cut into units, which the programs share, however many programs there are. A unit
+    computes one key-value head, with all query heads that share it, over one part of a tile's
+    positions. It computes all rows of the tile or, if they are computed apart, a single row. A unit
+    also writes the feed's keys and values at the positions of its part.
 
-    squares: sums of squares of the columns of qkv, for NORMS 2. Constants: see `AttentionShape`.
+    squares: sums of squares of the columns of qkv, for NORMS 2. For the constants see
+    `AttentionShape`.
     """
     GROUP: constexpr = HQ // HK
     R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)

@@ -1,4 +1,7 @@
-"""Autotuner: chooses tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
+"""Autotuner: chooses the tile sizes of the decode GEMMs.
+
+The kernels are timed once for each GPU and each shape; the choices are kept in a file.
+"""
 
 import json
 import logging
@@ -26,7 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Product(NamedTuple):
-    """The key of a cut: a product's name, shape (outputs, inputs), kind of weights, and table rows."""
+    """A matrix product for which a `Cut` is chosen.
+
+    Attributes:
+        name: its place in the forward, such as "qkv".
+        shape: (outputs, inputs).
+        kind: how the weights are stored; see `KernelMatrix.options`.
+        rows: number of rows of the table that is multiplied.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -36,12 +46,12 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """Tile sizes of one product.
+    """Tile sizes with which the kernel of one product computes.
 
     Attributes:
-        columns: outputs of a tile; in gate-up, as many of gate and as many of up.
-        inputs: inputs that a warp multiplies at once.
-        warps: warps of a program, a power of two; they share its inputs.
+        columns: number of outputs in a tile; in the product of gate and up, this many of each.
+        inputs: number of inputs that a warp multiplies at once.
+        warps: number of warps of a program, a power of two; they share the program's inputs.
         stages: pipeline stages, Triton's `num_stages`.
     """
 
@@ -73,8 +83,9 @@ _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold this machine's lock for timing kernels: target and draft start together, often on one GPU.
+    """Hold this machine's lock for timing kernels.
 
+    Target and draft start at the same time, often on one GPU, and would disturb each other's times.
     Go on without the lock if another process holds it for `_PATIENCE` seconds.
     """
     directory = cache_directory()
@@ -93,8 +104,8 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
     """Return the cuts that fit the sizes of a product; an empty list if no cut fits.
 
     Args:
-        fewer: the cut that was chosen for smaller tables, if any: then only cuts that add sums in the same
-            order are returned.
+        fewer: the cut that was chosen for tables of fewer rows. If it is given, only cuts that add
+            sums in the same order are returned.
     """
     outputs, inputs = product.shape
     kind = dict(product.kind)
@@ -126,7 +137,10 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile kernels in parallel as `warmup` asks for them. A kernel that does not compile raises at its launch."""
+    """Within this context, compile in parallel the kernels for which `warmup` is called.
+
+    A kernel that does not compile raises its error when it is launched.
+    """
     with (
         ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
@@ -135,7 +149,7 @@ def compiling() -> Iterator[None]:
 
 
 class Cuts:
-    """Chooses the cuts of products on a device: timed now, or read from the file of cuts chosen earlier."""
+    """Chooses the cuts of products on a device: by timing, or from the file of earlier choices."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,7 +197,13 @@ class Cuts:
         fitting: Sequence[Cut],
         launch: Callable[[Cut], object],
     ) -> Cut:
-        """Time the cuts, keep the fastest in the file, and return it."""
+        """Time the cuts of a product, write the fastest to the file of choices, and return it.
+
+        If there is only one cut, it is returned without timing.
+
+        Args:
+            launch: launches the product with a cut.
+        """
         if len(fitting) == 1:
             return fitting[0]
         log.info(
@@ -205,7 +225,10 @@ class Cuts:
 
 
 def recorded_milliseconds(launch: Callable[[], object]) -> float:
-    """Record launches, and return the time of a replay; infinity if a kernel does not fit or does not compile."""
+    """Record the kernels that `launch` starts; return the time of a replay in milliseconds.
+
+    Return infinity if a kernel does not fit this GPU, or does not compile.
+    """
     try:
         launch()  # loads libraries and kernels, which must not happen while recording
     except FAILURES:

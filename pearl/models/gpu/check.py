@@ -31,7 +31,7 @@ def torch_states(
     """Compute a text in slot 0 with torch's operations; return the last layer's states [n, hidden].
 
     Args:
-        ropes: tables of all positions, by name of the rope; see `DecoderLayers.angles`.
+        ropes: cosines and sines of all positions, by the rope's name; see `DecoderLayers.angles`.
     """
     attends = TorchAttention(slots, 0, 0, layers.scoring)
     return layers.hidden_states(torch.tensor(ids, device=layers.embedding.device), ropes, attends)

@@ -1,8 +1,8 @@
 """Triton kernels of the experts of a forward of 16 rows, and the stacked weights that they read.
 
-The device reads which experts a row chose, so that a recording serves every choice. A program computes
-one tile of an expert's outputs for all rows. So each expert's weights are read once, and a row's bits do
-not depend on the other rows.
+The kernels read from the device's memory which experts each row chose, so that one recording (a
+CUDA graph) serves every choice. A program computes one tile of an expert's outputs for all rows. So
+each expert's weights are read once, and a row's bits do not depend on the other rows.
 
 `TRITON_INTERPRET=1` runs the kernels on a CPU, in float32. With bfloat16 the interpreter gives other
 results than a GPU, as `tests/test_interpreter.py` shows.
@@ -31,7 +31,10 @@ _TENSORS = ("weight", "scales", "bias")  # the tensors of a `KernelMatrix`
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
-    """Return whether no earlier pair of row and choice has this pair's expert."""
+    """Return whether `pair` is the first pair with its expert.
+
+    A pair is a row and one of the experts that it chose; `ids` [PAIRS] has the expert of each pair.
+    """
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
     is_alike = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
     return tl.sum(is_alike.to(tl.int32), 0) == 0
@@ -62,11 +65,12 @@ def expert_gate_up(
     BIAS: constexpr,
     CLAMPS: constexpr,
 ):
-    """Compute act [16 * TOP, 16, N], the activations of all rows x [16, K] for each pair of row and choice.
+    """Compute act [16 * TOP, 16, N]: for each pair, its expert's activations of all rows x [16, K].
 
-    A pair uses the expert that the row chose. It is left out if an earlier pair has the same expert.
+    A pair is a row and one of the TOP experts that it chose. It is left out if an earlier pair has
+    the same expert.
 
-    Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
+    Grid: (pairs, tiles). ids: [16, TOP], the expert of each pair. w: [experts, 2 * N, K].
     """
     kind: constexpr = act.dtype.element_ty
     pair = tl.program_id(0)
@@ -119,7 +123,7 @@ def expert_down(
 ):
     """Compute out [16, TOP, N], the outputs of each row's experts, from the `act` of `expert_gate_up`.
 
-    Grid: (pairs of row and choice, tiles).
+    Grid: (pairs, tiles). For pairs and ids see `expert_gate_up`.
     """
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
@@ -148,7 +152,7 @@ class ExpertProducts:
 
     Args:
         each: (gate_up, down) of each expert.
-        limits: see `experts.Experts`.
+        limits: (alpha, limit) of gpt-oss's activation; None: the activation is SiLU.
 
     Attributes:
         each: the same matrices, as views of the stacks.
@@ -225,7 +229,7 @@ def _parts(stack: KernelMatrix) -> list[KernelMatrix]:
 
 
 def _strides(stack: KernelMatrix) -> tuple[int, int]:
-    """Return the strides from one expert to the next: in the weights, and in the scales."""
+    """Return the stride from one expert to the next in the weights, and the same in the scales."""
     weight, scales, _ = stack.tensors()
     return weight.stride(0), scales.stride(0)
 

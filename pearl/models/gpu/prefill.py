@@ -1,7 +1,7 @@
-"""Prompts on a GPU: one recording computes pieces of `PREFILL` rows, for any slot and any start.
+"""Prompts on a GPU: one recording (a CUDA graph) computes any piece of up to `PREFILL` tokens.
 
-Products, norms and gates are torch's operations. Our kernels in `prefill_kernels` do the rest, which with
-torch would need many launches, or lengths that the host knows.
+Products, norms and gates are torch's operations. Our kernels in `prefill_kernels` do the rest. With
+torch's operations the rest would need many launches, and the host would have to know all lengths.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ class Prompts:
     """Computes the prompt of a slot with `layers`, from any position on, in pieces that end at multiples of `PREFILL`.
 
     Args:
-        ropes: tables of all positions, by the layers' ropes; see `DecoderLayers.angles`.
-        record: records the forward of a piece, and returns its replay. Layers with experts are not recorded:
-            the host reads which experts are chosen.
+        ropes: cosines and sines of all positions, by the rope's name; see `DecoderLayers.angles`.
+        record: records the forward of a piece, and returns a function that replays it. Layers with
+            experts are not recorded, because the host reads which experts are chosen.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class Prompts:
             self._replay = record(self._work)
 
     def _work(self) -> Rows:
-        """Compute hidden states [rows, hidden] after the last layer, and features."""
+        """Compute the piece in `_inputs`.
+
+        Return the last layer's states [rows, hidden], and the hidden states that a head reads.
+        """
         attends = PromptAttention(self._inputs, self._slots, self._layers.scoring)
         hidden = self._layers.hidden_states(self._inputs[3:], self._ropes, attends)
         return hidden, self._layers.features
@@ -56,9 +59,9 @@ class Prompts:
         slot: int,
         start: int,
     ) -> Rows:
-        """Return the hidden states and features of all rows of a piece, padding included.
+        """Return what `_work` computes for all rows of a piece, padding included.
 
-        They are in buffers that the next piece overwrites.
+        The results are in buffers that the next piece overwrites.
         """
         inputs = self._inputs
         count = len(tokens)
@@ -73,7 +76,10 @@ class Prompts:
         return self._replay()
 
     def forward(self, feed: Feed) -> Rows:
-        """Return the logits that the feed asks for, and the features of all its tokens."""
+        """Return the logits that the feed asks for, and the states that a drafting head reads.
+
+        The states are those of all tokens of the feed; None if no head reads states.
+        """
         start = self._slots.lengths[feed.slot]
         end = start + len(feed.tokens)
         logits: list[torch.Tensor] = []
@@ -95,7 +101,7 @@ class Prompts:
         piece: Feed,
         start: int,
     ) -> Rows:
-        """Return the logits that a piece asks for, and the features of all rows.
+        """Return the logits that a piece asks for, and the states of all its rows for a head.
 
         The output head multiplies `FED` rows at a time, from a multiple of `FED` on, so that a row's logits
         always come from the same kernel.
@@ -111,9 +117,10 @@ class Prompts:
         return torch.cat(parts)[first - begin : count - begin], features
 
     def problem(self) -> str:
-        """Compute a text in the first and the last slot. Return what is wrong with the rows; "" if nothing is.
+        """Check the kernels on a sample text. Return what is wrong with them; "" if nothing is.
 
-        Both slots must give the same bits, near those of torch's operations. Both are cleared.
+        The text is computed in the first and in the last slot. Both must give the same bits, and
+        the states must be near those of torch's operations. Both slots are cleared.
         """
         slots = self._slots
         last_slot = len(slots.lengths) - 1

@@ -5,8 +5,8 @@ The kernels read the slot, the start and the number of tokens from the device's 
 
 A row's bits depend only on its position and its sequence. Blocks of keys are counted from position 0 and
 added one after the other; a block or a position that a row does not see adds exactly zero. Blocks that all
-rows of a tile see are computed without a mask. This changes no bits: a mask replaces scores before any
-arithmetic on them, and leaves the others as they are.
+rows of a tile see are computed without a mask. This changes no bits: a mask replaces the scores of
+hidden positions before any arithmetic on scores, and does not change those of visible positions.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def write(
     BM: constexpr,
     TURNS: constexpr,
 ):
-    """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads)."""
+    """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads).
+
+    For the arguments see `attend`.
+    """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
     d = tl.arange(0, D)
@@ -173,11 +176,13 @@ def attend(
     Blocks of BN positions are read whole. Grid: (query heads, rows / BM).
 
     Args:
-        inputs: slot, start, count. Tiles that begin at row `count` or later are zeros.
+        inputs: the slot, the position of the first row, and the number of tokens (`count`). Tiles
+            that begin at row `count` or later are padding, and their outputs are zeros.
         facing: the queries and then the keys of each row, not rotated yet; rows are `facing_stride` apart.
         inner: scale * log2(e), so that the weights are powers of two; with CAPS, 2 * scale * log2(e) / cap.
         outer: cap * log2(e), with scale and cap as in `attention.Scoring`.
-        WINDOW: see `attention.Scoring`; 0: none.
+        WINDOW: the layer's window, see `attention.Scoring`; 0: there is none.
+        CAPS: whether there is a cap.
         SINKS: `sinks` [HQ] has a score for each head that takes part in the softmax but has no value.
     """
     shape: constexpr = BlockShape(D, BN, WINDOW, CAPS)

@@ -9,10 +9,10 @@ A forward of few rows spends its time on reading the weights, so a layer has few
 A kernel that adds a product to the hidden state also stores the sums of squares for the next norm.
 
 A row's bits depend on its own tokens only. In a product the weights are the left side and the rows the
-right side, so that more rows are more columns of the same instructions.
+right side, so that a table of more rows only adds columns to the same instructions.
 
-ROWS: rows of the table (see `row_table`). OVERLAPS: a kernel is launched before the previous kernel has
-ended, and waits for its end ("programmatic dependent launch").
+ROWS is the number of the table's rows (see `row_table`). With OVERLAPS, a kernel is launched before
+the previous kernel has ended, and waits for its end ("programmatic dependent launch").
 
 `TRITON_INTERPRET=1` runs the kernels on a CPU, in float32. With bfloat16 the interpreter gives other
 results than a GPU, as `tests/test_interpreter.py` shows.
@@ -51,7 +51,7 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
-    """Store the sums of squares of x [BN, ROWS], the columns of tile number `tile`: a sum for every 16."""
+    """Store a sum of squares for every 16 columns of x [BN, ROWS], which is tile number `tile`."""
     MANY: constexpr = BN // SQUARED
     sums = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows = tl.arange(0, ROWS)
@@ -156,7 +156,7 @@ def multiply(
     BIAS: `bias` [N] is added to the product.
     ADDS: the product, times `multiplier`, is added to `out`.
     SQUARES: the sums of squares of `out` are stored in `squares`.
-    BITS: bits of a weight; below 16 see `linear_layers.KernelMatrix` for w and scales.
+    BITS: bits of a weight; if below 16, w and scales are those of a `linear_layers.KernelMatrix`.
     BK, S: see `TileShape`.
     """
     tile = tl.program_id(0)
@@ -222,8 +222,8 @@ def gate_up(
 ):
     """Compute out [ROWS, N] = activation(gate) * up.
 
-    gate is the product of x [ROWS, K] with the first half of w [2 * N, K], up the product with the second.
-    Grid: tiles of BN columns. For the other arguments see `multiply`.
+    gate is the product of x [ROWS, K] with the first half of w [2 * N, K], and up is the product
+    with the second half. Grid: tiles of BN columns. For the other arguments see `multiply`.
     """
     kind: constexpr = out.dtype.element_ty
     tile = tl.program_id(0)

@@ -1,8 +1,9 @@
-"""Recordings: the launches of a forward of a fixed size as one CUDA graph, which saves their launch times.
+"""Recordings: a forward of a fixed size as one CUDA graph, which saves the time of many launches.
 
-A forward has `FED` rows or more when decoding (see `row_table`) and `PREFILL` rows in a piece of a
-prompt, however many tokens are fed: the rows after the tokens are padding, discarded. Before each replay
-the host fills a buffer with what differs between forwards: the tokens, their slots and positions.
+A decoding forward has `FED` rows or a few times as many (see `row_table`); a forward of a piece of
+a prompt has `PREFILL` rows. If fewer tokens are fed, the other rows are padding, whose results are
+discarded. Before each replay the host fills a buffer with the tokens, their slots and their
+positions, because only these differ between forwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,18 @@ FED = 16
 # Rows of a piece of a prompt; the coordinator cuts prompts at multiples of this number, too.
 PREFILL = 512
 
-# Logits [rows, vocab], and the features of every token fed, if any.
+# Logits [rows, vocab], and the hidden states of each fed token that a head reads; None if no head
+# reads.
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 # Records a function's launches, and returns a function that replays them in the same buffers.
 Record = Callable[[Callable[[], Rows]], Callable[[], Rows]]
 
 
 def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> Rows:
-    """Concatenate the rows of a forward's pieces. The result is a copy, except for the logits of a single piece."""
+    """Concatenate the logits of a forward's pieces, and the hidden states of the pieces.
+
+    The results are copies, with one exception: the logits of a single piece are not copied.
+    """
     rows = logits[0]
     if len(logits) > 1:
         rows = torch.cat(list(logits))
@@ -31,16 +36,16 @@ def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> 
 
 
 def not_recorded(work: Callable[[], Rows]) -> Callable[[], Rows]:
-    """Return `work` itself: its kernels are launched anew each time."""
+    """Record nothing: return `work` itself, whose kernels are launched anew in each call."""
     return work
 
 
 def record_on_gpu(device: torch.device) -> Record:
     """Return a recorder of CUDA graphs. The graphs share their memory, because one is replayed at a time.
 
-    Graphs are captured on a stream of this runner's own. When a graph is freed, cuBLAS's workspaces for
-    its stream are cleared; on torch's default stream for captures, which all runners share, recordings of
-    other runners would still use them.
+    Each recorder captures its graphs on a stream of its own, for this reason: when a graph is
+    freed, cuBLAS clears its workspaces for the graph's stream. On torch's default stream for
+    captures, which all runners share, recordings of other runners would still use these workspaces.
     """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)

@@ -1,9 +1,10 @@
-"""Row tables: the rows of one forward, a fixed number, for feeds of any slots, chains and trees.
+"""Row tables: a fixed number of rows that one forward computes, for chains and trees of any slots.
 
-Each row has a token and its position in the text. For attention, the positions that a row sees are cut
-into KV splits ("parts"); the row's position decides the length of a part. A tile is up to 16 rows of one
-feed whose parts have the same length, and attention computes a tile at once. Tree rows share the parts
-that end before the tree. Within the tree each row attends to its own path, in the order of the text.
+Each row has a token and its position in the text. For attention, the positions that a row sees are
+cut into KV splits ("parts"); the row's position decides the length of a part. A tile is up to 16
+rows of one feed whose parts have the same length, and attention computes a tile at once. The rows
+of a tree share the parts that end before the tree. Within the tree, each row attends to its own
+path, in the order of the text.
 
 The bits of a row depend only on its text and its position, not on the other rows of the table.
 """
@@ -37,11 +38,12 @@ class TableTile(NamedTuple):
         fed: number of the feed's rows in this table.
         slot: the slot whose keys and values the rows see.
         start: the slot's length before the feed's first row in this table.
-        span: positions of a part.
-        begin: the tile's first part.
-        parts: the end of the tile's parts: its last one is part `parts` - 1, which may be shorter.
-        apart: 1 if each row is computed by itself, because it sees a path of its feed. 0 if the rows are
-            computed together, because they see a chain of their feed, or nothing of it.
+        span: number of positions in a part.
+        begin: number of the tile's first part.
+        parts: the tile's last part has the number `parts` - 1; it may be shorter than the others.
+        apart: 1 if each row is computed by itself, because it sees a path of its feed's tree. 0 if
+            the rows are computed together, because they see a chain of their feed, or nothing of
+            the feed.
     """
 
     first: int
@@ -57,7 +59,7 @@ class TableTile(NamedTuple):
 
 
 class TablePiece(NamedTuple):
-    """Tokens `begin` to `end` - 1 of a feed, in a table's rows from `row` on.
+    """Tokens `begin` to `end` - 1 of a feed, which stand in a table's rows from `row` on.
 
     `feed` is the feed's number. `start` is the slot's length before the first of these tokens.
     """
@@ -75,9 +77,10 @@ class TablePiece(NamedTuple):
 
 
 def visible(position: int) -> int:
-    """Return the number of positions over which the parts of a row at `position` are spread.
+    """Return the least power of two above `position`, but at least `_LEAST_VISIBLE`.
 
-    It is the least power of two above `position`, and at least `_LEAST_VISIBLE`: 1024 at position 600.
+    For example, it is 1024 for position 600. This number decides the length of a row's parts, so
+    that neighbouring rows mostly have parts of the same length.
     """
     return max(_LEAST_VISIBLE, 1 << position.bit_length())
 
@@ -135,11 +138,11 @@ def numbers(
     * the ids of all rows;
     * the positions of all rows;
     * the number of parts of each row, 0 for padding;
-    * the tiles, with room for two a row;
-    * if there are trees, the path of each row: its nodes, a byte each.
+    * the tiles, with room for two tiles for each row;
+    * if there are trees, the path of each row: the numbers of its nodes, a byte each.
 
-    The list ends after the last number that the kernels read. An id that is on the device is 0 here:
-    see `Feed.tokens`.
+    The list ends after the last number that the kernels read. An id that is on the device only is 0
+    here (see `Feed.tokens`).
     """
     ids = [0] * size
     positions = [0] * size

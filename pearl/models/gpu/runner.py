@@ -1,6 +1,6 @@
-"""Our own forward on a GPU: one set of kernels computes prompts in pieces, another computes all other feeds.
+"""Our own forward on a GPU: one set of kernels computes prompts in pieces, another all other feeds.
 
-The other feeds are laid out as rows of tables of a fixed size; see `row_table`.
+The feeds that are no prompts are laid out in tables with a fixed number of rows; see `row_table`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pearl.models.gpu.prefill import Prompts
     from pearl.models.gpu.token_forward import Decode
 
-# Least dimensions of a head for the kernels of prompts: tensor cores multiply 16 at once.
+# Least dimensions of a head for the kernels of prompts, because tensor cores multiply 16 at once.
 _LEAST_DIM = 16
 
 
@@ -34,7 +34,7 @@ class KernelRunner(ForwardRunner):
     """Runs a model with our kernels; for the other options see `ForwardRunner`.
 
     Raises:
-        KernelsUnfit: our kernels do not fit the model, do not run here, or give wrong rows.
+        KernelsUnfit: our kernels do not fit the model, do not run here, or give wrong results.
 
     Args:
         records: whether forwards are recorded as CUDA graphs, and launched before their tokens are known.
@@ -66,9 +66,9 @@ class KernelRunner(ForwardRunner):
 
     @torch.inference_mode()
     def _make_kernels(self, record: Record) -> tuple[Decode, Prompts | None]:
-        """Make and check the kernels for row tables and, if these fit the model's heads, the kernels for prompts.
+        """Make and check the kernels for row tables and the kernels for prompts.
 
-        Raises `KernelsUnfit`.
+        The latter are None if they do not take heads of the model's size.  Raises `KernelsUnfit`.
         """
         dim = self.layers.heads.dim
         prompts: Prompts | None = None
@@ -94,7 +94,7 @@ class KernelRunner(ForwardRunner):
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Compute all feeds that are no prompts together, then the prompts one after the other.
 
-        If our kernels for prompts do not fit the model's heads, prompts are rows of tables, too.
+        If there are no kernels for prompts, prompts are computed as rows of tables too.
         """
         tabled: list[Feed] = []
         rows: dict[int, Rows] = {}  # by slot

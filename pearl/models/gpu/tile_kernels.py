@@ -1,8 +1,8 @@
 """Tiles of products in Triton, for `product_kernels` and `expert_kernels`.
 
-Weights of 8 and 16 bits are loaded through shared memory, several blocks ahead. Weights of 4 bits stay in
-the registers of the lane that loaded them: in shared memory, lanes would wait until others have unpacked
-theirs.
+Weights of 8 and 16 bits are loaded through shared memory, several blocks ahead. Weights of 4 bits
+stay in the registers of the lane that loaded them. If they went through shared memory, each lane
+would have to wait until other lanes have unpacked their weights.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class TileShape(NamedTuple):
         K, N: inputs and outputs of the matrix; K is a multiple of BK.
         BN: columns of the tile, which are outputs.
         BK: inputs that a warp multiplies at once.
-        S: number of warps. They multiply S successive runs of BK inputs side by side; their sums are added at
-            the end.
+        S: number of warps. They multiply S successive runs of BK inputs at the same time, and their
+            sums are added at the end.
         ROWS: rows of x.
         NORMS: whether x is multiplied by the weights of a norm.
         BITS, GROUP, EXTRA, OFFSET: see `linear_layers.KernelMatrix`.
-        APART: if positive, BN further columns are multiplied, too, which are this far from the first ones: columns of
-            up, when the first ones are of gate.
+        APART: 0, or the distance in columns from the BN columns to BN further columns, which are
+            multiplied too. For example, the columns are those of gate, and the further columns
+            those of up.
         OVERLAPS: see `product_kernels`.
     """
 
@@ -97,7 +98,10 @@ def weighted(x, weights):
 
 @triton.jit
 def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
-    """Load the scale of each `group` of inputs in `columns`. With EXTRA it is a pair of numbers: see `_first`."""
+    """Load the scale of each `group` of inputs in `columns`.
+
+    With EXTRA each scale is a pair of numbers, loaded as one word: see `_first`.
+    """
     if EXTRA:
         word: constexpr = tl.int64 if scales.dtype.element_ty.primitive_bitwidth == 32 else tl.int32
         scales = scales.to(tl.pointer_type(word), bitcast=True)
@@ -106,7 +110,7 @@ def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
 
 @triton.jit
 def _load_scales(scales, starts, columns, shape):
-    """Load the scales [S, BN, groups] for BK inputs from each of `starts` [S] on."""
+    """Load the scales [S, BN, groups] of S runs of BK inputs, which begin at `starts` [S]."""
     BK: constexpr = shape.BK
     GROUP: constexpr = shape.GROUP
     COUNT: constexpr = BK // GROUP if GROUP < BK else 1
@@ -176,7 +180,10 @@ def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
 
 @triton.jit
 def _load_both(scales, starts, columns, shape):
-    """Load the scales of the columns, and of the columns APART further on, if any."""
+    """Load the scales of `columns`, and those of the columns that are APART further on.
+
+    If APART is 0, return the scales of `columns` twice.
+    """
     near = _load_scales(scales, starts, columns, shape)
     far = near
     if shape.APART:
@@ -195,12 +202,14 @@ def add_warps(sums):
 
 @triton.jit
 def multiply_tile(fed, x, norm, w, scales, column, shape):
-    """Multiply BN columns, rows `column` and following of w [N, K], by x [ROWS, K].
+    """Multiply BN rows of w [N, K], which compute the outputs from `column` on, by x [ROWS, K].
 
-    Return two products [BN, ROWS]: of these columns, and of the columns APART further on; 0 if there are none.
+    Return two products [BN, ROWS].  The first is that of the BN rows; the second is that of the BN
+    rows that are APART further on, or 0 if APART is 0.
 
     Args:
-        fed: [ROWS], 0 for padding rows, whose product is not needed; None: there are none.
+        fed: [ROWS], 0 for padding rows, whose product is not needed; None: there are no padding
+            rows.
         shape: a `TileShape`.
     """
     if shape.BITS == 4:
@@ -270,7 +279,7 @@ def _multiply_plain(x, norm, w, scales, column, shape):
 
 @triton.jit
 def _times_plus(x, factor, summand, WORDS: constexpr):
-    """Return x * factor + summand, rounded once. With WORDS each word is a pair of bfloat16."""
+    """Return x * factor + summand, rounded once. With WORDS, all are words of two bfloat16 each."""
     if WORDS:
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -285,7 +294,10 @@ def _times_plus(x, factor, summand, WORDS: constexpr):
 
 @triton.jit
 def _of_column(numbers, WORDS: constexpr):
-    """Return numbers [M] as [M, 1], to combine with [M, inputs]. With WORDS each is twice in a word."""
+    """Return numbers [M] as [M, 1], to combine them with [M, inputs].
+
+    With WORDS, each number is put into both halves of a word.
+    """
     if WORDS:
         bits = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         numbers = bits | (bits << 16)
@@ -326,10 +338,10 @@ def _half_of(
     OFFSET: constexpr,
     J: constexpr,
 ):
-    """Return the weights [M, J] whose steps are the lower halves of loaded bytes, or with `upper` the upper ones.
+    """Return the weights [M, J] whose steps are the lower halves of the loaded bytes.
 
-    WORDS: compute with the bits of four bytes at once. Converting each step would take several times as long
-    as loading it.
+    With `upper`, their steps are the upper halves. With WORDS, four bytes are converted at once,
+    because converting each step by itself would take several times as long as loading it.
     """
     if WORDS:
         a, b = tl.inline_asm_elementwise(
@@ -351,9 +363,9 @@ def _half_of(
 
 @triton.jit
 def _left(lanes, S: constexpr, KEPT: constexpr):
-    """Arrange weights by lanes [BN * S * 4, J] as the left side of a product, [S, BN, 4 * J].
+    """Arrange the weights of each lane as the left side of a product.
 
-    See `_multiply_packed`.
+    [BN * S * 4, J] -> [S, BN, 4 * J]; for lanes see `_multiply_packed`.
     """
     B: constexpr = lanes.shape[0] // (S * 32)
     J: constexpr = lanes.shape[1]
@@ -363,7 +375,10 @@ def _left(lanes, S: constexpr, KEPT: constexpr):
 
 @triton.jit
 def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
-    """Arrange rows by lanes [ROWS * H * S * 4, 8] as the right side of a product, [S, 32 * H, ROWS]."""
+    """Arrange the inputs of each lane as the right side of a product, the rows' side.
+
+    [ROWS * H * S * 4, 8] -> [S, 32 * H, ROWS]
+    """
     B: constexpr = lanes.shape[0] // (H * S * 32)
     parts = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
     return tl.reshape(tl.permute(parts, (2, 1, 5, 6, 4, 7, 0, 3)), (S, 32 * H, B * 8))
@@ -373,7 +388,8 @@ def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
 def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape):
     """Load each lane's weights and scales, for inputs from `starts` on.
 
-    Return (weights, scale) of the lane's column, then those of the column APART further on, if any.
+    Return (weights, scale, weights apart, scale apart). The last two are those of the column APART
+    further on; without APART they repeat the first two.
     """
     APART: constexpr = shape.APART
     TOTAL: constexpr = shape.N + APART
@@ -391,9 +407,10 @@ def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape)
 
 @triton.jit
 def _places(H: constexpr, shape):
-    """Return (row, start of the warp's inputs, inputs of the lane) for lanes in the order of a right side.
+    """Return which inputs each lane loads, for lanes in the order of the right side (see `_right`).
 
-    The inputs of a lane are counted from the start of its warp's inputs.
+    Return (row, start, inputs): a lane loads `inputs` of `row`, counted from `start`, the first
+    input of the lane's warp.
     """
     S: constexpr = shape.S
     BK: constexpr = shape.BK
@@ -405,7 +422,10 @@ def _places(H: constexpr, shape):
 
 @triton.jit
 def _needed(fed, row, is_input):
-    """Return `is_input`, but false for padding rows, where fed [rows] is 0. `fed` is None if there are none."""
+    """Return `is_input`, but false for padding rows.
+
+    Padding rows are those where `fed` [rows] is 0. If `fed` is None, there are none.
+    """
     if fed is not None:
         is_input = is_input & (tl.load(fed + row) != 0)
     return is_input
@@ -433,10 +453,10 @@ def _add_half(
 def _multiply_packed(fed, x, norm, w, scales, column, shape):
     """Compute the products of `multiply_tile` for weights of 4 bits, a sum for each warp: [S, BN, ROWS].
 
-    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them in place. Tensors are
-    [lanes, inputs of a lane], with the lanes in the order that tensor cores need on the left side of a
-    product. So nothing passes through shared memory, and no warp waits for another. Rows are loaded in the
-    order that tensor cores need on the right side.
+    A lane loads BK / 4 successive inputs of a column, one block ahead of their use, and unpacks
+    them in its registers. Tensors are [lanes, inputs of a lane], with the lanes in the order that
+    tensor cores need on the left side of a product. So nothing passes through shared memory, and no
+    warp waits for another. Rows are loaded in the order that tensor cores need on the right side.
     """
     K: constexpr = shape.K
     BN: constexpr = shape.BN

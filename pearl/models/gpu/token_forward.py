@@ -1,8 +1,8 @@
 """Decode forwards on a GPU: Triton kernels over row tables, recorded once and replayed.
 
-There is a recording for each size of table: one of 16 rows, which takes as long as a single row
-would, and one of 64 rows. The tile sizes of a product decide how fast its weights are read, and the
-best ones differ between shapes and GPUs: `autotune` chooses them.
+There is a recording (a CUDA graph) for each size of table: one for 16 rows, which takes as long as
+a single row would, and one for 64 rows. The tile sizes of a product decide how fast its weights are
+read. The best sizes differ between shapes and GPUs, so `autotune` chooses them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ CHECKED = 150
 
 
 class _Recording(NamedTuple):
-    """A recorded forward. `cost` is the milliseconds of a replay on a GPU, and 1 elsewhere."""
+    """A recorded forward.
+
+    Attributes:
+        replay: computes the forward for the current contents of its table.
+        cost: milliseconds of a replay on a GPU; 1 elsewhere.
+    """
 
     forward: _TableForward
     replay: Callable[[], Rows]
@@ -63,8 +68,8 @@ class Decode:
         ValueError: the kernels do not fit the sizes of the model.
 
     Args:
-        angles: cosines and sines [positions, 1, head_dim] of each rope; see `DecoderLayers.angles`.
-        record: records the launches, and returns their replay.
+        angles: cosines and sines of all positions, by the rope's name; see `DecoderLayers.angles`.
+        record: records the launches, and returns a function that replays them.
         sizes: rows of the tables, ascending. Layers with experts use the first size only.
 
     Attributes:
@@ -102,7 +107,10 @@ class Decode:
         record: Record,
         size: int,
     ) -> None:
-        """Record the forward of tables of `size` rows. It sums in the same order as that of the smallest tables."""
+        """Record the forward of tables of `size` rows.
+
+        The forward adds sums in the same order as that of the smallest tables.
+        """
         smaller = self._recordings[0].forward if self._recordings else None
         forward = _TableForward(self._layers, self._slots, self._angles, smaller, size)
         replay = record(forward.launch)
@@ -116,10 +124,11 @@ class Decode:
         return self._recordings[-1].size
 
     def problem(self) -> str:
-        """Check rows that follow a text of three parts. Return what is wrong with them; "" if nothing is.
+        """Check the kernels on a sample text. Return what is wrong with them; "" if nothing is.
 
-        Their logits must be near those of torch's operations. The bits must not depend on how the rows are
-        cut into forwards, nor on their place in a table. Larger tables whose rows have other bits are
+        Logits are checked after a text that is long enough for three parts (see `row_table`). They
+        must be near those of torch's operations. Their bits must not depend on how the rows are cut
+        into forwards, nor on their place in a table. Larger tables whose rows have other bits are
         dropped. Slot 0 is overwritten.
         """
         slots = self._slots
@@ -145,7 +154,7 @@ class Decode:
         if not is_invariant or not torch.equal(tree[::2], together[: count // 2]):
             return "rows of our kernels depend on their company here"
         errors = relative_errors(together, reference)
-        # With experts, a few rows may choose others, because the probabilities nearly tie.
+        # In a few rows other experts may be chosen, because their probabilities nearly tie.
         error = errors.median() if self._layers.has_experts else errors.max()
         if error < MOST_OFF:
             return ""
@@ -168,7 +177,11 @@ class Decode:
         tokens: Sequence[int],
         expected: torch.Tensor,
     ) -> None:
-        """Feed the tokens in the last rows of the larger tables. Drop tables that give other logits than `expected`."""
+        """Drop the larger tables that do not give the `expected` bits.
+
+        For this the tokens are fed in the last rows of each larger table, to slot 0 from position
+        `start` on.
+        """
         count = len(tokens)
         feed = Feed(tokens, count)
         while len(self._recordings) > 1:
@@ -184,10 +197,11 @@ class Decode:
             del self._recordings[-1]
 
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
-        """Return the float32 logits that each feed asks for, and the features of its tokens.
+        """Return for each feed the float32 logits that it asks for, and the states for a head.
 
-        The logits may be in buffers that the next forward overwrites. Keys and values are written, but the
-        slots' lengths do not change.
+        The latter are the hidden states of the feed's tokens that a drafting head reads, if any.
+        The logits may be in buffers that the next forward overwrites. Keys and values are written
+        to the slots, but the slots' lengths do not change.
         """
         logits: list[list[torch.Tensor]] = [[] for _ in feeds]
         features: list[list[torch.Tensor]] = [[] for _ in feeds]
@@ -258,11 +272,11 @@ class Decode:
 
 
 class _TableForward:
-    """Kernel launches and buffers for batches padded to `size` rows.
+    """The kernel launches and buffers of a forward over a table of `size` rows.
 
     Args:
-        smaller: the forward of smaller tables, if any. Only cuts that add sums in the same order as its cuts
-            are chosen.
+        smaller: the forward of smaller tables, if there is one. Only cuts are chosen that add sums
+            in the same order as the cuts of `smaller`.
 
     Attributes:
         table: the numbers to fill in before a launch; see `row_table.numbers`.
@@ -326,13 +340,13 @@ class _TableForward:
         return self.table[1 + 2 * self.size : 1 + 3 * self.size]
 
     def launch(self) -> Rows:
-        """Launch the whole forward; return its logits and features, which stay in the buffers."""
+        """Launch the whole forward; return its buffers of logits and of states for a head."""
         for step in self._steps:
             step()
         return self._logits, self._features if self._layers.taps else None
 
     def _choose(self, smaller: _TableForward | None) -> None:
-        """Compile the kernels, and choose the cuts."""
+        """Compile the kernels, and choose a cut for each product."""
         cuts = Cuts(self._device)
         candidates: dict[Product, list[Cut]] = {}
         for product in self._products:
@@ -359,7 +373,7 @@ class _TableForward:
         product: Product,
         cut: Cut,
     ) -> None:
-        """Launch a product for every layer that has one of this shape, to time it."""
+        """Launch a product for every layer that has a product of this shape, to time the cut."""
         for launch in self._products[product]:
             launch(cut)
 
@@ -412,7 +426,7 @@ class _TableForward:
         self._steps.append(partial(self._start, kernel, grid, arguments, constants))
 
     def _add_features(self, number: int) -> None:
-        """Add the copy of the states before layer `number` to the features, if a head reads these states."""
+        """If a head reads the states before layer `number`, add the step that copies them."""
         for place, tap in enumerate(self._layers.taps):
             if tap == number:
                 columns = self._features[:, place * self._hidden : (place + 1) * self._hidden]
@@ -453,8 +467,8 @@ class _TableForward:
     ) -> None:
         """Add the steps that add a product to the hidden state.
 
-        Without a norm the product's kernel does it. With a norm the product is stored in `_part`, and a
-        second kernel normalises and adds it.
+        If there is no norm, the product's own kernel adds it. Otherwise the product is stored in
+        `_part`, and a second kernel normalises and adds it.
 
         Args:
             squares: receives the sums of squares of the hidden state.
@@ -476,11 +490,12 @@ class _TableForward:
         squares: torch.Tensor | None,
         adds: bool = False,
     ) -> None:
-        """Add the step out = x times a matrix. With a norm, x is normalised first.
+        """Add the step out = x times a matrix.
 
         Args:
+            norm: the weights with which x is normalised first; None: x is not normalised.
             squares: receives the sums of squares of `out`; None: they are not stored.
-            adds: add the product, times the residual multiplier, to `out`.
+            adds: whether the product, times the residual multiplier, is added to `out`.
         """
         weights = _for_kernels(matrix)
         arguments = (
@@ -535,7 +550,7 @@ class _TableForward:
         self._steps.append(lambda: launch(self.cuts[product]))
 
     def _or_unread(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor; for None any tensor, because a kernel takes one even where it does not read it."""
+        """Return the tensor; for None return some tensor, which the kernel will not read."""
         if tensor is None:
             return self._x
         return tensor
@@ -557,10 +572,11 @@ class _TableForward:
         multiplier: float,
         squares: torch.Tensor,
     ) -> None:
-        """Launch x += multiplier * part, where x is the hidden state. With a norm, `part` is normalised first.
+        """Launch x += multiplier * part, where x is the hidden state.
 
         Args:
-            squares: receives the sums of squares of the hidden state.
+            norm: the weights with which `part` is normalised first; None: it is not normalised.
+            squares: receives the sums of squares of the new hidden state.
         """
         arguments = (
             self._x,
@@ -575,7 +591,7 @@ class _TableForward:
         self._start(product_kernels.add, (self._hidden // _SQUARED,), arguments, constants)
 
     def _norms(self, layer: Layer) -> int:
-        """Return NORMS of an `attention_kernels.AttentionShape`."""
+        """Return how queries and keys are normalised: see NORMS in `AttentionShape`."""
         if layer.q_norm is None:
             return 0
         if len(layer.q_norm) == self._layers.heads.dim:

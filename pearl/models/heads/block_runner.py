@@ -1,10 +1,14 @@
-"""A block drafter as a draft model: a `ModelRunner` whose forwards are the rows of blocks.
+"""A block drafter as a draft model: a `ModelRunner` whose logits are the rows of blocks.
 
-A block follows the text's last token, the anchor.  The head reads the target's states of the text, and has none of the
-tokens that the target has not verified yet.  It leaves them out: the anchor gets the position of the first of them.
-Each token that is fed after the anchor takes the block's next row, which costs no forward.  A new block begins where a
-block ends, where the text was rolled back, in each fork of a text, and when further states of the target have arrived.
-So a branch is a block of its own, after one possible outcome of the verification of the block before it.
+A block (see `dflash`) begins with the text's last token, the anchor, and attends to the target's
+states of the text before.  The target has no states for tokens that it has not verified yet, so the
+head leaves these out: the anchor takes the position after the last state.
+
+The logits after the anchor are the block's first row that guesses.  Each token that is fed after
+the anchor takes the block's next row, which costs no forward.  A new block is computed when the
+rows are used up, after a rollback, in a fork, and when further states of the target have arrived.
+So a branch, which is a fork that continues another possible outcome of the verification, has a
+block of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from pearl.models.runner import Capabilities, check_feeds
 
 
 class _Rows(Block):
-    """A block that follows given tokens, and keeps the logits after them."""
+    """A `Block` that takes its tokens from a list, and keeps the logits after the last token."""
 
     def __init__(self, ids: torch.Tensor, tokens: Sequence[int]) -> None:
         super().__init__(ids, self._given, 0, len(tokens) + 1)
@@ -33,10 +37,10 @@ class _Rows(Block):
     def _given(self, logits: torch.Tensor, position: int) -> int:
         if position < len(self._tokens):
             return self._tokens[position]
-        return 0  # nobody reads it
+        return 0  # nobody reads this token
 
     def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
-        """See `Block.add`. The level stays empty."""
+        """See `Block.add`. The added level is empty, because only `logits` are read."""
         self.logits = logits
         token = self.draw(logits, len(self.levels))
         self.levels.append([])
@@ -48,10 +52,10 @@ class _Text:
     """The text of a slot.
 
     Attributes:
-        tokens: its tokens.
-        first: position of the first token whose state of the target the head has.
-        anchor: position of the block's anchor.
-        states: the states of the block [size, hidden]; None if the next row begins a new one.
+        tokens: all tokens of the text.
+        first: position of the first token for which the head has the target's state.
+        anchor: index in `tokens` of the block's anchor.
+        states: the states of the block [size, hidden]; None if the next row needs a new block.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -87,7 +91,11 @@ class BlockRunner(StatesRunner):
         return native.use_threads(count)
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
-        """See `StatesRunner.extend`. Where states before `start` are missing, the head begins anew at `start`."""
+        """See `StatesRunner.extend`.
+
+        If states of positions before `start` are missing, the head drops all states that it has
+        read, and begins again with the states from `start` on.
+        """
         head = self.head
         text = self._texts[slot]
         end = text.first + head.lengths[slot]

@@ -1,4 +1,7 @@
-"""Heads that draft one token with each forward: each token is read with the head's output for the token before."""
+"""Heads that draft one token with each forward.
+
+Each drafted token is read with the head's output for the token before it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ _DEEPEST = 8  # tokens of a chain
 
 
 class ChainHead(ABC):
-    """Guesses token i + 1 of a text from token i and the target's hidden states at position i - 1; see `Head`.
+    """Guesses token i + 1 of a text from token i and the target's hidden states at position i - 1.
 
-    Where there are no states of the target, it reads its own outputs in their place.
+    For a drafted token, the target has no states yet: the head then reads its own outputs in their
+    place.  For the methods see `Head`.
     """
 
     deepest = _DEEPEST

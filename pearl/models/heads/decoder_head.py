@@ -32,7 +32,8 @@ class DecoderHead(DraftHead):
     Args:
         forward: how the family of the layers is computed.
         layer: the configuration of the layers, in the form that a whole model's config.json has.
-        tensors: by their names in speculators. If embedding or output matrix is missing, the target's is used.
+        tensors: the head's tensors, by the names that speculators gives them. If the embedding or
+            the output matrix is missing, the target's is used.
         rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 
@@ -97,7 +98,10 @@ class DecoderHead(DraftHead):
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """Cache keys and values of tokens [n] that continue a slot, and return their outputs; see `read`."""
+        """Cache keys and values of tokens [n] that continue a slot; return the tokens' outputs.
+
+        For the arguments see `ChainHead.read`.
+        """
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
         """See `DraftHead.copy`."""
@@ -120,8 +124,9 @@ class DecoderHead(DraftHead):
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """Widen each window by the number of guesses, so that guesses do not move its start.
 
-    Heads are trained like this: in each step of speculators' trainer a token sees the states that it
-    saw in the first step, and all guesses since.
+    For example, with a window of 8 tokens and 2 guesses, the window becomes 10.  Heads are trained
+    like this: in speculators' trainer, the window of the first step stays visible in all further
+    steps, and the guesses of these steps are visible in addition.
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)

@@ -1,13 +1,17 @@
 """DFlash: a head that proposes a block of tokens with one forward.
 
-Its layers attend to keys and values of two kinds.  For the text, each layer computes them from the
-target's hidden states (after `fc` and `hidden_norm`), so the text passes no layer and no row is computed
-for it.  A block is a row for the text's last token, the anchor, and rows for mask tokens.  They stand at
-the positions from the anchor's on, see the text before the anchor and, in most layers, all of the block.
+A block has one row for the text's last token, the "anchor", and several rows for mask tokens.  The
+anchor's row stands at the anchor's position, the other rows at the positions after it.
 
-The row at position p guesses the token at p, so the anchor's row guesses nothing.  In heads that sample
-from the anchor, it guesses the token at p + 1.  Embedding and output matrix are the target's, unless
-the head has a smaller vocabulary: then its output matrix is its own.
+The rows attend to keys and values of two kinds.  For the text before the anchor, each layer
+computes keys and values directly from the target's hidden states (after `fc` and `hidden_norm`), so
+that the text's tokens need not pass through the layers.  For the block itself, they are computed as
+usual; in most layers, each row sees all rows of the block.
+
+The row at position p guesses the token at p, so the anchor's row guesses nothing.  In heads that
+"sample from the anchor", the row at p guesses the token at p + 1.  The head uses the target's
+embedding and output matrix; if the head has a smaller vocabulary, it has an output matrix of its
+own.
 
 There are two layouts: that of vLLM's speculators, and SpecForge's, whose settings are in `dflash_config`.
 
@@ -66,7 +70,7 @@ def is_of_speculators(config: Config) -> bool:
 
 
 def options_of(config: Config) -> Config:
-    """Return the part of a config.json that has the settings of a kind."""
+    """Return the table of a config.json that has the block's settings: see the layouts above."""
     if is_of_speculators(config):
         return config
     options: Config = config["dflash_config"]
@@ -80,10 +84,10 @@ class BlockSettings:
     Attributes:
         forward: how the family of its decoder layers is computed.
         layer: the configuration of these layers, in the form that a whole model's config.json has.
-        size: rows of a block.
-        mask_token: the token of the rows after the anchor's.
-        first: the first row that guesses a token.
-        mask: what the rows of a block see.
+        size: number of rows of a block.
+        mask_token: the token id of all rows but the anchor's.
+        first: the first row that guesses a token: 0 if heads sample from the anchor, else 1.
+        mask: which positions each row of a block attends to.
     """
 
     forward: Forward
@@ -100,8 +104,10 @@ class BlockSettings:
         """Read config.json. Raises `ValueError` for settings that are not supported.
 
         Args:
-            computed: further settings that may be true.
-            samples_from_anchor: whether SpecForge's heads of this kind sample from the anchor.
+            computed: names of settings that may be true for heads of this kind, in addition to
+                those that may be true for every DFlash head.
+            samples_from_anchor: whether heads of this kind that SpecForge trained sample from the
+                anchor. speculators writes this into config.json.
         """
         options = options_of(config)
         inner = config.get("transformer_layer_config", config)
@@ -144,9 +150,10 @@ class BlockSettings:
 
 
 def _layers_of(config: Config) -> tuple[Forward, dict[str, Any]]:
-    """Return how a head's decoder layers are computed, and their configuration in the form of a model's.
+    """Return how a head's layers are computed, and their settings as in a model's config.json.
 
-    They are Qwen3's whatever model type the file names, without biases in the MLP.
+    They are computed as Qwen3's layers without biases in the MLP, even if config.json names Llama.
+    Raises `ValueError` for layers that are not computed.
     """
     if config.get("is_causal") is not None:
         raise ValueError("its config.json sets is_causal, which is not computed: remove it")
@@ -170,10 +177,12 @@ def make(
 def checked(
     settings: BlockSettings, tensors: Tensors, target: HeadTarget, further: Shapes
 ) -> Tensors:
-    """Return a head's tensors for its target. Raises `ValueError` where they do not fit.
+    """Return a head's tensors, in the dtype and on the device of its target.
+
+    Raises `ValueError` if they do not fit the settings or the target.
 
     Args:
-        further: shapes of the tensors that the head has beside DFlash's.
+        further: shapes of the tensors that the head has in addition to those of a DFlash head.
     """
     weights = as_weights(tensors, target)
     hidden = int(settings.layer["hidden_size"])
@@ -206,7 +215,8 @@ class TextEnd(NamedTuple):
     """The last tokens of a text.
 
     Attributes:
-        before: the token before the anchor; the anchor itself if the text, as far as the head knows it, begins there.
+        before: the token before the anchor; the anchor itself if the head was given no earlier
+            token.
         anchor: the last token, after which a block is guessed.
     """
 
@@ -218,7 +228,7 @@ class DFlashHead:
     """The weights of a head, and a cache for each slot; see `Head`.
 
     Args:
-        tensors: by their names in speculators.
+        tensors: the head's tensors, by the names that speculators gives them.
         rounding: how matrices are rounded; see `linear_layers.matrix`.
     """
 
@@ -309,10 +319,11 @@ class DFlashHead:
         self.add_levels(block, self.block_states(end.anchor, slot), end)
 
     def block_states(self, anchor: int, slot: int) -> torch.Tensor:
-        """Return the states [size, hidden] of a block after the slot's text, after the last norm.
+        """Run a block that continues a slot; return its states [size, hidden] after the last norm.
 
         Args:
-            anchor: the token at the position after those whose states the head has read.
+            anchor: the block's first token. Its position is `lengths[slot]`, the first one for
+                which the slot has no states of the target.
         """
         layers = self._layers
         settings = self._settings
@@ -325,7 +336,7 @@ class DFlashHead:
         return layers.normalise(hidden, layers.norm)
 
     def _attention(self, slot: int) -> NativeAttention | BlockAttention:
-        """Return the attention of a block after the slot's text."""
+        """Return the attention of a block that continues the slot."""
         layers = self._layers
         mask = self._settings.mask
         size = self._settings.size
@@ -345,13 +356,18 @@ class DFlashHead:
     def layer_states(
         self, number: int, hidden: torch.Tensor, attends: NativeAttention | BlockAttention
     ) -> torch.Tensor:
-        """Return the block's states [size, hidden] after one layer."""
+        """Apply layer `number` to a block's states [size, hidden], and return the new states."""
         layers = self._layers
         x = layers.normalise(hidden, layers.layers[number].attention_norm)
         return layers.layer_states(number, hidden, x, self._ropes, attends)
 
     def add_levels(self, block: Block, states: torch.Tensor, end: TextEnd) -> None:
-        """Add a level for each row of `states` that guesses a token, while the block wants more."""
+        """Add a level for each row of `states` that guesses a token, while `block` wants more.
+
+        Args:
+            states: [size, hidden], as `block_states` returns them.
+            end: the last tokens of the text before the block.
+        """
         for logits in self.logits(states[self._settings.first :]):
             block.add(logits)
             if not block.wants_more:

@@ -1,12 +1,15 @@
 """DFlash 2: a block drafter with convolutions within the block, and with a selector of candidates.
 
-It is a DFlash head with two changes.  In each layer, attention and MLP stand between two convolutions
-over a row and the rows before it.  Each has a coefficient for each distance and channel, which is the
-sum of a weight and of a number that is computed from the row and shared by a group of channels.
+It is a DFlash head with two changes.
 
-After the last layer, the selector adds a score to the logits of each row's likeliest tokens, its
-candidates: the sum of predecessor[token before] * (hidden_projection h) * successor[candidate], with h
-the row's state.  Other tokens are not drawn.
+First, each attention and each MLP has a convolution before it and another after it.  A convolution
+sums a row of the block and the rows before it, with a coefficient for each distance and channel.
+The coefficient is a weight plus a number that is computed from the row; all channels of a group
+have the same number.
+
+Second, a selector chooses among each row's likeliest tokens, the candidates.  It adds a score to
+each candidate's logit: the dot product of successor[candidate] with predecessor[token before] *
+(hidden_projection h), where h is the row's state.  Only candidates can be drawn.
 
 Source: "DFlash 2", Z Lab 2026; speculators 0.9.0.
 """
@@ -33,11 +36,11 @@ _PROJECTION = "candidate_selector.hidden_projection.weight"
 
 
 class DFlash2Settings(NamedTuple):
-    """The settings of the two changes.
+    """The settings of the convolutions and of the selector.
 
     Attributes:
-        taps: how many rows a convolution reads, its own included.
-        group: channels that share a computed number.
+        taps: how many rows a convolution sums: the row itself and those before it.
+        group: number of channels that share the computed part of a coefficient.
         rank: width of the selector's tables.
         candidates: how many tokens of each row the selector scores.
     """
@@ -63,7 +66,7 @@ class DFlash2Settings(NamedTuple):
         return settings
 
     def shapes(self, layers: int, hidden: int, vocab_size: int) -> Shapes:
-        """Return the shapes of the tensors that a DFlash head does not have."""
+        """Return the shapes of the tensors that the head has in addition to a DFlash head's."""
         shapes: Shapes = {
             _PREDECESSORS: (vocab_size, self.rank),
             _SUCCESSORS: (vocab_size, self.rank),
@@ -82,9 +85,9 @@ class Convolutions(NamedTuple):
     """The two convolutions around attention or around an MLP.
 
     Attributes:
-        weights: [2, taps, channels].
+        weights: [2, taps, channels]; index 0 is the convolution before, 1 that after.
         projection: [2 * taps * groups, channels], computes the numbers that are added to the weights.
-        group: channels of a group.
+        group: number of channels in a group.
     """
 
     weights: torch.Tensor
@@ -92,7 +95,7 @@ class Convolutions(NamedTuple):
     group: int
 
     def coefficients(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients [2, taps, n, channels] that rows x [n, channels] have."""
+        """Return the coefficients [2, taps, n, channels] for rows x [n, channels]."""
         taps = self.weights.shape[1]
         added = linear(x, self.projection).view(len(x), 2, taps, -1)
         added = added.permute(1, 2, 0, 3).repeat_interleave(self.group, -1)
@@ -100,7 +103,12 @@ class Convolutions(NamedTuple):
 
 
 def convolved(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Return the sum over taps t of coefficients[t] times x [n, channels], shifted by t rows."""
+    """Return y [n, channels], where y[i] is the sum over t of coefficients[t, i] * x[i - t].
+
+    Args:
+        x: [n, channels]; rows before the first count as zero.
+        coefficients: [taps, n, channels].
+    """
     total = torch.zeros_like(x)
     for tap, coefficient in enumerate(coefficients):
         shifted = pad(x, (0, 0, tap, 0))[: len(x)]

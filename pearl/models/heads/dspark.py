@@ -1,16 +1,17 @@
-"""DSpark: a block drafter whose tokens depend on each other, and that says how sure it is.
+"""DSpark: a block drafter whose tokens depend on each other, and that predicts their acceptance.
 
-It is a DFlash head with two small parts.  The Markov head adds a bias to the logits of each row; the
-bias depends on the token before.  The confidence head predicts with which probability the target
-accepts the row's token.
+It is a DFlash head with two small additions.  The "Markov head" adds a bias to the logits of each
+row, which depends on the token before.  The "confidence head" predicts the probability that the
+target accepts the row's token.
 
 The Markov head has two matrices with a row for each token, w1 and w2.  Let h be the state of a block's
 row, and e the row of w1 for the token before.  The bias is w2 x, and x depends on the kind of head:
 
 - vanilla: x = e
 - gated: x = sigmoid(gate_proj [h, e]) * e
-- rnn: (gate, candidate, output) = joint_proj [state, e, h], x = tanh(output), and the next row's state
-  is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate)
+- rnn: x = tanh(output), where (gate, candidate, output) = joint_proj [memory, e, h].  The next
+  row's memory is sigmoid(gate) * memory + (1 - sigmoid(gate)) * tanh(candidate); the first row's
+  is zero
 
 Source: speculators 0.9.0; specforge 0.2.0.
 """
@@ -41,17 +42,17 @@ _W1 = "markov_head.markov_w1.weight"
 _W2 = "markov_head.markov_w2.weight"
 _CONFIDENCE = "confidence_head.proj"
 _COMPUTED = ("enable_confidence_head", "confidence_head_with_markov")
-_NESTED = "logit_head."  # SpecForge's early checkpoints have the two parts in here
+_NESTED = "logit_head."  # under this name, SpecForge's early checkpoints have the two heads
 _GATE = "markov_head.gate_proj"
 _JOINT = "markov_head.joint_proj"
 
 
 class DSparkSettings(NamedTuple):
-    """The settings of the two small parts.
+    """The settings of the Markov head and of the confidence head.
 
     Attributes:
-        rank: width of the Markov head's tables; 0: there is none.
-        kind: how its bias is computed: "vanilla", "gated" or "rnn".
+        rank: width of the Markov head's tables; 0: there is no Markov head.
+        kind: how the Markov head computes its bias: "vanilla", "gated" or "rnn".
         has_confidence: whether there is a confidence head.
         reads_token: whether the confidence head also reads the token before.
     """
@@ -63,7 +64,10 @@ class DSparkSettings(NamedTuple):
 
     @staticmethod
     def of(config: Config) -> DSparkSettings:
-        """Read config.json; each trainer has defaults of its own. Raises `ValueError` for settings not supported."""
+        """Read config.json. Raises `ValueError` for an unknown kind of Markov head.
+
+        A setting that config.json leaves out gets the default of the trainer that wrote the file.
+        """
         options = options_of(config)
         if is_of_speculators(config):
             rank = 256
@@ -82,10 +86,10 @@ class DSparkSettings(NamedTuple):
         return settings
 
     def shapes(self, hidden: int, target: HeadTarget, known: int) -> Shapes:
-        """Return the shapes of the two parts' tensors.
+        """Return the shapes of the tensors of the Markov head and of the confidence head.
 
         Args:
-            known: tokens of the head's vocabulary.
+            known: number of tokens in the head's vocabulary.
         """
         rank = self.rank
         shapes: Shapes = {}
@@ -159,7 +163,7 @@ class DSparkHead(DFlashHead):
                 return
 
     def _embedded(self, token: int) -> torch.Tensor:
-        """Return the row of a token in w1 [rank]."""
+        """Return the row of a token in w1 [rank]; it is empty if there is no Markov head."""
         if not self._dspark.rank:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         return self._tensors[_W1][token]
@@ -167,7 +171,10 @@ class DSparkHead(DFlashHead):
     def _markov(
         self, embedded: torch.Tensor, state: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bias of a row's logits [len(ids)], and the memory [rank] for the next row."""
+        """Return the bias of a row's logits [len(ids)], and the memory [rank] for the next row.
+
+        If there is no Markov head, the bias is zero.
+        """
         dspark = self._dspark
         if not dspark.rank:
             return state.new_zeros(()), memory

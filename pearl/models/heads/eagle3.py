@@ -53,7 +53,7 @@ _COMPUTED = {
     "qkv_bias",
     "mlp_bias",
     "use_sliding_window",
-    "use_input_layernorm_in_first_layer",  # its tensor must be there, as that of the next setting
+    "use_input_layernorm_in_first_layer",  # this setting's tensor and the next one's must be there
     "use_last_layernorm",
 }
 
@@ -88,11 +88,12 @@ class HeadSettings:
     Attributes:
         forward: how the family of the head's decoder layers is computed.
         layer: the configuration of these layers, in the form that a whole model's config.json has.
-        input_norms: the norms that the target's states pass before `fc`, in this order.  A norm is
-            given by the names of its weights: one name if it normalises all states together, or a
-            name for each layer's states if it normalises them one by one.
+        input_norms: the norms that the target's states pass before `fc`, in this order.  Each entry
+            names a norm's weights: one tensor if the norm is over the states of all layers
+            together, or a tensor for each layer if each layer's states are normalised alone.
         norms_residual: whether the first layer adds its outputs to norm(h), not to h.
-        feeds_normed: whether the next step reads the output of the last norm.
+        feeds_normed: whether a drafted token is read with the last norm's output, instead of with
+            the last layer's.
         norms_logits: whether `lm_head` reads the output of the last norm.
     """
 
@@ -108,7 +109,7 @@ class HeadSettings:
         """Read config.json. Raises `ValueError` for settings that are not supported.
 
         Args:
-            names: names of the head's tensors in speculators.
+            names: the names that speculators gives the head's tensors.
         """
         inner = config.get("transformer_layer_config") or config
         check_switches((config, inner, config.get("eagle_config") or {}), _COMPUTED)
@@ -150,7 +151,7 @@ class HeadSettings:
 
 
 def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
-    """See `HeadSettings.input_norms`."""
+    """Return `HeadSettings.input_norms` for a config.json."""
     count = len(target_layers(config) or range(_DEFAULT_LAYERS))
     norms: list[tuple[str, ...]] = []
     if config.get("norm_before_fc"):
@@ -163,9 +164,12 @@ def _input_norms(config: Config) -> tuple[tuple[str, ...], ...]:
 def _layers_of(
     config: Config, names: set[str], is_of_speculators: bool
 ) -> tuple[Forward, dict[str, Any]]:
-    """Return how a head's decoder layers are computed, and their configuration in the form of a model's.
+    """Return how a head's layers are computed, and their settings as in a model's config.json.
 
     Raises `ValueError` for layers that are not computed.
+
+    Args:
+        names: the names that speculators gives the head's tensors.
     """
     kind = config.get("model_type", "qwen3")
     if not is_of_speculators:  # one Llama layer, whatever model type the file names
@@ -205,14 +209,14 @@ def make(
 
 
 def _common(name: str) -> str:
-    """Return the name that speculators gives a tensor."""
+    """Return the name that speculators gives a tensor: "layers.0.x" for "midlayer.x"."""
     if name.startswith(_MIDLAYER):
         return _FIRST + name.removeprefix(_MIDLAYER)
     return name
 
 
 def _check_tensors(settings: HeadSettings, tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` where tensors are missing, superfluous or of another shape."""
+    """Raise `ValueError` if a tensor is missing, superfluous or of another shape."""
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
     shapes = settings.shapes(target.features, len(tensors.get("lm_head.weight", ())))
@@ -225,7 +229,7 @@ def _check_tensors(settings: HeadSettings, tensors: Tensors, target: HeadTarget)
 
 
 def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
-    """Raise `ValueError` if the inputs of `fc` have another width than the states that the target keeps."""
+    """Raise `ValueError` unless `fc` has `features` inputs, the width of the target's states."""
     inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else features
     if inputs == 2 * hidden != features:
         raise ValueError("it is an EAGLE head of the first or second version, not of the third")
@@ -236,7 +240,7 @@ def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
 
 
 def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
-    """Return the shapes of optional tensors: biases, a vocabulary (d2t), an embedding."""
+    """Return the shapes of the tensors that a head may have: biases, d2t and an embedding."""
     shapes = shapes_of_biases(needed)
     shapes["d2t"] = needed["lm_head.weight"][:1]
     embedding = tensors.get("embed_tokens.weight")
@@ -249,7 +253,8 @@ class Eagle3Head(DecoderHead):
     """See `DecoderHead`.
 
     Args:
-        tensors: by their names in speculators.  If the embedding is missing, the target's is used.
+        tensors: the head's tensors, by the names that speculators gives them.  If the embedding is
+            missing, the target's is used.
     """
 
     def __init__(
@@ -286,7 +291,11 @@ class Eagle3Head(DecoderHead):
     def _outputs(
         self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
     ) -> torch.Tensor:
-        """Return the last layer's states [n, hidden], with `feeds_normed` after the last norm."""
+        """See `DecoderHead._outputs`.
+
+        The outputs [n, hidden] are the last layer's states or, if `feeds_normed`, those after the
+        last norm.
+        """
         layers = self._layers
         settings = self._settings
         attends = self._attention(tokens, slot, guessed)

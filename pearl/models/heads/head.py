@@ -40,7 +40,7 @@ class HeadTarget(NamedTuple):
 
 
 class HeadToken(NamedTuple):
-    """A token, and the probability that it is the target's."""
+    """A proposed token, and the head's estimate of the probability that the target accepts it."""
 
     token: int
     prob: float
@@ -60,10 +60,11 @@ class Block:
 
     Args:
         ids: see `Head`.
-        draw: draws a token.
+        draw: draws a token from logits [len(ids)], for a position of the text.
         position: the position of the first token.
         most: how many levels are wanted.
-        least: no further level is wanted if the probability of all tokens drawn is less than this.
+        least: no further level is wanted once the product of the drawn tokens' probabilities is
+            less than this.
         ranks: number of tokens in a level: the drawn token and its runners-up.
     """
 
@@ -94,11 +95,11 @@ class Block:
         return self._draw(logits, self._position + depth)
 
     def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
-        """Draw the next token from logits [len(ids)], add its level, and return it.
+        """Draw the next token from logits [len(ids)], add its level, and return the token.
 
         Args:
-            confidence: the probability that the target accepts the token, if the head predicts it;
-                None: that of the logits.
+            confidence: the probability that the target accepts the token, if the head predicts it.
+                None: the token's probability by the logits is taken instead.
         """
         token = self.draw(logits, len(self.levels))
         level = self._level(logits, token)
@@ -126,7 +127,8 @@ class Head(Protocol):
 
     Attributes:
         ids: [logits], the target's token id for each logit. A head may have a smaller vocabulary than its target.
-        lengths: number of positions in each slot whose hidden states are cached. Lower it to drop the last ones.
+        lengths: for each slot, number of positions whose hidden states are cached. To drop the last
+            positions of a slot, lower its number.
         context: positions that a slot has room for.
         deepest: most tokens of a proposal.
     """
@@ -147,8 +149,9 @@ class Head(Protocol):
         ...
 
     def propose(self, block: Block, slot: int) -> None:
-        """Add levels to `block` while it wants more, after the last token that `extend` was given.
+        """Add levels to `block` while it wants more.
 
-        What is cached of the slot stays as it was.
+        The first level follows the last token that `extend` was given. After the call, the slot's
+        cache holds the same positions as before the call.
         """
         ...

@@ -1,8 +1,9 @@
 """The kinds of heads: those that are read, and those that are refused by name.
 
-Must not import torch, because the front uses this module, too.
+This module must not import torch, because the user's process, which holds no model, uses it too.
 
-To add a kind, write its file beside `eagle3` with the functions of `HeadKind`, and name the file in `KINDS`.
+To add a kind, write a module beside `eagle3` with the functions of `HeadKind`, and name the module
+in `KINDS`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 
 
 class HeadKind(Protocol):
-    """The functions that the file of a kind has.
+    """The functions that the module of each kind defines.
 
     Both raise `ValueError` for a head of this kind that PEARL cannot compute.
     """
 
     def target_layers(self, config: Config) -> tuple[int, ...] | None:
-        """Return the target's layers whose inputs a head reads; None: those of `forward.layers.tapped`.
+        """Return the target's layers whose inputs a head reads.
+
+        Return None if `config` does not name them: the head then reads three layers that
+        `forward.layers.tapped` chooses.
 
         Args:
             config: the head's config.json.
@@ -34,7 +38,13 @@ class HeadKind(Protocol):
     def make(
         self, config: Config, tensors: Tensors, target: HeadTarget, rounding: Rounding
     ) -> Head:
-        """Return the head of a checkpoint. `tensors` are by their names in the checkpoint."""
+        """Return the head of a checkpoint.
+
+        Args:
+            config: the head's config.json.
+            tensors: the checkpoint's tensors by name.
+            rounding: how matrices are rounded; see `linear_layers.matrix`.
+        """
         ...
 
 
@@ -44,7 +54,8 @@ class Kind(NamedTuple):
     Attributes:
         title: the kind's name in messages.
         module: the module that reads such heads; "": they are not read yet.
-        architecture: the class of such heads in SpecForge; "": it has none, or its files do not name it.
+        architecture: SpecForge's class for such heads, which `architectures` of config.json names;
+            "" if SpecForge has no such class, or does not write its name.
     """
 
     title: str
@@ -80,7 +91,10 @@ def describes_head(config: Config) -> bool:
 
 
 def kind_of(config: Config) -> HeadKind:
-    """Return the kind of head that a config.json describes. Raises `ValueError` if it is unknown, or not read yet."""
+    """Return the kind of head that a config.json describes.
+
+    Raises `ValueError` if the kind is unknown, or not read yet.
+    """
     name = _name_of(config) or "eagle3"
     stated = f", {_TYPE} {name!r}" if _TYPE in config else ""
     if name not in KINDS:
@@ -92,7 +106,7 @@ def kind_of(config: Config) -> HeadKind:
 
 
 def title_of(config: Config) -> str:
-    """Return the name, in messages, of the kind of head that a config.json describes."""
+    """Return how messages name the kind of head that a config.json describes."""
     return KINDS[_name_of(config) or "eagle3"].title
 
 
@@ -101,13 +115,16 @@ def layers_of(config: Config) -> Config:
     settings = config.get("transformer_layer_config")
     if not isinstance(settings, dict):
         return config
-    if _name_of(config) == "mtp":  # whose settings are its target's
+    if _name_of(config) == "mtp":  # these settings describe the target, with all its layers
         return {**settings, "num_hidden_layers": 1}
     return settings
 
 
 def _name_of(config: Config) -> str:
-    """Return the kind that a config.json names, as speculators does or by SpecForge's class; "" if it names none."""
+    """Return the key in `KINDS` of the kind that a config.json names; "" if it names none.
+
+    speculators writes the key itself; SpecForge writes the name of a class.
+    """
     if _TYPE in config:
         return str(config[_TYPE])
     architectures = config.get("architectures") or ()

@@ -1,7 +1,8 @@
 """What the kinds of heads have in common: decoder layers that a config.json describes, and checks of tensors.
 
-A head's layers are ordinary decoder layers of our own forward pass.  Whatever a head has and we do not compute
-raises `ValueError`, because a head that is read wrongly only guesses badly and says nothing.
+A head's layers are ordinary decoder layers of our own forward pass.  Whatever a head has and we do
+not compute raises `ValueError`.  Without this error nobody would notice: the head would only guess
+badly.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ _NEUTRAL = {
 
 
 def check_switches(settings: Iterable[Config], computed: Collection[str]) -> None:
-    """Raise `ValueError` if a setting that is true is neither computed nor neutral."""
+    """Raise `ValueError` if a config.json switches on something that we do not compute.
+
+    Args:
+        settings: the tables of the config.json.
+        computed: names of settings that we compute, and that may therefore be true. Settings that
+            change no result may always be true.
+    """
     for part in settings:
         for name, value in part.items():
             if value is True and name not in computed and name not in _NEUTRAL:
@@ -64,10 +71,12 @@ def check_switches(settings: Iterable[Config], computed: Collection[str]) -> Non
 
 
 def forward_of_layers(kind: str, layer: Config) -> Forward:
-    """Return how layers of model type `kind` are computed. Raises `ValueError` if they are not.
+    """Return how layers of model type `kind` are computed.
+
+    Raises `ValueError` if our own forward does not compute them.
 
     Args:
-        layer: see `as_a_model`.
+        layer: the settings of the layers, as `as_a_model` returns them.
     """
     if kind not in _ARCHITECTURES:
         raise ValueError(
@@ -81,7 +90,10 @@ def forward_of_layers(kind: str, layer: Config) -> Forward:
 
 
 def as_a_model(config: Config, count: int) -> dict[str, Any]:
-    """Return a head's configuration as that of a whole model with `count` layers, with defaults for absent settings."""
+    """Return a head's settings in the form of a whole model's config.json, with `count` layers.
+
+    Absent settings get their defaults. Raises `ValueError` if the rope is not computed.
+    """
     heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
     layer = {
@@ -122,7 +134,10 @@ def as_weights(tensors: Tensors, target: HeadTarget) -> dict[str, torch.Tensor]:
 
 
 def check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` unless the head's vocabulary is the target's, or a known part of it."""
+    """Raise `ValueError` unless the head's vocabulary is the target's, or a part that `d2t` lists.
+
+    The head's embedding, if it has one, must have a row for each of the target's tokens.
+    """
     count = len(tensors["lm_head.weight"])
     if "d2t" not in tensors and count != target.vocab_size:
         raise ValueError(
@@ -136,7 +151,12 @@ def check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
 
 
 def check_shapes(tensors: Tensors, needed: Shapes, optional: Shapes) -> None:
-    """Raise `ValueError` where tensors are missing, superfluous or of another shape."""
+    """Raise `ValueError` if a tensor is missing, superfluous or of another shape.
+
+    Args:
+        needed: shapes of the tensors that must be there.
+        optional: shapes of the tensors that may be there.
+    """
     for name in needed:
         if name not in tensors:
             raise ValueError(f"it has no {name}")
@@ -159,7 +179,10 @@ def shapes_of_biases(needed: Shapes) -> Shapes:
 
 
 def check_biases(tensors: Tensors, layers: int) -> None:
-    """Raise `ValueError` where only some of the matrices that are computed together have a bias."""
+    """Raise `ValueError` if a layer has a bias for some of the matrices that are joined into one.
+
+    For example, q_proj, k_proj and v_proj are joined: all three must have a bias, or none.
+    """
     for number in range(layers):
         for group in _TOGETHER:
             biases = [f"layers.{number}.{name}.bias" for name in group]
@@ -179,7 +202,7 @@ def token_ids(tensors: Tensors, count: int, device: torch.device) -> torch.Tenso
 
 
 def decoder_of(layer: Config, tensors: Tensors, embedding: Embedding) -> Decoder:
-    """Return a head's layers, last norm and output matrix in the form of a model, for `DecoderLayers`."""
+    """Return a head's layers, last norm and output matrix as a model, for `DecoderLayers`."""
     decoder = Decoder(SimpleNamespace(**layer))
     decoder.place("model.embed_tokens", Weight(embedding))
     for name, tensor in tensors.items():

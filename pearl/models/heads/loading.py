@@ -46,7 +46,8 @@ from pearl.models.runner import ModelRunner
 def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     """Load the head named `spec`, a directory or a hub id, for the target that `runner` runs.
 
-    Raises `ModelError` if the runner keeps no features, or the checkpoint has another layout or is for another model.
+    Raises `ModelError` if the runner keeps no hidden states, or if the checkpoint has an unknown
+    layout or belongs to another target.
     """
     target: Any = runner
     features = runner.capabilities.features
@@ -66,9 +67,10 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
 
 
 def states_for(heads: Sequence[str], target: str, progress: Progress) -> Features:
-    """Return the hidden states of the target that the heads read.
+    """Return which hidden states of the target the heads read, as `features` of `load_runner`.
 
-    A head with the name of the target is the target's layer for multi-token prediction: it reads the "last" states.
+    A head that has the target's name is the target's own layer for multi-token prediction, which
+    reads the "last" states.
 
     Raises `ModelError` for a head that PEARL does not read, and for two heads that read different states.
     """
@@ -100,10 +102,11 @@ def load_draft_head(
     progress: Progress,
     rounding: Rounding = "",
 ) -> StatesRunner:
-    """Load the head `spec` as a draft for the model `target`.
+    """Load the head `spec` as a draft model for the model `target`.
 
-    Of the target's checkpoint the embedding is read and, for a head without an output matrix, the output matrix.
-    Raises `ModelError`, as `load_head` does.
+    This process does not load the target: it reads the target's embedding and, if the head has no
+    output matrix, the target's output matrix.  Raises `ModelError` as `load_head` does, and for
+    heads that can only run in the target's process.
     """
     if is_toy(target):
         raise _needs_own_forward(spec)
@@ -173,7 +176,7 @@ def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding 
 
 
 def _report_memory(spec: str, directory: Path, target: HeadTarget, progress: Progress) -> None:
-    """Report what a large head needs. Raises `ModelError` if it cannot fit."""
+    """Report how much memory a large head needs. Raises `ModelError` if the head cannot fit."""
     dtype = str(target.embedding.dtype).removeprefix("torch.")
     need = needed(directory, dtype, target.context, target.context, target.slots)
     report = check_room(spec, need, target.embedding.device)
@@ -202,8 +205,9 @@ def _config(directory: Path) -> dict[str, Any]:
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return a head's tensors by name.
 
-    They are in model.safetensors, the files of its index, the only other .safetensors file, or pytorch_model.bin.
-    Raises `ValueError` if there are several such files and no index: tensors of a trainer's other files may have the
+    They are read from the first of these that exists: model.safetensors, the files that its index
+    lists, the only .safetensors file with another name, pytorch_model.bin.  Raises `ValueError` if
+    there are several .safetensors files and no index, because a trainer's other files may use the
     same names.
     """
     tensors = {}

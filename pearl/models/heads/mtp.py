@@ -1,7 +1,8 @@
-"""A target's layer for multi-token prediction as a head; transformers computes it.
+"""A head that is the target's own layer for multi-token prediction, computed by transformers.
 
-The layer reads each token with the target's last hidden state of the token before it.  To draft further tokens, it
-reads its own outputs.  If a target has several such layers, the first one drafts all tokens.
+The layer reads each token with the target's last hidden state of the token before it.  For drafted
+tokens, it reads its own outputs in place of the target's.  If a target has several such layers, the
+first one drafts all tokens.
 
 Source: "DeepSeek-V3 Technical Report", 2024, section 2.2.
 """
@@ -20,7 +21,7 @@ from pearl.printable import cause_of
 
 
 class MtpHead(ChainHead):
-    """A head for the one text of a runner through transformers.
+    """A head for a target that runs through transformers, and so holds a single text.
 
     Args:
         model: transformers' `MtpModel`, which shares embedding and output head with the target.
@@ -66,7 +67,14 @@ class MtpHead(ChainHead):
 
 
 def load_mtp(spec: str, runner: Any) -> MtpHead:
-    """Load the target's layer for multi-token prediction from the target's checkpoint. Raises `ModelError`."""
+    """Load the target's layer for multi-token prediction from the target's checkpoint.
+
+    Raises `ModelError` if the checkpoint has no such layer, or transformers cannot load it.
+
+    Args:
+        spec: the name of the target.
+        runner: the target's runner through transformers.
+    """
     from transformers import cache_utils, modeling_layers
 
     model = runner.model
@@ -76,8 +84,8 @@ def load_mtp(spec: str, runner: Any) -> MtpHead:
         raise ModelError(
             f"Head {spec!r}: layers for multi-token prediction need transformers 5.24 or newer."
         )
-    # transformers knows the names of such layers for the published sizes alone, and Qwen's configurations
-    # do not say how many there are.
+    # transformers ignores the tensors of such layers only under the names of the published sizes.
+    # Qwen's configurations do not say how many such layers there are.
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{config.num_hidden_layers}\..*",
         r"^mtp\..*",

@@ -1,13 +1,17 @@
 """A layer for multi-token prediction in a checkpoint of its own, which our own forward computes.
 
-For each token but the first, the layer reads the token, and the target's state of the token before it:
-after the target's last layer, before its last norm.  With e the token's embedding and h the state, the
-decoder layer reads input_proj [token_layernorm e, hidden_layernorm h].  Its output after `final_layernorm`
-is both what the target's output matrix reads, and the state from which the next token is guessed.
+For each token but the first, the layer reads the token together with the target's state of the
+token before it.  This is the state after the target's last layer, before its last norm.  Let e be
+the token's embedding and h the state.  Then the decoder layer reads input_proj [token_layernorm e,
+hidden_layernorm h].  The layer's output passes `final_layernorm`, and the target's output matrix
+makes logits of it.  When a drafted token is read next, the same output serves as h.
 
-Such checkpoints have neither embedding nor output matrix: the head uses the target's.  In speculators'
-trainer, the rows of a later guess attend to rows of the same depth.  Engines compute all guesses with one
-cache instead, in which the text's tokens were read with the target's states; so does this head.
+Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.
+
+Training and drafting differ in what a guess attends to.  In speculators' trainer, a text's second
+guesses attend to its second guesses, its third guesses to its third guesses, and so on.  In
+engines, all guesses attend to one cache, in which the text's tokens were read with the target's
+states.  This head does as engines do.
 
 Source: "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025; speculators 0.9.0.
 """
@@ -34,22 +38,25 @@ from pearl.models.heads.layers import (
 )
 
 _LAYER = "mtp_layers.0."
-_PLACE = "layers.0."  # of the layer in a model with one layer
+_PLACE = "layers.0."  # the layer's name in a model with one layer
 _LAST_NORM = f"{_LAYER}final_layernorm.weight"
 _HIDDEN_NORM = "hidden_layernorm.weight"
 _TOKEN_NORM = "token_layernorm.weight"
 _PROJECTION = "input_proj.weight"
-_COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's: old versions saved them
+_COPIES = ("embed_tokens.weight", "lm_head.weight")  # the target's; old versions saved copies
 _COMPUTED = ("attention_bias", "use_sliding_window")
 
 
 def target_layers(config: Config) -> tuple[int, ...] | None:
-    """See `HeadKind`. `transformer_layer_config` is the target's own."""
+    """See `HeadKind`. The head reads the input of the target's last norm.
+
+    This input has the number N if the target has N layers: `transformer_layer_config` states N.
+    """
     return (int(config["transformer_layer_config"]["num_hidden_layers"]),)
 
 
 def layer_of(config: Config) -> tuple[Forward, dict[str, Any]]:
-    """Return how the layer is computed, and its configuration in the form of a model's.
+    """Return how the layer is computed, and its settings as those of a model with one layer.
 
     Raises `ValueError` for a layer that is not computed.
     """
@@ -94,7 +101,7 @@ def make(
 
 
 def _place(name: str) -> str:
-    """Return the name that a tensor has in a model with one layer."""
+    """Return the name of a tensor in a model with one layer: "layers.0.x" for "mtp_layers.0.x"."""
     return name.replace(_LAST_NORM, "norm.weight").replace(_LAYER, _PLACE)
 
 

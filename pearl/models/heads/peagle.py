@@ -1,9 +1,9 @@
 """P-EAGLE: an EAGLE-3 head that proposes a block of tokens with one forward.
 
-The text's last token guesses the next one, as in EAGLE-3.  After it come rows for mask tokens, each of
-which guesses a token further on.  A mask row reads the embedding of `mask_token_id`, and `mask_hidden` in
-place of the target's hidden states.  It sees the text and the mask rows before it.  The text's new tokens
-are computed in the same forward.
+The row of the text's last token guesses the next token, as in EAGLE-3.  After this row come rows
+for mask tokens, each of which guesses the token one position further on.  A mask row reads the
+embedding of `mask_token_id`, and `mask_hidden` in place of the target's hidden states.  It attends
+to the text and to the mask rows before it.  The text's new tokens are computed in the same forward.
 
 There are two layouts: that of vLLM's speculators, and SpecForge's, whose checkpoints do not say which
 token the mask token is.
@@ -84,7 +84,10 @@ def make(
 
 
 def _as_trained(config: Config) -> Config:
-    """Return the configuration that the trainer computed with: SpecForge's trainer applies no rope scaling."""
+    """Return the settings with which the head was trained.
+
+    SpecForge's trainer ignores the rope scaling of config.json, so for its heads it is removed.
+    """
     if "speculators_model_type" in config:
         return config
     rope: Config = config.get("rope_parameters") or config
@@ -96,7 +99,7 @@ class Waiting(NamedTuple):
     """The last tokens that a slot was given, which the next proposal computes together with its mask rows.
 
     Attributes:
-        start: how many tokens the slot had before them.
+        start: number of tokens in the slot before `tokens`.
         tokens: [n].
         states: [n, hidden], for each token the target's hidden states of the token before it, projected to `hidden`.
     """
@@ -107,11 +110,11 @@ class Waiting(NamedTuple):
 
 
 class PeagleHead:
-    """See `Head`.
+    """An EAGLE-3 head with the rows of mask tokens; see `Head`.
 
     Args:
-        head: the EAGLE-3 head that computes the rows, of the text and of the mask tokens.
-        mask_states: [1, 1, features], in place of the target's hidden states in mask rows.
+        head: the EAGLE-3 head that computes all rows.
+        mask_states: [1, 1, features], read by mask rows in place of the target's hidden states.
     """
 
     def __init__(
@@ -141,7 +144,10 @@ class PeagleHead:
         self.lengths[slot] = start + len(tokens)
 
     def _compute(self, slot: int) -> None:
-        """Cache the slot's last tokens, but for those that were dropped."""
+        """Cache keys and values of the last tokens that `extend` was given.
+
+        Tokens that were dropped in the meantime, by a lower length, are left out.
+        """
         start, tokens, states = self._last[slot]
         end = self.lengths[slot]
         if end > start:

@@ -18,13 +18,13 @@ _IN_TURN = 16  # a feed of more tokens is part of a prompt, whose states the tar
 
 @dataclass
 class _Text:
-    """How far the text of a slot has states, and has been read.
+    """How much of a slot's text has states, and how much the head has read.
 
     Attributes:
         length: number of tokens.
         target_end: the first `target_end` positions have states of the target.
-        state_end: the first `state_end` positions have states of the target or of the head.
-        read: the head has read the first `read` tokens with the states that they have now.
+        state_end: the first `state_end` positions have states, of the target or of the head.
+        read: the head has read the first `read` tokens with the newest states of their positions.
     """
 
     length: int = 0
@@ -53,18 +53,19 @@ class StatesRunner(ModelRunner):
 
     @abstractmethod
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
-        """Take in the target's states [n, features] for positions from `start` on.
+        """Store the target's states [n, features] for the positions from `start` on.
 
-        The positions may lie after the end of the text.
+        These positions may lie after the end of the text.
         """
 
 
 class HeadRunner(StatesRunner):
     """Drafts with the target's states as far as they have arrived, and from there on with the head's own outputs.
 
-    Token p is read with the state of token p - 1.  When further states arrive, the tokens that were read without them
-    are read again, in one forward.  So the logits depend on when states arrive: use this runner only with decoding
-    rules under which no draft can change the text.
+    Token p is read with the state of token p - 1.  When further states of the target arrive, the
+    tokens that were read with the head's own outputs are read again, in one forward.  So the logits
+    depend on when states arrive.  Use this runner only with decoding rules under which a draft
+    cannot change the text, such as greedy and coupled.
 
     Args:
         head: a head whose cache has room for `slots` texts.
@@ -128,7 +129,10 @@ class HeadRunner(StatesRunner):
         return logits
 
     def _pieces(self, feed: Feed, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) of tokens to read together: first the tokens that have states, then one by one."""
+        """Yield the (start, end) of each piece of the tokens to read, in order.
+
+        The first piece has all tokens whose states are there; each further piece has one token.
+        """
         text = self._texts[feed.slot]
         if feed.prompt or end - start > _IN_TURN:
             self._states[feed.slot, text.state_end : end] = 0  # in place of unknown states

@@ -1,4 +1,4 @@
-"""XPress: a block drafter whose refiner makes each token depend on those before it.
+"""XPress: a block drafter whose refiner makes each token of a block depend on the tokens before it.
 
 It is a DFlash head with a refiner, which adds a bias to the logits of each row.  Let h be a row's state
 after the last norm, g the mean of h over the block, and e the embedding of the token before the row's:
@@ -7,10 +7,10 @@ after the last norm, g the mean of h over the block, and e the embedding of the 
     x = a + sum over rows j up to this one of mix[row, j] * a_j
     bias = readout (x + mlp_down (silu (mlp_gate x) * mlp_up x))
 
-The trainer and the authors compute all rows at once, in several passes (`num_jacobi_passes`).  Each pass
-reads the tokens of the pass before, so pass k settles row k.  Here the rows are computed one after the
-other.  That gives the same tokens as one pass for each row, and multiplies by the largest matrix,
-`readout`, only once for each row.
+The trainer and the authors compute all rows at once, in several passes (`num_jacobi_passes`).  Each
+pass reads the tokens that the pass before has drawn, so the first k rows are final after pass k.
+Here the rows are computed one after the other.  This gives the same tokens as if there were as many
+passes as rows, and multiplies each row by the largest matrix, `readout`, only once.
 
 Source: speculators 0.9.0.
 """
@@ -37,8 +37,8 @@ def refiner_shapes(config: Config, hidden: int, vocab_size: int, num_logits: int
     """Return the shapes of the refiner's tensors.
 
     Args:
-        vocab_size: the target's.
-        num_logits: tokens of the head's vocabulary.
+        vocab_size: number of the target's tokens.
+        num_logits: number of tokens in the head's vocabulary.
     """
     size = int(config["block_size"])
     rank = int(config.get("xpress_rank", _RANK))
@@ -115,7 +115,7 @@ class XPressHead(DFlashHead):
         """Return the bias of the last row's logits [len(ids)], float32.
 
         Args:
-            inputs: [rows, rank] of the block's first rows.
+            inputs: [rows, rank], the value `a` of each of the block's first rows.
         """
         count = len(inputs)
         mix = self._refiner["mix_l"][:, count - 1, :count].T

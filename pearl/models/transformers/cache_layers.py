@@ -1,14 +1,18 @@
-"""Cache layers that can be rolled back, in place of transformers' layers. The state that a layer keeps decides which:
+"""Cache layers that can be rolled back, in place of transformers' layers.
 
-* Keys and values of all positions, of a window or of a chunk: `FixedLayer`, which keeps all positions. If there is an
-  indexer, which chooses the positions to attend to, it also keeps the indexer's keys. transformers sizes a mask by the
-  positions that the cache layer holds, so the model's own mask hides those outside of its window.
-* The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
-* Both in one layer: `HybridLayer`.
+What a layer of transformers keeps decides which layer replaces it:
 
-Layers that keep other state cannot be rolled back: `unknown_layers` finds them.
+* A layer that keeps keys and values is replaced by `FixedLayer`.  The layer of transformers may
+  keep only the positions of a window or of a chunk; `FixedLayer` keeps all positions.  transformers
+  sizes the model's own mask by the positions that the cache layer holds.  So the mask covers all
+  positions, and hides those outside of the window.  Some models have an indexer, which chooses the
+  positions to attend to; for these models, `FixedLayer` keeps the indexer's keys too.
+* A layer that keeps the state of a recurrence or a convolution stays, and `Snapshots` copies its
+  state.
+* A layer that keeps both is replaced by `HybridLayer`.
+* A layer that keeps anything else cannot be rolled back; `unknown_layers` finds such layers.
 
-Must not know models, nor texts.
+This module must not know models or texts.
 """
 
 import inspect
@@ -41,13 +45,15 @@ _HYBRID = (
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
+    """Keys and values of one layer, in buffers [1, heads, capacity, head_dim].
 
-    An update copies only the new rows, while `DynamicLayer` copies all. A rollback copies nothing.
+    The first `filled` positions of the buffers are valid.  An update copies only the new rows,
+    while `DynamicLayer` copies all rows.  A rollback copies nothing.
 
     Attributes:
         keys, values: views of the valid positions. Some models read these attributes directly (Dory).
-        indexer_position_ids: positions of the indexed keys [.., filled], which a model appends to (Qwen4-Exp).
+        indexer_position_ids: [.., filled], the positions of the indexer's keys; the model itself
+            appends to them (Qwen4-Exp).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,7 +80,7 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states [1, heads, n, head_dim]; return views of all filled rows."""
+        """Append keys and values [1, heads, n, head_dim]; return views of all valid ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.filled
@@ -86,7 +92,7 @@ class FixedLayer(DynamicLayer):
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append states [1, n, width]; return a view of all filled rows."""
+        """Append the indexer's keys [1, n, width]; return a view of all valid ones."""
         _, count, width = indexer_key_states.shape
         if self.indexer_keys is None:
             self.indexer_keys = indexer_key_states.new_empty(1, self.capacity, width)
@@ -106,7 +112,7 @@ class FixedLayer(DynamicLayer):
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these entries of the batch."""
         if self.buffers is not None:
             keys, values = self.buffers
             self.buffers = (keys[indices], values[indices])
@@ -132,7 +138,10 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
-        """Initialise keys and values if states are given by position, or the recurrent state if they are named."""
+        """Initialise keys and values, or the recurrent state.
+
+        transformers passes keys and values as positional arguments, and recurrent states by name.
+        """
         layer_type = FixedLayer if states else LinearAttentionLayer
         layer_type.lazy_initialization(self, *states, **named)
 
@@ -140,7 +149,7 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
 def layer_for(theirs: object, context: int) -> Any:
     """Return the layer for `context` tokens that replaces `theirs`, a layer of transformers.
 
-    A layer that is purely recurrent, has no cache, or is of an unknown type is returned as it is.
+    Return `theirs` itself if it is purely recurrent, has no cache, or is of an unknown type.
     """
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
@@ -172,12 +181,14 @@ class _Snapshot(NamedTuple):
 class Snapshots:
     """Copies of the recurrent layers' state at a few earlier lengths, for rollbacks.
 
-    A copy is made before each forward. It takes a few milliseconds at most, while a forward of two tokens instead of
-    one can take twice the time. At most `SNAPSHOTS` copies are kept, more of them at later lengths: after a rollback by
-    n tokens, fewer than n are fed again.
+    After a rollback to a length without a copy, the next forward feeds some earlier tokens again,
+    and can take twice as long.  So a copy is made before each forward: it takes a few milliseconds
+    at most.  At most `SNAPSHOTS` copies are kept.  They are closer together at later lengths, so
+    that after a rollback by n tokens, fewer than n tokens are fed again.
 
     Attributes:
-        length: tokens that the state has seen.
+        kept: the copies, by ascending length.
+        length: number of tokens that the state has seen.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
@@ -191,7 +202,7 @@ class Snapshots:
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
-        """Record that the tokens before `end` will be fed next. Copy the state first, if it has changed."""
+        """Copy the state if it has changed, and record that the next forward ends at `end`."""
         newest = self.kept[-1].length if self.kept else 0
         if self and newest < self.length:
             states = [_copy(_state(layer)) for layer in self._layers]
@@ -201,7 +212,11 @@ class Snapshots:
         self.length = end
 
     def rollback(self, length: int) -> int:
-        """Roll the state back to `length` or less. Return its length: tokens from there on must be fed again."""
+        """Roll the state back to `length` tokens, or to fewer if there is no copy of that length.
+
+        Return the number of tokens that the state has seen then. The tokens after these must be fed
+        again.
+        """
         if length >= self.length:
             return self.length
         if not self:
@@ -220,7 +235,7 @@ class Snapshots:
         return self.length
 
     def _thin(self) -> None:
-        """Drop the copy with the least (gap that it leaves) / (its age), both in tokens."""
+        """Drop the copy with the least (gap that it would leave) / (its age), both in tokens."""
         losses = []
         gap_start = 0
         for snapshot, following in pairwise(self.kept):
@@ -232,7 +247,9 @@ class Snapshots:
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a recurrent layer; of a `HybridLayer`, those of its recurrent part."""
+    """Return all attributes of a recurrent layer; for a `HybridLayer`, only those of its recurrent
+    part.
+    """
     state = dict(vars(layer))
     for name in _FIXED:
         state.pop(name, None)
@@ -261,7 +278,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class CacheSizes(NamedTuple):
-    """Bytes of keys and values per position, and of all recurrent state."""
+    """The bytes of keys and values for each position, and the bytes of all recurrent state."""
 
     position: int
     states: int

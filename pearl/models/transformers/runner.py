@@ -1,7 +1,7 @@
-"""Any Hugging Face causal language model as a `ModelRunner`: batch 1, a KV cache in memory allocated once.
+"""Any Hugging Face causal language model as a `ModelRunner`, for one sequence at a time.
 
-Contains transformers' cache and forward conventions.  Must not know where models come from (`loading`), nor what
-their logits are used for.
+This module knows the conventions of transformers' caches and forwards.  It must not know where
+models come from (`loading`), nor what their logits are used for.
 """
 
 import inspect
@@ -26,10 +26,10 @@ from pearl.models.transformers.cache_layers import (
 )
 from pearl.printable import cause_of
 
-# Model types whose forward reads recurrent state only if it is fed a single token (transformers 5.24). In half
-# precision the logits of the trial at construction may not show it.
+# Model types whose forward reads recurrent state only if it is fed a single token (transformers
+# 5.24). In half precision the logits of the trial at construction may not show it.
 _STEPWISE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba", "zaya"})
-# Model types of decoders whose configuration says `is_decoder=False`. They do not read that setting.
+# Model types of decoders whose configuration says `is_decoder=False`: they do not read it.
 _DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
 _TRIED = 8  # tokens of the trial at construction
 # Least cosine of logits that are equal up to rounding.
@@ -43,12 +43,13 @@ PIECE = 512
 class HFRunner(ModelRunner):
     """Runs a loaded model, which stays where it was loaded, on one device or several.
 
-    Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
-    forwards.
+    The constructor tries the model on a short text. It raises `ModelError` if that fails, or if the
+    logits depend on how the text is cut into forwards.
 
     Args:
         is_tried: whether an earlier runner has tried this model.
-        keeps_states: keep the last hidden states of the tokens fed, for a layer for multi-token prediction.
+        keeps_states: whether to keep the last hidden states of the tokens fed, for a head that is a
+            layer for multi-token prediction.
     """
 
     capabilities = Capabilities()  # one chain; not row invariant, as kernels depend on its length
@@ -95,7 +96,8 @@ class HFRunner(ModelRunner):
     def _layers(self) -> list[FixedLayer]:
         """The cache's layers of keys and values.
 
-        They are read anew each time, because the first forward of some models appends more: Dory one for each loop.
+        They are read anew each time, because the first forward of some models appends further
+        layers: Dory's appends one for each loop.
         """
         return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
 
@@ -109,7 +111,8 @@ class HFRunner(ModelRunner):
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self.snapshots.length
         self._hidden.clear()
-        # Only tokens of this feed count. A forward may also feed earlier ones again, from the copy of a state on.
+        # `features` returns only this feed's tokens. After a rollback to a copy of the state, the
+        # forward also feeds earlier tokens again.
         self._num_fed = len(feed.tokens)
         pieces = []
         try:
@@ -139,7 +142,7 @@ class HFRunner(ModelRunner):
         return torch.cat(self._hidden)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
-        """Return where the forwards end that together feed the tokens from `start` to `end`."""
+        """Return the ends of the forwards that together feed the tokens from `start` to `end`."""
         if not self.snapshots:
             return [end]
         pieces = list(range(start + PIECE, end, PIECE))
@@ -148,7 +151,10 @@ class HFRunner(ModelRunner):
 
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
-        """Feed the tokens from the cache's end up to `end`; return logits [at most `rows`, vocab] of the last ones."""
+        """Feed the tokens after those in the cache, up to `end`.
+
+        Return the logits [n, vocab] of the last n of these tokens, with n at most `rows`.
+        """
         start = self.snapshots.length
         self.snapshots.advance(end)
         rows = min(rows, end - start)
@@ -180,9 +186,9 @@ class HFRunner(ModelRunner):
             layer.rollback(state_length)
 
     def _try(self) -> None:
-        """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
+        """Feed a text in three ways: at once, in pieces after a rollback, and without a cache.
 
-        Raises `ModelError` where that fails or the logits differ.
+        Raises `ModelError` if a forward fails, or if the logits differ.
         """
         name = type(self.model).__name__
         count = min(_TRIED, self.context)
@@ -228,7 +234,7 @@ class HFRunner(ModelRunner):
         return bool(alike.median() < _ALIKE_IN_HALF)
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
-        """Return token ids [1, n] on the device, sent without waiting for it."""
+        """Return token ids [1, n] on the device, without waiting until they are there."""
         if isinstance(tokens, torch.Tensor):
             return tokens[None]
         on_gpu = self.device.type == "cuda"
@@ -239,8 +245,9 @@ class HFRunner(ModelRunner):
 def _cosines(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the cosine similarity [n] of each row of `rows` and the same row of `expected`, both [n, vocab].
 
-    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  Logits that are infinite, or the same
-    in all rows, do not count: a mask's -1e9 would outweigh all others.
+    The mean of each row is subtracted first.  Rows that are nearly equal get 1.  Two sorts of
+    columns are left out: those with an infinite logit, and those whose logits are all the same.
+    A model may set the logits of some tokens to -1e9, which would outweigh all other logits.
     """
     pair = torch.stack((rows, expected)).double()
     fixed = (pair == pair[0, 0]).flatten(0, 1).all(0) | ~pair.isfinite().all(0)
@@ -266,15 +273,15 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
         )
     if text.model_type in _STEPWISE:
         raise ModelError(
-            f"{name} cannot be used here: transformers drops its recurrent state in a forward of several tokens. Use a "
-            "model of another family, such as Mamba 2 or Falcon-H1."
+            f"{name} cannot be used here: transformers drops its recurrent state in a forward of "
+            "several tokens. Use a model of another family, such as Mamba 2 or Falcon-H1."
         )
     layers = layers_of(config, context)
     kinds = {type(layer).__name__ for layer in unknown_layers(layers)}
     if kinds:
         raise ModelError(
-            f"{name} cannot be used here: after a rejected token its cache ({', '.join(sorted(kinds))}) cannot be "
-            "rolled back. Use a model of another family."
+            f"{name} cannot be used here: after a rejected token its cache "
+            f"({', '.join(sorted(kinds))}) cannot be rolled back. Use a model of another family."
         )
     return layers
 
@@ -285,5 +292,6 @@ def _is_causal(config: Any) -> bool:
         return False
     if not getattr(config, "is_causal", True):
         return False
-    # In Gemmas that say "vision" only tokens of a picture attend to later ones; Gemmas that embed texts say True.
+    # In Gemmas that say "vision" only tokens of a picture attend to later ones. Gemmas that embed
+    # texts say True.
     return getattr(config, "use_bidirectional_attention", None) in (None, False, "vision")
