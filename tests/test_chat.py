@@ -109,7 +109,7 @@ def test_what_is_typed_while_a_reply_is_made_is_kept(
         person.send("1" * 440, "1" * 20)
         person.type("/he")
         person.sees(">>> /he")
-        person.send("lp", "/exit")
+        person.send("lp", "/bye")
 
 
 def test_workers_killed_amid_replies(home: dict[str, str]) -> None:
@@ -211,7 +211,7 @@ def test_commands_and_what_they_say_of_mistakes(
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
         for alias in ("/help", "/?"):
             person.send(alias)
-        person.sees("/exit and Ctrl-D too", 2)
+        person.sees("leave the chat; Ctrl-D too", 2)
         assert all(command in person.text for command in COMMANDS)
         for line, words in (
             ("/frobnicate", "unknown command /frobnicate"),
@@ -219,10 +219,9 @@ def test_commands_and_what_they_say_of_mistakes(
             ("/set top_p 0.5", "top_p 0.5"),
             ("/set top_p default", "top_p 1.0 (default)"),
             ("/set rule", "rule coupled (default)"),
-            ("/set parameter min_p 0.1", "min_p 0.1"),
+            ("/set min_p 0.1", "min_p 0.1"),
             ("/set system Be terse.", "system prompt: Be terse."),
             ("/file /nowhere", "cannot read /nowhere: No such file"),
-            ("/model other", "cannot load another model"),
             ("/set nonsense", "no setting 'nonsense'"),
             ("/method sad", "unknown method 'sad'"),
             ("/system Be brief.", "system prompt: Be brief."),
@@ -249,7 +248,7 @@ def test_commands_and_what_they_say_of_mistakes(
             lambda: all(line in [row.split() for row in person.lines] for line in lines),
             "a column a method",
         )
-        person.send("/exit")
+        person.send("/bye")
         assert person.leaves() == 0
 
 
@@ -311,7 +310,7 @@ def test_several_lines_long_pastes_history_and_a_full_context(
     assert "/clear" in history.read_text()
 
 
-def test_files_an_editor_completion_other_models_and_the_last_conversation(
+def test_files_an_editor_completion_and_the_last_conversation(
     home: dict[str, str],
     toy: Engine,
     attached: list[str],
@@ -320,19 +319,14 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next message has the file, what follows a command is completed, and --continue goes on where a chat ended."""
-    editor, code, other = (
-        tmp_path / "editor",
-        tmp_path / "abc.txt",
-        "toy:vocab=32,alpha=0.5,context=512",
-    )
+    editor = tmp_path / "editor"
+    code = tmp_path / "abc.txt"
     editor.write_text('#!/bin/sh\necho 12 > "$1"\n')
     editor.chmod(0o755)
     code.write_text("7\n")
     short = ["--temperature", "0", "--max-tokens", "5"]
     with chatting(home | {"EDITOR": str(editor)}, *TOYS, *short, columns=120) as person:
-        person.send(f"/model {other}", f"{other} with none")
-        person.send("/model /nowhere", f"back to {other}")
-        person.sees("/? for help", 3)
+        person.sees("/? for help")
         person.type("\x18\x05")  # Ctrl-X Ctrl-E
         person.sees(">>> 12")
         person.type("\r")

@@ -222,7 +222,7 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     own = {"device": "cpu", "dtype": "int8", "pace": 0.1}
     both = {
         "rows": "int8",
-        "forwards": "eager",
+        "forwards": "transformers",
         "exact": True,
         "max_context": 7,
         "slots": 3,
@@ -362,7 +362,7 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
         {"draft": "toy:vocab=32,alpha=0.5"},
         {"target_dtype": "float32"},
     ]
-    others += [{"draft_device": "cpu:0"}, {"forwards": "eager"}, {"target_pace": 0.1}]
+    others += [{"draft_device": "cpu:0"}, {"forwards": "transformers"}, {"target_pace": 0.1}]
     others += [{"rows": "int8"}, {"head": "some/head"}]
     for other in others:
         assert speed_profile.load(EngineConfig(**(pair | other))) is None, other

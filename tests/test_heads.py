@@ -222,11 +222,11 @@ def test_a_head_reads_each_tree_before_it_guesses_again(
         (
             {"model.layers.61.eh_proj.weight": torch.zeros(2, 2)},
             {},
-            "a layer for multi-token prediction",
+            r"nothing reads its tensor model\.layers\.61\.eh_proj\.weight",
         ),
         ({"fc.weight": torch.zeros(32, 64)}, {}, "EAGLE head of the first or second version"),
         ({"fc.weight": torch.zeros(32, 99)}, {}, "of another model"),
-        ({"midlayer.hidden_norm.weight": None}, {}, "has no midlayer.hidden_norm.weight"),
+        ({"midlayer.hidden_norm.weight": None}, {}, "has no layers.0.hidden_norm.weight"),
         ({"d2t": None}, {}, "nothing says which"),
         ({}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "rope is not computed"),
     ],

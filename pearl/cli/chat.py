@@ -22,10 +22,10 @@ from pearl.cli.console import SafeConsole, say, text_input
 from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
-from pearl.cli.slash_commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
+from pearl.cli.slash_commands import ARGUMENTS, COMMANDS, Leave, run_command
 from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
-from pearl.config import EngineConfig, RequestOptions, Settings
-from pearl.engine import Engine, torchrun
+from pearl.config import RequestOptions, Settings
+from pearl.engine import Engine
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, PearlError, TargetLost
 from pearl.metrics import FIGURES, Statistics, brief
@@ -51,7 +51,6 @@ class ChatSession:
         stats: whether all figures are printed below each reply. If not, only a line with the main
             figures is printed.
         attachments: files that the next message begins with.
-        is_attached: whether the engine was started by another program, or under torchrun.
         remembers: whether the conversation is saved when the chat ends.
     """
 
@@ -66,7 +65,6 @@ class ChatSession:
     has_legend: bool = False
     stats: bool = False
     attachments: list[str] = field(default_factory=list)
-    is_attached: bool = False
     remembers: bool = True
 
     def answer(self, message: str) -> Result:
@@ -240,43 +238,24 @@ def chat(
     """
     saved = _saved_chat(load, goes_on)
     config = settings.engine
-    previous_config = None  # the chat goes back to it if /model names models that cannot be loaded
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
         config = config.model_copy(
             update={"log_level": "error"}
         )  # a warning would break the display
-    while True:
-        try:
-            with open_engine(config, SafeConsole(stderr=True), connect) as engine:
-                previous_config = None
-                conversation = Conversation(engine.tokenizer, raw, system)
-                if saved is not None:
-                    conversation.load(saved)
-                session = ChatSession(
-                    engine,
-                    settings.options,
-                    conversation,
-                    show_draft,
-                    markdown,
-                    stats=stats,
-                    is_attached=connect is not None or torchrun.rank() is not None,
-                    remembers=history,
-                )
-                _talk(session, question)
-                return
-        except Switch as switch:
-            previous_config = config
-            saved = switch.saved
-            config_values = config.model_dump(exclude_unset=True)
-            config_values |= {"target": switch.target, "draft": switch.draft}
-            config = EngineConfig(**config_values)
-        except PearlError as error:
-            if previous_config is None:
-                raise
-            message = f"{error}; back to {previous_config.target}"
-            SafeConsole(stderr=True).print(message, style="red")
-            config = previous_config
-            previous_config = None
+    with open_engine(config, SafeConsole(stderr=True), connect) as engine:
+        conversation = Conversation(engine.tokenizer, raw, system)
+        if saved is not None:
+            conversation.load(saved)
+        session = ChatSession(
+            engine,
+            settings.options,
+            conversation,
+            show_draft,
+            markdown,
+            stats=stats,
+            remembers=history,
+        )
+        _talk(session, question)
 
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:

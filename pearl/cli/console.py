@@ -257,6 +257,16 @@ def print_table(
     print_lines(*filter(None, notes))
 
 
+def pair_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and their values, without a header."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, value)
+    return table
+
+
 def print_columns(
     columns: Sequence[Column[_Row]], records: Iterable[_Row], *notes: str, **options: Any
 ) -> None:

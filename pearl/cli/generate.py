@@ -7,12 +7,11 @@ from dataclasses import asdict
 
 import click
 from msgspec import structs
-from rich.table import Table
 from rich.text import Text
 
 from pearl import __version__
 from pearl.cli.commands import example
-from pearl.cli.console import SafeConsole, text_input, write_text
+from pearl.cli.console import SafeConsole, pair_table, text_input, write_text
 from pearl.cli.open_engine import connect_option, open_engine
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import RequestOptions, Settings
@@ -90,7 +89,7 @@ def generate(
         return
     console.print()
     if stats:
-        console.print(summary(settings, result, engine.defaults))
+        console.print(pair_table(_summary(settings, result, engine.defaults)))
     else:
         console.print(Text(brief(result.statistics), "dim"), soft_wrap=True)
     if result.statistics.draft_lost:
@@ -170,29 +169,27 @@ def _document(
     }
 
 
-def summary(settings: Settings, result: Result, defaults: GenerationDefaults) -> Table:
-    """Return all figures of a finished text, as a table."""
+def _summary(
+    settings: Settings, result: Result, defaults: GenerationDefaults
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of all figures of a finished text, and the figures."""
     statistics = result.statistics
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
     options = settings.options.resolved(defaults.sampling)
-    table.add_row("method", f"{_method_text(options, statistics)}, seed {result.seed}")
+    yield "method", f"{_method_text(options, statistics)}, seed {result.seed}"
     lengths = (
         f"{statistics.num_generated_tokens} tokens after a prompt of {statistics.num_prompt_tokens}"
     )
-    table.add_row("text", f"{lengths}, ended by {result.finish_reason}")
+    yield "text", f"{lengths}, ended by {result.finish_reason}"
     for figure in FIGURES:
         text = figure.text(statistics)
         if text is not None:
             remark = figure.remark(statistics)
             if remark:
                 text += f" ({remark})"
-            table.add_row(figure.name, text)
+            yield figure.name, text
     if statistics.expected_rejections is not None:
-        table.add_row("rejections", _rejections_text(statistics))
-    _add_times(table, statistics)
-    return table
+        yield "rejections", _rejections_text(statistics)
+    yield from _times(statistics)
 
 
 def _method_text(options: RequestOptions, statistics: Statistics) -> str:
@@ -216,22 +213,22 @@ def _rejections_text(statistics: Statistics) -> str:
     return text
 
 
-def _add_times(table: Table, statistics: Statistics) -> None:
-    """Add rows with the target's steps, the forward times, and the target's waits by cause."""
+def _times(statistics: Statistics) -> Iterator[tuple[str, str]]:
+    """Yield the target's steps, the forward times, and the target's waits by cause."""
     steps = [f"{count} {phase}" for phase, count in statistics.target_steps.items() if count]
-    table.add_row("target steps", ", ".join(steps))
+    yield "target steps", ", ".join(steps)
     if statistics.t_draft and statistics.num_draft_tokens:
         ratio = f"t_target(1) / t_draft = {statistics.speed_ratio:.2f}"
-        table.add_row("t_draft", f"{statistics.t_draft * 1e3:.1f} ms; {ratio}")
+        yield "t_draft", f"{statistics.t_draft * 1e3:.1f} ms; {ratio}"
     for name, forward_times in (
         ("t_target(n)", statistics.t_target),
         ("on all cores", statistics.t_target_spread),
     ):
         if forward_times:
             times = [f"{size}: {seconds * 1e3:.1f}" for size, seconds in forward_times.items()]
-            table.add_row(name, ", ".join(times) + " ms")
+            yield name, ", ".join(times) + " ms"
     waits = []
     for cause, seconds in statistics.target_wait_seconds.items():
         if cause != "idle":
             waits.append(f"{cause} {seconds:.2f} s")
-    table.add_row("target waited for", ", ".join(waits) or "nothing")
+    yield "target waited for", ", ".join(waits) or "nothing"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
 from rich.table import Table
 
+from pearl.cli.console import pair_table
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
 from pearl.config.option_names import OPTION_NAMES, by_flag, options_of
@@ -25,7 +25,6 @@ from pearl.spec.methods import METHODS
 if TYPE_CHECKING:
     from pearl.cli.chat import ChatSession
 
-_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
@@ -43,24 +42,11 @@ class Leave(Exception):
     """Raised by a command to end the chat."""
 
 
-@dataclass(eq=False)
-class Switch(Exception):
-    """Raised by a command to end the chat, which then goes on with other models.
-
-    Attributes:
-        target, draft: names of the models; the draft may be "none".
-        saved: the conversation so far.
-    """
-
-    target: str
-    draft: str
-    saved: str
-
-
 def run_command(session: ChatSession, line: str) -> str | None:
     """Run the command in `line`. Return a message to send to the model, or None. Raises `PearlError` on failure."""
     name, _, argument = line.partition(" ")
-    name = _ALIASES.get(name, name)
+    if name == "/?":
+        name = "/help"
     if name not in _HANDLERS:
         raise RequestError(f"unknown command {name}: /? lists them all")
     return _HANDLERS[name](session, argument.strip())
@@ -71,7 +57,7 @@ def run_command(session: ChatSession, line: str) -> str | None:
 
 def _help(session: ChatSession, _: str) -> None:
     """show this list; /? too"""
-    _print_pairs(session, list(COMMANDS.items()) + _HINTS)
+    session.console.print(pair_table(list(COMMANDS.items()) + _HINTS))
     if session.show_draft:
         session.console.print(legend())
 
@@ -91,8 +77,7 @@ def _system(session: ChatSession, text: str) -> None:
 
 def _set(session: ChatSession, argument: str) -> None:
     """show the settings in use, or change one: /set temperature 0.7; /set temperature default"""
-    argument = argument.removeprefix("parameter ")  # /set parameter NAME VALUE is accepted too
-    name, _, value = argument.strip().partition(" ")
+    name, _, value = argument.partition(" ")
     name = name.replace("-", "_")
     value = value.strip()
     if name == "system":
@@ -105,7 +90,7 @@ def _set(session: ChatSession, argument: str) -> None:
     texts = _setting_texts(session)
     if name:
         texts = {name: texts.get(name, "none")}
-    _print_pairs(session, list(texts.items()))
+    session.console.print(pair_table(texts.items()))
 
 
 def _change(session: ChatSession, name: str, value: str) -> None:
@@ -171,7 +156,7 @@ def _show(session: ChatSession, _: str) -> None:
         ("conversation", f"{turns} turns, {tokens}"),
         ("engine", f"{engine.directory}   (pearl chat --connect)"),
     ]
-    _print_pairs(session, pairs)
+    session.console.print(pair_table(pairs))
 
 
 def _model_text(session: ChatSession, role: ModelRole) -> str:
@@ -284,18 +269,6 @@ def _file(session: ChatSession, argument: str) -> None:
     _say(session, f"{path.name}, {len(text.splitlines()):,} lines: your next message has it")
 
 
-def _model(session: ChatSession, names: str) -> None:
-    """show the models, or go on with others: /model TARGET [DRAFT]"""
-    if not names:
-        _show(session, "")
-        return
-    if session.is_attached:
-        raise RequestError("this chat did not start its engine, so it cannot load another model")
-    target, _, draft = names.partition(" ")
-    saved = session.conversation.saved(session.engine.config.target)
-    raise Switch(target, draft.strip() or "none", saved)
-
-
 def _regen(session: ChatSession, _: str) -> str | None:
     """write another reply to the last message"""
     turn = session.conversation.undo()
@@ -325,7 +298,7 @@ def _method(session: ChatSession, name: str) -> None:
 
 
 def _bye(session: ChatSession, _: str) -> None:
-    """leave the chat; /exit and Ctrl-D too"""
+    """leave the chat; Ctrl-D too"""
     raise Leave
 
 
@@ -342,7 +315,6 @@ _HANDLERS: dict[str, Callable[[ChatSession, str], str | None]] = {
     "/regen": _regen,
     "/undo": _undo,
     "/method": _method,
-    "/model": _model,
     "/bye": _bye,
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
@@ -356,18 +328,8 @@ ARGUMENTS: dict[str, Completer] = {  # what may follow a command
     "/save": _PATHS,
     "/load": _PATHS,
     "/file": _PATHS,
-    "/model": _PATHS,
 }
 
 
 def _say(session: ChatSession, text: str) -> None:
     session.console.print(text, style="dim")
-
-
-def _print_pairs(session: ChatSession, pairs: list[tuple[str, str]]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(style="dim", overflow="fold")
-    for name, value in pairs:
-        table.add_row(name, value)
-    session.console.print(table)

@@ -87,10 +87,10 @@ class EngineConfig(Section):
         description="How a CPU multiplies quantised weights; auto: by inputs of 16 bits; int8: by inputs rounded to "
         "8 bits, 16 of them with one scale, so that tokens fed together cost less. That is slightly another model.",
     )
-    forwards: Literal["auto", "eager", "transformers"] = Field(
+    forwards: Literal["auto", "transformers"] = Field(
         default="auto",
-        description="auto: our own forward pass if it supports the model; eager: on a GPU neither captured in CUDA "
-        "graphs nor chained; transformers: always theirs.",
+        description="auto: our own forward pass if it supports the model; transformers: always "
+        "theirs.",
     )
     exact: bool = Field(
         default=False,

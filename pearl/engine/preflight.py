@@ -79,7 +79,7 @@ def _check_dtype(model: ModelConfig) -> None:
     if model.rounding and model.forwards == "transformers":
         raise ModelError(
             f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards "
-            "auto or eager. Choose another dtype."
+            "auto. Choose another dtype."
         )
     if model.rows != "auto" and model.forwards == "transformers":
         raise ModelError(

@@ -18,8 +18,6 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
-_USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # path of a socket in a runtime directory
-SHORT_DIRECTORY = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
 
@@ -152,33 +150,9 @@ def raise_limit() -> None:
 def _runtime_directory() -> Path:
     """Return the parent of private directories.
 
-    It is $XDG_RUNTIME_DIR if that is private and its path short enough for a socket; otherwise
-    $TMPDIR if its path is short enough; otherwise a directory in /tmp.
+    It is $XDG_RUNTIME_DIR if that is private; otherwise $TMPDIR, or /tmp if that is not set.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
+    if runtime.is_absolute() and is_private(runtime):
         return runtime
-    temporary = Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))
-    return temporary if _has_room(temporary) else _short_directory()
-
-
-def _has_room(directory: Path) -> bool:
-    """Return whether the path of `directory` is short enough for sockets in private directories."""
-    return len(os.fsencode(directory / _USUAL_SOCKET)) <= _MAX_IPC_PATH
-
-
-def _short_directory() -> Path:
-    """Return this user's own directory in /tmp.
-
-    Raises `ConfigError` if the directory cannot be made, or if other users could enter it.
-    """
-    directory = Path(SHORT_DIRECTORY.format(user=os.geteuid()))
-    with suppress(OSError):
-        directory.mkdir(mode=0o700)
-    if not is_private(directory):
-        raise ConfigError(
-            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and "
-            f"{directory} is not a directory of this user and of mode 0700: set TMPDIR to a "
-            "shorter directory"
-        )
-    return directory
+    return Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))

@@ -146,7 +146,6 @@ def _own_runner(
         model,
         context,
         slots=config.slots + max(0, min(spare, free_slots // 2)),
-        records=config.forwards == "auto",
         rounding=rounding,
         rounds_rows=config.rows == "int8",
         taps=taps,
@@ -246,7 +245,7 @@ def _general_runner(config: ModelConfig, model: Any, features: Features) -> Mode
     if config.rounding:
         raise ModelError(
             f"Model {spec!r} cannot have its weights in {config.rounding}: that is for models of our own forward with "
-            "--forwards auto or eager. Choose another dtype."
+            "--forwards auto. Choose another dtype."
         )
     if config.rows != "auto":
         raise ModelError(
