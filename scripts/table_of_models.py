@@ -189,8 +189,12 @@ def judge_model(model: Any) -> Verdict:
     layers = DynamicCache(config=model.config).layers
     if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
         properties.append("windows")
-    if runner.snapshots:
+    if runner.snapshots and not runner.snapshots.unknown:
         properties.append("states")
+    if runner.snapshots.unknown:
+        properties.append("all tokens fed again after a rejected one")
+    if runner._is_single:
+        properties.append("fed token by token")
     return Verdict("theirs", ", ".join(properties))
 
 

@@ -31,6 +31,7 @@ RECURRENT = [
     "nemotron-h",
     "falcon-h1",
     "mamba2",
+    "mamba",
     "qwen4-exp",
 ]
 PLAIN = [
@@ -40,7 +41,7 @@ PLAIN = [
     "granite",
     "phi",
 ]  # nothing but keys and values, as deepseek-v3
-KINDS = [*WINDOWED, *RECURRENT, *PLAIN, "deepseek-v3"]
+KINDS = [*WINDOWED, *RECURRENT, *PLAIN, "deepseek-v3", "deepseek-v4"]
 CORE = ["gpt-oss", "qwen3-next", "llama4"]
 
 
@@ -122,6 +123,23 @@ def test_after_a_rejection_only_the_window_is_fed_again(monkeypatch: pytest.Monk
     assert fed == [7, 4] * 3
 
 
+def test_a_cache_that_cannot_be_rolled_back_costs_nothing_without_a_rejection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So `ar` runs as with any other; with guesses, a rejection feeds all again. A start says so."""
+    runner = load("deepseek-v4")
+    assert (
+        "DeepseekV4CSACache, DeepseekV4HCACache): after a rejected token all tokens are fed again"
+        in caplog.text
+    )
+    fed = fed_by(runner, monkeypatch)
+    for count in (20, 1, 1, 1):
+        feed_chain(runner, some_tokens(runner, count, runner.length()), 1)
+    runner.rollback(22)
+    feed_chain(runner, [5], 1)
+    assert fed == [20, 1, 1, 1, 23]
+
+
 @pytest.mark.parametrize("ahead", [1, 5, 17, 60, 128])
 def test_a_draft_that_went_ahead_feeds_again_about_what_it_takes_back(
     ahead: int, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +169,20 @@ def test_a_long_text_is_fed_again_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert fed == [512, 512, 66]
     runner.rollback(1080)
     close(feed_chain(runner, text[1080:], 20), expected[1080:])
+
+
+@pytest.mark.parametrize(("kind", "together"), [("mamba", False), ("mamba2", True), ("lfm2", True)])
+def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mamba drops its state in a forward of several tokens; in half precision logits do not show it."""
+    monkeypatch.setattr("pearl.models.transformers.runner.PIECE", 8)
+    runner = load(kind)
+    expected = model(kind)(torch.tensor([some_tokens(runner, 13)]), use_cache=False).logits[0]
+    fed = fed_by(runner, monkeypatch)
+    close(feed_chain(runner, some_tokens(runner, 10), 10), expected[:10])
+    close(feed_chain(runner, some_tokens(runner, 3, 10), 3), expected[10:])
+    assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ What a layer of transformers keeps decides which layer replaces it:
 * A layer that keeps the state of a recurrence or a convolution stays, and `Snapshots` copies its
   state.
 * A layer that keeps both is replaced by `HybridLayer`.
-* A layer that keeps anything else cannot be rolled back; `unknown_layers` finds such layers.
+* A layer that keeps anything else stays.  For a rollback `Snapshots` empties it, and the text is
+  fed again.
 
 This module must not know models or texts.
 """
@@ -165,12 +166,6 @@ def layers_of(config: Any, context: int) -> list[Any]:
     return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
 
 
-def unknown_layers(layers: Sequence[object]) -> list[object]:
-    """Return the layers whose state neither `FixedLayer` nor `Snapshots` can roll back."""
-    rolled_back = (FixedLayer, LinearAttentionLayer, *_NONE)
-    return [layer for layer in layers if not isinstance(layer, rolled_back)]
-
-
 class _Snapshot(NamedTuple):
     """The state of each recurrent layer after `length` tokens."""
 
@@ -189,22 +184,31 @@ class Snapshots:
     Attributes:
         kept: the copies, by ascending length.
         length: number of tokens that the state has seen.
+        unknown: layers of unknown types. If there are any, no copies are made, and each rollback
+            goes back to length 0.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
-        self._layers = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+        self.unknown: list[object] = []
+        self._layers: list[object] = []
+        for layer in layers:
+            if isinstance(layer, LinearAttentionLayer):
+                self._layers.append(layer)
+            elif not isinstance(layer, (FixedLayer, *_NONE)):
+                self._layers.append(layer)
+                self.unknown.append(layer)
         self._empty = deepcopy(list(map(_state, self._layers)))
         self.kept: list[_Snapshot] = []
         self.length = 0
 
     def __bool__(self) -> bool:
-        """Return whether any layer has recurrent state."""
+        """Return whether any layer has recurrent or unknown state."""
         return bool(self._layers)
 
     def advance(self, end: int) -> None:
         """Copy the state if it has changed, and record that the next forward ends at `end`."""
         newest = self.kept[-1].length if self.kept else 0
-        if self and newest < self.length:
+        if self and not self.unknown and newest < self.length:
             states = [_copy(_state(layer)) for layer in self._layers]
             self.kept.append(_Snapshot(self.length, states))
             if len(self.kept) > SNAPSHOTS:
@@ -234,6 +238,24 @@ class Snapshots:
             vars(layer).update(state)
         return self.length
 
+    def kinds(self) -> list[str]:
+        """Return the names of the attributes in which the recurrent layers now hold tensors."""
+        names = set()
+        for layer in self._layers:
+            if layer in self.unknown:
+                continue
+            for name, value in _state(layer).items():
+                if _tensors(value):
+                    names.add(name)
+        return sorted(names)
+
+    @torch.inference_mode()
+    def disturb(self, kind: str) -> None:
+        """Change all state of one of the `kinds`, to see whether the next forward depends on it."""
+        for layer in self._layers:
+            for state in _tensors(vars(layer).get(kind)):
+                state += 1
+
     def _thin(self) -> None:
         """Drop the copy with the least (gap that it would leave) / (its age), both in tokens."""
         losses = []
@@ -247,12 +269,11 @@ class Snapshots:
 
 
 def _state(layer: object) -> dict[str, Any]:
-    """Return all attributes of a recurrent layer; for a `HybridLayer`, only those of its recurrent
-    part.
-    """
+    """Return all attributes of a layer; for a `HybridLayer`, only those of its recurrent part."""
     state = dict(vars(layer))
-    for name in _FIXED:
-        state.pop(name, None)
+    if isinstance(layer, LinearAttentionLayer):
+        for name in _FIXED:
+            state.pop(name, None)
     return state
 
 

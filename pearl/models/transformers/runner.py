@@ -5,6 +5,7 @@ models come from (`loading`), nor what their logits are used for.
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,11 @@ from pearl.models.transformers.cache_layers import (
     cache_name,
     layers_of,
     sizes_of,
-    unknown_layers,
 )
 from pearl.printable import cause_of
 
-# Model types whose forward reads recurrent state only if it is fed a single token (transformers
-# 5.24). In half precision the logits of the trial at construction may not show it.
-_STEPWISE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba", "zaya"})
-# Model types of decoders whose configuration says `is_decoder=False`: they do not read it.
-_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
+log = logging.getLogger(__name__)
+
 _TRIED = 8  # tokens of the trial at construction
 # Least cosine of logits that are equal up to rounding.
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
@@ -47,7 +44,8 @@ class HFRunner(ModelRunner):
     logits depend on how the text is cut into forwards.
 
     Args:
-        is_tried: whether an earlier runner has tried this model.
+        is_tried: whether an earlier runner has tried this model. A model with recurrent layers is
+            tried again anyway.
         keeps_states: whether to keep the last hidden states of the tokens fed, for a head that is a
             layer for multi-token prediction.
     """
@@ -81,13 +79,21 @@ class HFRunner(ModelRunner):
         self._takes_rows = "logits_to_keep" in parameters
         # Bytes of keys and values for the whole context, and of recurrent states with their copies.
         self.cache_bytes = 0
+        self._is_single = False  # whether tokens that follow others must be fed one by one
         # Last hidden states of the last feed, [n, hidden] for each piece.
         self._hidden: list[torch.Tensor] = []
         if keeps_states:
             self.capabilities = Capabilities(features=config.hidden_size)
             model.get_decoder().register_forward_hook(self._keep_hidden)
-        if not is_tried:
+        if self.snapshots or not is_tried:
             self._try()
+        if self.snapshots.unknown:
+            kinds = sorted({type(layer).__name__ for layer in self.snapshots.unknown})
+            log.warning(
+                "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
+                type(model).__name__,
+                ", ".join(kinds),
+            )
 
     def _keep_hidden(self, module: object, inputs: object, outputs: Any) -> None:
         self._hidden.append(outputs[0][0])
@@ -146,7 +152,13 @@ class HFRunner(ModelRunner):
         """Return the ends of the forwards that together feed the tokens from `start` to `end`."""
         if not self.snapshots:
             return [end]
-        pieces = list(range(start + PIECE, end, PIECE))
+        step = PIECE
+        if self._is_single:
+            step = 1
+        piece_end = start + step
+        if not start:
+            piece_end = PIECE
+        pieces = list(range(piece_end, end, step))
         pieces.append(end)
         return pieces
 
@@ -196,6 +208,8 @@ class HFRunner(ModelRunner):
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         half = count // 2
         try:
+            if self.snapshots and half > 1:
+                self._is_single = not self._continues(tokens[: half + 2])
             rows = feed_chain(self, tokens, count)
             sizes = sizes_of(self._cache.layers)
             self.cache_bytes = self.context * sizes.position + (1 + SNAPSHOTS) * sizes.states
@@ -226,6 +240,26 @@ class HFRunner(ModelRunner):
                 f"{name} cannot be used here: its own forward counts positions otherwise than generate, from 0: "
                 "models of RoBERTa's kind begin behind their padding index. Use another model."
             )
+
+    def _continues(self, tokens: list[int]) -> bool:
+        """Return whether a forward of two tokens reads all of the recurrent state before them.
+
+        Mamba's forward does not. To find out, each kind of state is changed in turn; if a change
+        leaves the logits as they are, the forward did not read that state.
+        """
+        rows: list[torch.Tensor] = []
+        kinds = [""]  # the kind of state that each trial disturbs; "": none
+        while len(rows) < len(kinds):
+            self.rollback(0)
+            feed_chain(self, tokens[:-2], 0)
+            kinds = [""]
+            kinds += self.snapshots.kinds()
+            kind = kinds[len(rows)]
+            if kind:
+                self.snapshots.disturb(kind)
+            rows.append(feed_chain(self, tokens[-2:], 1))
+        self.rollback(0)
+        return not any(torch.equal(rows[0], disturbed) for disturbed in rows[1:])
 
     def _differ(self, rows: torch.Tensor, expected: torch.Tensor, start: int = 0) -> bool:
         """Return whether logits differ by more than rounding, from the row `start` on."""
@@ -265,34 +299,33 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
     name = type(model).__name__
     config = model.config
     text = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder or not _is_causal(config) or not _is_causal(text):
+    doubtful = (
+        getattr(config, "is_decoder", None) is False
+        or not getattr(config, "is_causal", True)
+        or not getattr(text, "is_causal", True)
+        # Gemmas that embed texts. In other Gemmas only tokens of a picture attend to later ones.
+        or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    )
+    if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     if text.model_type == "doge":
         raise ModelError(
             f"{name} cannot be used here: which tokens it attends to, or which experts it takes, depends on the tokens "
             "that are fed with it. Use a model of another family."
         )
-    if text.model_type in _STEPWISE:
-        raise ModelError(
-            f"{name} cannot be used here: transformers drops its recurrent state in a forward of "
-            "several tokens. Use a model of another family, such as Mamba 2 or Falcon-H1."
-        )
-    layers = layers_of(config, context)
-    kinds = {type(layer).__name__ for layer in unknown_layers(layers)}
-    if kinds:
-        raise ModelError(
-            f"{name} cannot be used here: after a rejected token its cache "
-            f"({', '.join(sorted(kinds))}) cannot be rolled back. Use a model of another family."
-        )
-    return layers
+    return layers_of(config, context)
 
 
-def _is_causal(config: Any) -> bool:
-    """Return whether each token attends to earlier ones only, as far as a configuration says."""
-    if config.model_type not in _DECODERS and getattr(config, "is_decoder", None) is False:
-        return False
-    if not getattr(config, "is_causal", True):
-        return False
-    # In Gemmas that say "vision" only tokens of a picture attend to later ones. Gemmas that embed
-    # texts say True.
-    return getattr(config, "use_bidirectional_attention", None) in (None, False, "vision")
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Return whether a model is causal: a token's logits do not depend on later tokens.
+
+    The model is run to find out, because a configuration can be wrong: GPT-NeoX is causal, but its
+    configuration says `is_decoder=False`.
+    """
+    device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+    with torch.inference_mode():
+        rows = []
+        for tokens in ([0, 1, 1, 1], [0, 2, 3, 4]):
+            ids = torch.tensor([tokens], device=device)
+            rows.append(model(input_ids=ids, use_cache=False).logits[0, 0])
+    return torch.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-4 * float(rows[0].abs().max()))
