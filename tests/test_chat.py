@@ -76,7 +76,7 @@ def test_ctrl_c_ends_the_reply(home: dict[str, str], paced: list[str]) -> None:
         person.send("4", STATUS)
         person.type(CTRL_C)  # in an empty line it only says how to leave
         person.sees("Ctrl-D or /bye leaves")
-        person.send("/bye")
+        person.send("/exit")
         assert person.leaves() == 0
         assert person.echoes
 
@@ -109,7 +109,7 @@ def test_what_is_typed_while_a_reply_is_made_is_kept(
         person.send("1" * 440, "1" * 20)
         person.type("/he")
         person.sees(">>> /he")
-        person.send("lp", "/bye")
+        person.send("lp", "/exit")
 
 
 def test_workers_killed_amid_replies(home: dict[str, str]) -> None:
@@ -211,7 +211,7 @@ def test_commands_and_what_they_say_of_mistakes(
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
         for alias in ("/help", "/?"):
             person.send(alias)
-        person.sees("leave the chat; Ctrl-D too", 2)
+        person.sees("/exit and Ctrl-D too", 2)
         assert all(command in person.text for command in COMMANDS)
         for line, words in (
             ("/frobnicate", "unknown command /frobnicate"),

@@ -25,6 +25,7 @@ from pearl.spec.methods import METHODS
 if TYPE_CHECKING:
     from pearl.cli.chat import ChatSession
 
+_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
@@ -45,8 +46,7 @@ class Leave(Exception):
 def run_command(session: ChatSession, line: str) -> str | None:
     """Run the command in `line`. Return a message to send to the model, or None. Raises `PearlError` on failure."""
     name, _, argument = line.partition(" ")
-    if name == "/?":
-        name = "/help"
+    name = _ALIASES.get(name, name)
     if name not in _HANDLERS:
         raise RequestError(f"unknown command {name}: /? lists them all")
     return _HANDLERS[name](session, argument.strip())
@@ -298,7 +298,7 @@ def _method(session: ChatSession, name: str) -> None:
 
 
 def _bye(session: ChatSession, _: str) -> None:
-    """leave the chat; Ctrl-D too"""
+    """leave the chat; /exit and Ctrl-D too"""
     raise Leave
 
 
