@@ -231,10 +231,10 @@ def reference(config: dict[str, Any], weights: dict[str, torch.Tensor], cut: int
     Token p is read with the target's states at p - 1 as far as p <= cut, then with the last step's output.  All is
     computed token by token, with neither a cache in common with the runtime nor its functions.
     """
-    return _Reference(config, weights).steps(cut)
+    return Reference(config, weights).steps(cut)
 
 
-class _Reference:
+class Reference:
     def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         self.config, self.layer, self.weights = config, config["transformer_layer_config"], weights
         layers = range(self.layer["num_hidden_layers"])

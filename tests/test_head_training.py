@@ -1,7 +1,8 @@
-"""Block drafters that speculators trains: the files that we write for it, and what it makes of them."""
+"""Heads that speculators trains: the files that we write for it, and what it makes of them."""
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -79,8 +80,18 @@ def test_speculators_reads_the_answers(tmp_path: Path) -> None:
     assert 5 not in counts, "a token of a prompt"
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "peagle", "xpress"])
-def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
+GUESSES = {"dflash": 3, "dflash2": 3, "dspark": 4, "eagle3": 8, "peagle": 4, "xpress": 3}
+
+
+def test_every_kind_of_the_setting_has_a_trainer() -> None:
+    heads = pytest.importorskip("pearl.lab.distill.heads")
+    kinds = get_args(DistillConfig.model_fields["head"].annotation)
+    assert {"none", *heads.KINDS} == set(kinds)
+    assert heads.KINDS.keys() == GUESSES.keys()
+
+
+@pytest.mark.parametrize("kind", GUESSES)
+def test_a_head_learns(kind: str, tmp_path: Path) -> None:
     """Answers that it sees again and again: it is right about more and more of them."""
     pytest.importorskip("speculators")
     head = Distillation(settings(tmp_path, head=kind, passes=24), Quiet()).run()
@@ -90,7 +101,7 @@ def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
     target = settings(tmp_path).target
     states = states_for([str(head)], target, print)
     read = load_head(str(head), on_cpu(target, features=states), print)
-    assert read.deepest == (4 if kind in ("dspark", "peagle") else 3)
+    assert read.deepest == GUESSES[kind]
     assert len(read.ids) == (VOCAB_SIZE if kind == "dflash2" else 96)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
