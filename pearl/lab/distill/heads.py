@@ -32,7 +32,7 @@ from pearl.lab.distill.states import VERIFIER
 
 _WINDOW = 2048  # positions that a layer with a sliding window sees; ours have none
 _LOSS = "kl_div"
-_NEWTON_SCHULZ = 3  # steps of Muon's; five would be half of a small head's work on a CPU
+_NEWTON_SCHULZ = 3  # steps of Muon's: a sixth of a small head's work on a CPU; of five, a quarter
 _LATER = 0.8  # weight of an EAGLE-3 step's loss / weight of the previous step's loss
 _PASSED = 0.5  # of a state, by each of two matrices
 _NEAR_RATES = (0.035, 0.5)  # rotary angles a position by which a few positions differ in order
@@ -182,12 +182,15 @@ def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> An
         mask_token_id=next(token for token in range(vocab) if token not in counts),
         num_depths=config.block_size,
         ttt_steps=config.block_size,
-        norm_before_residual=False,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        norm_output=True,
         markov_rank=config.markov_rank,
         selector_rank=config.markov_rank,
         xpress_rank=config.markov_rank,
     )
-    _begin_near_the_target(model)
+    with torch.no_grad():
+        model.norm.weight.copy_(model.verifier_norm.weight)
     if kind.sees_states:
         _pass_states_on(model)
         _attend_to_the_last_states(model, states, counts)
@@ -195,17 +198,11 @@ def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> An
 
 
 @torch.no_grad()
-def _begin_near_the_target(model: Any) -> None:
-    """Set the first weights of a head: the target's last norm, and a projection that passes on the last state alone."""
-    model.norm.weight.copy_(model.verifier_norm.weight)
+def _pass_states_on(model: Any) -> None:
+    """Let each layer begin by adding the mean of the last states of the target that its heads see, unmixed."""
     hidden = model.hidden_size
     model.fc.weight.zero_()
     model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-
-
-@torch.no_grad()
-def _pass_states_on(model: Any) -> None:
-    """Let each layer begin by adding the mean of the states that its heads see: values and outputs are not mixed."""
     for layer in model.layers:
         for matrix in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
             matrix.copy_(_PASSED * torch.eye(*matrix.shape))
