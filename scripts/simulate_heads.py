@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from msgspec.structs import replace
@@ -22,6 +24,7 @@ from msgspec.structs import replace
 from pearl.cache import silent
 from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
+from pearl.drafting.ngram import NgramIndex
 from pearl.execution.target import Event
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_executors
@@ -41,12 +44,19 @@ ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}
 
 # name -> method, its guesses, whether the target has the head, whether the head is the draft
 class Drafter(NamedTuple):
-    """A row: a method and its guesses. `has_head`: the target guesses by the head; `head_drafts`: it is the draft."""
+    """A row: a method and its guesses.
+
+    Attributes:
+        has_head: the target guesses by the head.
+        head_drafts: the head is the draft.
+        is_alone: without n-grams of the text.
+    """
 
     method: str
     guesses: dict[str, int] = {}  # noqa: RUF012
     has_head: bool = False
     head_drafts: bool = False
+    is_alone: bool = False
 
     def depends_on_c(self, is_block: bool) -> bool:
         """Whether a forward takes a c-th of the target's."""
@@ -59,6 +69,7 @@ ROWS = {
     "ar": Drafter("ar"),
     "ngram": Drafter("ngram", {"look_ahead": 16}),
     "head": Drafter("head", {"look_ahead": 16}, has_head=True),
+    "head alone": Drafter("head", {"look_ahead": 16}, has_head=True, is_alone=True),
     "sd": Drafter("sd"),
     "pearl as published": Drafter("pearl"),
     "pearl": Drafter("pearl", ALL),
@@ -157,12 +168,19 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 guesses: dict[str, Any] = OFF | row.guesses
                 options = RequestOptions(method=row.method, temperature=0.0, **guesses).resolved()
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
-                with torch.inference_mode():
+                with torch.inference_mode(), ngrams(not row.is_alone):
                     outcome = simulation.run(submit)
                 expected = expected or outcome.tokens
                 assert outcome.tokens == expected, (name, c)
                 for same in group:
                     yield same, name, outcome
+
+
+def ngrams(are_guesses: bool) -> AbstractContextManager[object]:
+    """Return a context in which the n-grams of a text are guesses, or are not."""
+    if are_guesses:
+        return nullcontext()
+    return patch.object(NgramIndex, "_matching", lambda index, position: [])
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:

@@ -236,10 +236,10 @@ def reference(config: dict[str, Any], weights: dict[str, torch.Tensor], cut: int
     the last step. All is computed token by token, and shares neither a cache nor functions with the
     runtime.
     """
-    return _Reference(config, weights).steps(cut)
+    return Reference(config, weights).steps(cut)
 
 
-class _Reference:
+class Reference:
     def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         self.config, self.layer, self.weights = config, config["transformer_layer_config"], weights
         layers = range(self.layer["num_hidden_layers"])

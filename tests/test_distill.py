@@ -13,7 +13,7 @@ from pearl.config import ModelConfig
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.answers import RecordedAnswer, answer
 from pearl.lab.distill.config import DistillConfig, load_config
-from pearl.lab.distill.learning import DraftLearner, generator
+from pearl.lab.distill.learning import Learner, generator
 from pearl.lab.distill.loss import DIVERGENCES, head_loss
 from pearl.lab.distill.pair import check_head
 from pearl.lab.distill.prompts import training_prompts
@@ -484,7 +484,7 @@ def test_a_head_that_does_more_is_refused() -> None:
 def test_agreement_is_what_a_look_at_each_token_says(tmp_path: Path) -> None:
     """Brute force: the draft on each prefix alone."""
     draft = model(noise=0.6)
-    learner = DraftLearner(DistillConfig(out=str(tmp_path)), draft)
+    learner = Learner(DistillConfig(out=str(tmp_path)), draft)
 
     def answered(prompt: list[int], tokens: list[int]) -> RecordedAnswer:
         return RecordedAnswer(

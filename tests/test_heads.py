@@ -18,10 +18,8 @@ from pearl.engine import Engine
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.head import HeadModel
-from pearl.lab.distill.run import Distillation
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
@@ -34,13 +32,15 @@ from pearl.models.runner import feed_chain
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Rollback, Wait
 from pearl.protocol.messages import Submit, Verdict
-from tests.conftest import Quiet
+from tests.eagle3 import config_with
+from tests.learned_head import texts_of, write_learned_head
 from tests.options import resolved
 from tests.tiny import CPU, on_cpu, tiny_model
 from tests.trees import TreeExecutor, guess_after
 
-KNOWN = 96  # tokens of the head's own vocabulary
 TEXT = [5, 40, 7, 93, 11, 12, 200, 3, 17, 60, 61, 5, 40]
+ODD_ROPE = {"rope_type": "odd", "rope_theta": 1e4}
+PROMPTS = ["Write a", "Write a poem", "Explain"]
 
 
 def target(kind: str = "llama-tied") -> Path:
@@ -49,34 +49,10 @@ def target(kind: str = "llama-tied") -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that has learned a few answers of the target by heart."""
-    config = DistillConfig(
-        target=str(target()),
-        out=str(tmp_path_factory.mktemp("head")),
-        head="eagle3",
-        head_tokens=KNOWN,
-        device="cpu",
-        dtype="float32",
-        rounds=1,
-        answers_per_round=8,
-        held_out=2,
-        answer_batch=8,
-        max_prompt_tokens=6,
-        max_answer_tokens=40,
-        temperatures=(0.0,),
-        top=4,
-        passes=70,
-        batch_tokens=400,
-        learning_rate=1e-2,
-    )
-    return Distillation(config, Quiet()).run()
-
-
-def answers(head: Path) -> Any:
-    """The texts that it learned from."""
-    return torch.load(head.parent / "answers.pt", weights_only=True)["rounds"]["round-000"][
-        "answers"
-    ]
+    """A head that knows a few texts of the target by heart."""
+    tokenizer, _ = load_tokenizer(str(target()))
+    prompts = [tokenizer.encode(text) for text in (*PROMPTS, "Who", "a few", "Sum up", "Why not")]
+    return write_learned_head(tmp_path_factory.mktemp("made") / "head", target(), prompts)
 
 
 def runner(**options: Any) -> Any:
@@ -131,32 +107,6 @@ def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.Fixtu
 
 
 # ---- the head ----
-
-
-def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
-    """Step by step with a cache what training computes at once: a prompt, then its own outputs."""
-    own = runner()
-    head = load_head(str(trained), own, lambda what: None)
-    weights = load_file(trained / "model.safetensors")
-    theirs = AutoModelForCausalLM.from_pretrained(target())
-    model = HeadModel(theirs.config, own.embedding, head.ids, 0)
-    for name, weight in model.named_parameters():
-        weight.detach().copy_(weights[name])
-    feed_chain(own, TEXT, 1)
-    features, ids = own.features(), torch.tensor(TEXT)
-    turns = torch.cat(theirs.model.rotary_emb(features, torch.arange(len(TEXT))[None]))
-    with torch.inference_mode():
-        steps = list(model.steps(features[None], ids[None], turns))
-        for cut in (3, 8):
-            output = head.read(ids[1:cut], head.fused(features[: cut - 1]), 0)[-1:]
-            for depth, step in enumerate(steps):
-                at = cut - 2
-                torch.testing.assert_close(output, step[0, at : at + 1], rtol=1e-3, atol=1e-3)
-                torch.testing.assert_close(
-                    head.logits(output), model.logits(output), rtol=1e-3, atol=1e-3
-                )
-                output = head.read(ids[cut + depth : cut + depth + 1], output, 0)
-            head.lengths[0] = 0
 
 
 def test_what_is_read_follows_the_cache(trained: Path) -> None:
@@ -226,9 +176,9 @@ def test_a_head_reads_each_tree_before_it_guesses_again(
         ),
         ({"fc.weight": torch.zeros(32, 64)}, {}, "EAGLE head of the first or second version"),
         ({"fc.weight": torch.zeros(32, 99)}, {}, "of another model"),
-        ({"midlayer.hidden_norm.weight": None}, {}, "has no layers.0.hidden_norm.weight"),
+        ({"layers.0.hidden_norm.weight": None}, {}, "has no layers.0.hidden_norm.weight"),
         ({"d2t": None}, {}, "nothing says which"),
-        ({}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "rope is not computed"),
+        ({}, config_with({}, {"rope_parameters": ODD_ROPE}), "rope is not computed"),
     ],
 )
 def test_other_checkpoints_are_refused_by_what_they_are(
@@ -240,20 +190,18 @@ def test_other_checkpoints_are_refused_by_what_they_are(
         )
 
 
-def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> None:
-    """The same head under vLLM's names gives the same guesses."""
+def test_the_layout_of_the_authors_is_read(trained: Path, tmp_path: Path) -> None:
+    """The same head under the names of EAGLE-3's authors gives the same guesses."""
     weights = load_file(trained / "model.safetensors")
     renamed: dict[str, torch.Tensor | None] = {
-        name: None for name in weights if name.startswith("midlayer.")
+        name: None for name in weights if name.startswith("layers.0.")
     }
-    renamed |= {name.replace("midlayer.", "layers.0."): weights[name] for name in renamed}
-    inner = json.loads((trained / "config.json").read_text()) | {"model_type": "llama"}
-    other = changed(
-        trained,
-        tmp_path / "head",
-        renamed,
-        speculators_model_type="eagle3",
-        transformer_layer_config=inner,
+    renamed |= {name.replace("layers.0.", "midlayer."): weights[name] for name in renamed}
+    other = changed(trained, tmp_path / "head", renamed)
+    config = json.loads((trained / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    (other / "config.json").write_text(
+        json.dumps({**layer, "draft_vocab_size": config["draft_vocab_size"]})
     )
     own = runner()
     feed_chain(own, TEXT, 1)
@@ -279,9 +227,7 @@ def test_who_needs_a_head_and_who_cannot_have_one(trained: Path) -> None:
 
 def results(engine: Engine, method: str, temperature: float) -> list[Result]:
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
-    return engine.generate(
-        ["Write a", "Write a poem", "Explain"], params, method=method, rule="coupled"
-    )
+    return engine.generate(PROMPTS, params, method=method, rule="coupled")
 
 
 @pytest.fixture(scope="module")
@@ -440,12 +386,12 @@ def test_a_head_that_drafts_is_right_as_often_as_it_learned(
     plain: dict[str, Any] = {"gamma": 3, "look_ahead": "off", "siblings": "off", "branches": "off"}
     for method, least in (("sd", 0.6), ("pearl", 0.4)):
         judged = accepted = 0
-        for one in answers(trained):
-            params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
+        for one in texts_of(trained):
+            params = SamplingParams(temperature=0, max_tokens=len(one.tokens), ignore_eos=True)
             (found,) = with_a_head.generate(
-                [one["prompt"]], params.overridden_by(RequestOptions(method=method, **plain))
+                [one.prompt], params.overridden_by(RequestOptions(method=method, **plain))
             )
-            assert found.tokens == one["tokens"]
+            assert found.tokens == one.tokens
             judged += found.statistics.num_judged_draft_tokens
             accepted += found.statistics.num_accepted_draft_tokens
         assert accepted > least * judged, (method, accepted, judged)
@@ -453,9 +399,9 @@ def test_a_head_that_drafts_is_right_as_often_as_it_learned(
 
 def test_the_simulator_runs_heads(trained: Path) -> None:
     """In the target's process and as the draft: on a text that they know they save target forwards."""
-    one = max(answers(trained), key=lambda each: len(each["tokens"]))
+    one = texts_of(trained)[0]
     own, timing = runner(), Timing(0.1, lambda fed: 1.0)
-    prompt, steps = tuple(one["prompt"]), {}
+    prompt, steps = tuple(one.prompt), {}
     for name, draft, head in (
         ("ar", drafting(trained), None),
         ("ngram", drafting(trained), None),
@@ -464,7 +410,7 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
     ):
         own.rollback(0)
         options = resolved(name, look_ahead=8 if name in ("head", "ngram") else 0, gamma=4)
-        submit = Submit(1, prompt, len(prompt) + len(one["tokens"]), options)
+        submit = Submit(1, prompt, len(prompt) + len(one.tokens), options)
         with torch.inference_mode():
             outcome = simulate(
                 submit,
@@ -472,7 +418,7 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
                 timing,
                 draft_context=draft.context,
             )
-        assert outcome.tokens == one["tokens"], name
+        assert outcome.tokens == one.tokens, name
         steps[name] = outcome.counts.steps
     assert steps["head"] < 0.9 * steps["ngram"]
     assert steps["pearl"] < steps["ar"]

@@ -6,12 +6,11 @@
     prompts      reads prompts from files
     answers      batched generation, with the likeliest tokens of every step
     invention    prompts that the target invents
-    head         an EAGLE-3 head to train instead of a draft model
-    states       writes the target's hidden states, from which a block drafter is trained
-    blocks       a block drafter to train instead of a draft model
-    loss         the training loss
-    learning     batches, schedules, optimizers and the training step
-    run          the rounds of answering and learning, and the files of a run
+    loss         the training loss of a draft
+    learning     batches, schedules, optimizers and the training step of a draft
+    states       answers and hidden states on disk, for the training of a head
+    heads        heads to train instead of a draft, by speculators
+    run          the rounds of answering and learning, and its files
 
 This package must not know processes, windows or the protocol: the trained draft is an ordinary
 checkpoint.

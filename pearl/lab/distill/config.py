@@ -42,14 +42,16 @@ class DistillConfig(Section):
     layers: tuple[int, ...] = Field(
         (0, 1), description="The target's layers that a new draft starts from, from 0."
     )
-    head: Literal["none", "eagle3", "dflash", "dflash2", "dspark", "peagle", "xpress"] = Field(
+    head: Literal["none", "dflash", "dflash2", "dspark", "eagle3", "peagle", "xpress"] = Field(
         "none", description="Kind of head of the target to make instead of a draft model."
     )
     head_tokens: int = Field(
         8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all."
     )
-    head_layers: Count = Field(2, description="Layers of a block drafter, each but eagle3.")
-    block_size: int = Field(6, ge=2, le=64, description="Positions of a block drafter's block.")
+    head_layers: Count = Field(1, description="Layers of a head.")
+    block_size: int = Field(
+        6, ge=2, le=64, description="Positions of a head's block; of eagle3, trained steps."
+    )
     markov_rank: Count = Field(
         64,
         description="Rank of what makes a block a chain: dspark's bias, dflash2's selector, xpress's refiner.",
@@ -126,15 +128,6 @@ class DistillConfig(Section):
         if not value or min(value) < 0:
             raise ValueError("at least one, none of them negative")
         return value
-
-    @property
-    def is_block(self) -> bool:
-        """Whether the head is a block drafter, which guesses several tokens at once.
-
-        Block drafters are trained by the library speculators, EAGLE-3 heads and draft models by
-        this package.
-        """
-        return self.head not in ("none", "eagle3")
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -174,26 +173,23 @@ def batch_of(answers: Sequence[RecordedAnswer], device: torch.device) -> Batch:
     )
 
 
-class Learner(ABC):
-    """The trained weights of a run, with their optimizers.
+class Learner:
+    """The draft of a run, with its optimizers."""
 
-    Args:
-        weights, tables: see `optimizers`.
-        device: the device of the weights.
-    """
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        weights: Mapping[str, torch.nn.Parameter],
-        tables: Collection[str],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
+        self.draft = draft
+        shared = {id(embeddings(draft)), id(head(draft))}
+        self._weights: dict[str, torch.nn.Parameter] = {}
+        tables = []
+        for name, weight in draft.named_parameters():
+            if weight.requires_grad:
+                self._weights[name] = weight
+                if id(weight) in shared:
+                    tables.append(name)
         self._config = config
-        self._weights = weights
-        self._optimizers = optimizers(weights, tables, config)
+        self._optimizers = optimizers(self._weights, tables, config)
         self._dtype = getattr(torch, config.dtype)
-        self._device = device
+        self._device = draft.device
 
     def state(self) -> dict[str, Any]:
         """Return the trained weights and the optimizers, for `restore`."""
@@ -231,8 +227,7 @@ class Learner(ABC):
                 group["lr"] = self._config.learning_rate * rate(progress)
             optimizer.zero_grad(set_to_none=True)
         batch = batch_of(answers, self._device)
-        losses = self._losses(batch, step)
-        loss = torch.stack(losses).sum()
+        loss = self._loss(batch, step)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), _CLIP)
         if not torch.isfinite(loss + norm):
@@ -242,7 +237,7 @@ class Learner(ABC):
             )
         for optimizer in self._optimizers:
             optimizer.step()
-        return losses[0].item(), len(batch.rows)
+        return loss.item(), len(batch.rows)
 
     @torch.no_grad()
     def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
@@ -272,38 +267,10 @@ class Learner(ABC):
         is_enabled = self._dtype is torch.bfloat16
         return torch.autocast(self._device.type, torch.bfloat16, enabled=is_enabled)
 
-    @abstractmethod
-    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
-        """Return the losses: their sum is minimised, and `step` returns the first one."""
-
-    @abstractmethod
-    def _agreed(self, batch: Batch) -> torch.Tensor:
-        """Return for each answer token whether learner and target find the same token likeliest."""
-
-    @abstractmethod
-    def _write(self, target: str, directory: Path) -> None:
-        """Write a checkpoint in bfloat16."""
-
-
-class DraftLearner(Learner):
-    """Trains a draft model."""
-
-    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
-        self.draft = draft
-        shared = {id(embeddings(draft)), id(head(draft))}
-        weights = {}
-        tables = []
-        for name, weight in draft.named_parameters():
-            if weight.requires_grad:
-                weights[name] = weight
-                if id(weight) in shared:
-                    tables.append(name)
-        super().__init__(config, weights, tables, draft.device)
-
-    def _losses(self, batch: Batch, step: int) -> list[torch.Tensor]:
+    def _loss(self, batch: Batch, step: int) -> torch.Tensor:
         with self._autocast():
             states = self._states(batch)
-        loss = head_loss(
+        return head_loss(
             states.to(self._dtype),
             head(self.draft),
             batch.top_ids,
@@ -312,9 +279,9 @@ class DraftLearner(Learner):
             generator=generator(self._config.seed, step, "negatives"),
             divergence=self._config.divergence,
         )
-        return [loss]
 
     def _agreed(self, batch: Batch) -> torch.Tensor:
+        """Return for each answer token whether the draft's likeliest token is the target's."""
         chosen = []
         for rows in self._states(batch).split(_LOGIT_ROWS):
             chosen.append((rows @ head(self.draft).T).argmax(-1))

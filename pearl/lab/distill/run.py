@@ -32,9 +32,8 @@ from pearl.cache import Watcher
 from pearl.errors import ConfigError, DistillError, installing
 from pearl.lab.distill.answers import RecordedAnswer, along, answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.invention import invent
-from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
+from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.pair import head, load_teacher, new_draft, replacing
 from pearl.lab.distill.prompts import training_prompts
 from pearl.lab.distill.states import write_states
@@ -68,8 +67,8 @@ class Distillation:
     """
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
-        if config.is_block and find_spec("speculators") is None:
-            raise ConfigError(f"--head {config.head} needs speculators: {installing('blocks')}")
+        if config.head != "none" and find_spec("speculators") is None:
+            raise ConfigError(f"--head {config.head} needs speculators: {installing('heads')}")
         self._config = config
         self._watcher = watcher
         self._directory = Path(config.out).expanduser()
@@ -77,15 +76,12 @@ class Distillation:
         self._teacher = load_teacher(config, watcher.say)
         self._answered = self._settle(resume)
         self._place = RunPosition()
-        self._saved = _read(self._directory / "checkpoint.pt")
-        if config.head == "none":  # a head begins later, as its vocabulary comes from answers
-            self._begin(DraftLearner(config, new_draft(config, self._teacher)))
-
-    def _begin(self, learner: Learner) -> None:
-        self._learner = learner
-        if self._saved is not None:
-            self._place = RunPosition(**self._saved["place"])
-            self._learner.restore(self._saved)
+        if config.head == "none":
+            self._learner = Learner(config, new_draft(config, self._teacher))
+            saved = _read(self._directory / "checkpoint.pt")
+            if saved is not None:
+                self._place = RunPosition(**saved["place"])
+                self._learner.restore(saved)
 
     def _settle(self, resume: bool) -> dict[str, Any]:
         """Return the contents of answers.pt: the settings, and for each round the prompts and the answers so far.
@@ -116,11 +112,8 @@ class Distillation:
         config = self._config
         with locked(self._directory):
             held_out = self._answers(HELD_OUT, config.held_out)
-            if config.is_block:
-                return self._make_block(held_out)
             if config.head != "none":
-                first = self._answers("round-000", config.answers_per_round)
-                self._begin(HeadLearner(config, self._teacher, first))
+                return self._make_head(held_out)
             if not (self._directory / "log.jsonl").exists():
                 self._log(held_out)
             pool: list[RecordedAnswer] = []
@@ -162,13 +155,13 @@ class Distillation:
 
     def _export(self) -> Path:
         about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
-        path = self._directory / ("draft" if self._config.head == "none" else "head")
+        path = self._directory / "draft"
         self._learner.export(self._config.target, path, about)
         return path
 
-    def _make_block(self, held_out: Sequence[RecordedAnswer]) -> Path:
-        """Train a block drafter on the answers of all rounds; return the drafter's directory."""
-        from pearl.lab.distill import blocks
+    def _make_head(self, held_out: Sequence[RecordedAnswer]) -> Path:
+        """Train a head on the answers of all rounds; return its directory."""
+        from pearl.lab.distill import heads
 
         config = self._config
         states = self._directory / "states"
@@ -183,14 +176,14 @@ class Distillation:
                 )
         self._watcher.begin("learning", config.passes)
         device = self._teacher.model.device
-        checkpoint = blocks.train(config, states, layers, len(held_out), device, self._log_epoch)
+        checkpoint = heads.train(config, states, layers, len(held_out), device, self._log_epoch)
         path = self._directory / "head"
         with replacing(path) as building:
-            blocks.export(config, checkpoint, building)
+            heads.export(config, checkpoint, building)
         return path
 
     def _log_epoch(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Report an epoch of a block drafter, and append its metrics on held-out answers to the log."""
+        """Report an epoch of a head, and append its metrics on held-out answers to the log."""
         note = f"loss {metrics['loss_epoch']:.3f}"
         if "eal_epoch" in metrics:  # expected accepted length; not all kinds measure it
             note += f", {metrics['eal_epoch']:.2f} tokens a step on held-out answers"
@@ -297,7 +290,6 @@ class Distillation:
             draw = generator(config.seed, batch, "answers")
             answers = write(target, encoded[drafted:], generator=draw)
         if drafted:
-            assert isinstance(self._learner, DraftLearner)
             draw = generator(config.seed, batch, "drafted")
             drafts = write(self._learner.draft, encoded[:drafted], generator=draw)
             answers = along(target, drafts, top) + answers

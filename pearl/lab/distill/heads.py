@@ -1,10 +1,10 @@
-"""Trains block drafters of the target with the library speculators, on data that `states` wrote.
+"""Trains heads of the target with vLLM's speculators, on answers and states that `states` wrote.
 
-A block drafter guesses several tokens in one forward, from the target's hidden states of all tokens
-before the last one. Model, loss and trainer are those of speculators. Only the choice of a device
-is ours: speculators always takes an accelerator, and cannot train on a CPU.
+A head guesses the next tokens from the target's hidden states. EAGLE-3 guesses one token with each of its forwards,
+and the other kinds a block of tokens with one forward. Model, loss and trainer are those of speculators. Only the
+choice of a device is ours: speculators always takes an accelerator, and cannot train on a CPU.
 
-Source: "DFlash", "DFlash 2", "DSpark", "P-EAGLE", "XPress", 2026; speculators 0.9.0.
+Source: "EAGLE-3", 2025; "DFlash", "DFlash 2", "DSpark", "P-EAGLE", "XPress", 2026; speculators 0.9.0.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
-from speculators.models.dflash import DFlashDraftModel
 from speculators.models.eagle3.data import shift_batch
 from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
@@ -30,9 +30,44 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.states import VERIFIER
 
-_WINDOW = 2048  # for layers with a sliding window, of which our drafters have none
+_WINDOW = 2048  # positions that a layer with a sliding window sees; our heads have no such layers
 _LOSS = "kl_div"
+# Iterations in each step of the optimizer Muon. On a CPU three take a sixth of a small head's training time, and five a
+# quarter.
+_NEWTON_SCHULZ = 3
+_LATER = 0.8  # weight of an EAGLE-3 step's loss / weight of the previous step's loss
 _PASSED = 0.5  # factor by which each of two matrices scales a state, see `_pass_states_on`
+# Rotary embedding turns by this many radians a position in the components that tell near states from far ones.
+_NEAR_RATES = (0.035, 0.5)
+_NEARNESS = 4.0  # size of these components in queries and keys; random weights give about 0.5
+_SHARPER = 2**0.5  # factor on the weights of the norms of queries and keys
+_MEASURED = 24  # number of texts whose mean state is taken
+
+
+class Kind(NamedTuple):
+    """What is particular to the training of a kind of head.
+
+    Attributes:
+        shift: the function by which speculators aligns a text's tokens with its states; None if it
+            does not move them.
+        sees_states: whether the head knows the text only through keys and values that it computes
+            from the target's states.
+        is_whole: whether the head's output matrix must have all tokens of the target.
+    """
+
+    shift: Callable[[Any], Any] | None = None
+    sees_states: bool = False
+    is_whole: bool = False
+
+
+KINDS = {
+    "dflash": Kind(sees_states=True),
+    "dflash2": Kind(sees_states=True, is_whole=True),  # its selector scores the whole vocabulary
+    "dspark": Kind(sees_states=True),
+    "eagle3": Kind(shift_batch),
+    "peagle": Kind(shift_batch),
+    "xpress": Kind(sees_states=True),
+}
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -79,7 +114,7 @@ def train(
     device: torch.device,
     report: Report,
 ) -> Path:
-    """Train a block drafter; return the directory of its last checkpoint.
+    """Train a head; return the directory of its last checkpoint.
 
     Training goes on from the last checkpoint in the run's directory, if there is one.
 
@@ -87,21 +122,22 @@ def train(
         states: a directory that `write_states` wrote.
         layers: the target's layers that `write_states` was called with.
         held_out: number of the last answers in `states` that are not trained on, but used to
-            measure the drafter.
+            measure the head.
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
     if device.type == "cpu":
         speculators_trainer._StepTimer = _Clock
         checkpointer.get_current_device = lambda: "cpu"
-    kind: Any = SpeculatorModel.registry[config.head]
-    model = _new_model(kind, config, states, layers)
+    model = _new_model(config, states, layers)
     loaders = _loaders(config, states, held_out, model)
-    for_training, for_measuring = kind.get_trainer_kwargs(
+    for_training, for_measuring = model.get_trainer_kwargs(
         loss_fn=_LOSS,
         loss_implementation="eager",
         max_anchors=config.batch_tokens // config.block_size,
         num_depths=config.block_size,
+        ttt_steps=config.block_size,
+        ttt_step_loss_decay=_LATER,
     )
     trainer_config = TrainerConfig(
         lr=config.learning_rate,
@@ -112,6 +148,7 @@ def train(
         val_call_kwargs=for_measuring,
         optimizer=config.optimizer,
         muon_lr=config.learning_rate,
+        muon_ns_steps=_NEWTON_SCHULZ,
         hidden_states_dtype=getattr(torch, config.dtype),
         log_freq=config.checkpoint_steps,
     )
@@ -120,8 +157,9 @@ def train(
     return trainer.checkpointer.path / str(config.passes - 1)
 
 
-def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[int]) -> Any:
-    """Return a block drafter before training."""
+def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> Any:
+    """Return a head before training."""
+    kind = KINDS[config.head]
     verifier = str(states / VERIFIER)
     layer_config = create_transformer_layer_config(
         verifier_name_or_path=verifier,
@@ -131,16 +169,16 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         sliding_window=_WINDOW,
         full_attention_indices=list(range(config.head_layers)),
     )
-    sees_states = issubclass(kind, DFlashDraftModel)
-    if sees_states:  # a position knows the text only through keys and values
+    if kind.sees_states:
         layer_config.num_key_value_heads = layer_config.num_attention_heads
     vocab = layer_config.vocab_size
-    tokens = min(config.head_tokens or vocab, vocab)
-    if config.head == "dflash2":  # its selector scores tokens of the whole vocabulary
-        tokens = vocab
+    tokens = vocab
+    if config.head_tokens and not kind.is_whole:
+        tokens = min(config.head_tokens, vocab)
     counts = torch.load(states / "token_freq.pt", weights_only=True)
     d2t, t2d = build_vocab_mappings_from_distribution(counts, tokens, vocab)
-    model = kind.from_training_args(
+    model_class: Any = SpeculatorModel.registry[config.head]
+    model = model_class.from_training_args(
         layer_config,
         t2d=t2d,
         d2t=d2t,
@@ -151,39 +189,73 @@ def _new_model(kind: Any, config: DistillConfig, states: Path, layers: Sequence[
         block_size=config.block_size,
         mask_token_id=next(token for token in range(vocab) if token not in counts),
         num_depths=config.block_size,
+        ttt_steps=config.block_size,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        norm_output=True,
         markov_rank=config.markov_rank,
         selector_rank=config.markov_rank,
         xpress_rank=config.markov_rank,
     )
-    _begin_near_the_target(model)
-    if sees_states:
+    with torch.no_grad():
+        model.norm.weight.copy_(model.verifier_norm.weight)
+    if kind.sees_states:
         _pass_states_on(model)
+        _attend_to_the_last_states(model, states, counts)
     return model
 
 
 @torch.no_grad()
-def _begin_near_the_target(model: Any) -> None:
-    """Set a drafter's first weights: the target's last norm, and a simple projection of states.
+def _pass_states_on(model: Any) -> None:
+    """Set the first weights so that each layer adds a scaled mean of the target's last states.
 
-    Of the states that the drafter reads, the projection passes on the last one, and ignores those
-    of earlier layers.
+    The projection of the states passes on those of the last layer. Value and output projection
+    become multiples of the identity, so they mix neither components nor heads.
     """
-    model.norm.weight.copy_(model.verifier_norm.weight)
     hidden = model.hidden_size
     model.fc.weight.zero_()
     model.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-
-
-@torch.no_grad()
-def _pass_states_on(model: Any) -> None:
-    """Set the first weights of attention so that its output is a scaled mean of its input states.
-
-    Value and output projection become multiples of the identity, so they mix neither components nor
-    heads.
-    """
     for layer in model.layers:
         for matrix in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
             matrix.copy_(_PASSED * torch.eye(*matrix.shape))
+
+
+@torch.no_grad()
+def _attend_to_the_last_states(model: Any, states: Path, counts: dict[int, int]) -> None:
+    """Set the first weights so that each position attends mostly to the states just before it.
+
+    Queries and keys get the same few components, which the rotary embedding turns with the position.
+    So their product is the smaller the farther apart query and key are. The query's projection gives
+    these components for the mean token and for the mask token, the key's for the mean state.
+    """
+    state = _mean_state(model, states)
+    slowest, fastest = _NEAR_RATES
+    rates = model.rotary_emb.inv_freq
+    is_near = (rates > slowest) & (rates < fastest)
+    ids = torch.tensor(list(counts))
+    share = torch.tensor(list(counts.values())) / sum(counts.values())
+    mask = torch.tensor(model.mask_token_id)
+    for layer in model.layers:
+        attention = layer.self_attn
+        token = share @ layer.input_layernorm(model.embed_tokens(ids))
+        rows = torch.stack((token, layer.input_layernorm(model.embed_tokens(mask))))
+        common = torch.zeros(attention.head_dim)
+        common[: len(is_near)][is_near] = _NEARNESS
+        parts = common.repeat(len(attention.q_proj.weight) // attention.head_dim)
+        attention.q_proj.weight += torch.outer(parts, torch.linalg.pinv(rows).sum(1))
+        attention.k_proj.weight += torch.outer(parts, state / state.square().sum())
+        attention.q_norm.weight *= _SHARPER
+        attention.k_norm.weight *= _SHARPER
+
+
+def _mean_state(model: Any, states: Path) -> torch.Tensor:
+    """Return the mean over all positions of the states that a layer reads, after `fc` and its norm."""
+    parts = []
+    for number in range(min(_MEASURED, len(list((states / "hidden_states").iterdir())))):
+        tensors = load_file(states / "hidden_states" / f"hs_{number}.safetensors")
+        parts.append(tensors["hidden_states"][:, :-1].flatten(1).float())
+    seen: torch.Tensor = model.hidden_norm(model.fc(torch.cat(parts)))
+    return seen.mean(0)
 
 
 def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> tuple[Any, Any]:
@@ -203,7 +275,7 @@ def _loaders(config: DistillConfig, states: Path, held_out: int, model: Any) -> 
         num_target_layers=len(model.target_layer_ids),
         num_workers=0,
         prefetch_factor=1,
-        preprocess=shift_batch if config.head == "peagle" else None,
+        preprocess=KINDS[config.head].shift,
         train_data_ratio=(rows - held_out + 0.5) / rows,  # rounded down to a number of rows
         seed=config.seed,
     )

@@ -1,7 +1,9 @@
-"""Block drafters that speculators trains: the files that we write for it, and what it makes of them."""
+"""Heads that speculators trains: the files that we write for it, and what it makes of them."""
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.pair import load_teacher
+from pearl.lab.distill.pair import Teacher, load_teacher
 from pearl.lab.distill.run import Distillation
 from pearl.lab.distill.states import states_of, write_states
 from pearl.models.heads.loading import load_head, states_for
@@ -58,15 +60,21 @@ def test_the_last_states_are_those_before_the_last_norm(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, outputs.logits[0], rtol=5e-2, atol=5e-2)
 
 
-def test_speculators_reads_the_answers(tmp_path: Path) -> None:
-    """Its own reader of a directory gives the tokens, a mask of the answers, and the states."""
-    data = pytest.importorskip("speculators.train.data")
-    teacher = load_teacher(settings(tmp_path), print)
+def written(directory: Path) -> Teacher:
+    """Write `TEXTS` and their states to directory/states, each with a prompt of two tokens."""
+    teacher = load_teacher(settings(directory), print)
     answers = []
     for text in TEXTS:
         top = torch.zeros(len(text) - 2, 4)
         answers.append(RecordedAnswer(text[:2], text[2:], top.int(), top.half()))
-    write_states(teacher, answers, LAYERS, tmp_path / "states", Quiet())
+    write_states(teacher, answers, LAYERS, directory / "states", Quiet())
+    return teacher
+
+
+def test_speculators_reads_the_answers(tmp_path: Path) -> None:
+    """Its own reader of a directory gives the tokens, a mask of the answers, and the states."""
+    data = pytest.importorskip("speculators.train.data")
+    teacher = written(tmp_path)
     dataset = data.ArrowDataset(200, tmp_path / "states", on_missing="raise")
     rows = [dataset[number] for number in range(len(dataset))]
     for text, states, row in zip(TEXTS, states_of(teacher, TEXTS, LAYERS), rows, strict=True):
@@ -79,8 +87,42 @@ def test_speculators_reads_the_answers(tmp_path: Path) -> None:
     assert 5 not in counts, "a token of a prompt"
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "peagle", "xpress"])
-def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_a_block_drafter_begins_by_attending_to_the_last_states(tmp_path: Path) -> None:
+    """The product of a mean row with a mean state is the larger, the nearer the state."""
+    heads = pytest.importorskip("pearl.lab.distill.heads")
+    rotated = import_module("speculators.models.dflash.model_definitions").apply_rotary_pos_emb
+    written(tmp_path)
+    states = tmp_path / "states"
+    model = heads._new_model(settings(tmp_path, head="dflash"), states, LAYERS)
+    layer = model.layers[0]
+    attention = layer.self_attn
+    answered = torch.tensor([token for text in TEXTS for token in text[2:]])
+    token = layer.input_layernorm(model.embed_tokens(answered)).mean(0).expand(1, 9, -1)
+    seen = heads._mean_state(model, states).expand(1, 9, -1)
+    shape = (1, 9, -1, attention.head_dim)
+    queries = attention.q_norm(attention.q_proj(token).view(shape)).transpose(1, 2)
+    keys = attention.k_norm(attention.k_proj(seen).view(shape)).transpose(1, 2)
+    turns = model.rotary_emb(token, torch.arange(9)[None])
+    queries, keys = rotated(queries, keys, *turns)
+    products = (queries[0, :, -1:] * keys[0]).sum(
+        -1
+    )  # the last row's, with the state at each position
+    assert (products.diff() > 0).all()
+
+
+GUESSES = {"dflash": 3, "dflash2": 3, "dspark": 4, "eagle3": 8, "peagle": 4, "xpress": 3}
+
+
+def test_every_kind_of_the_setting_has_a_trainer() -> None:
+    heads = pytest.importorskip("pearl.lab.distill.heads")
+    kinds = get_args(DistillConfig.model_fields["head"].annotation)
+    assert {"none", *heads.KINDS} == set(kinds)
+    assert heads.KINDS.keys() == GUESSES.keys()
+
+
+@pytest.mark.parametrize("kind", GUESSES)
+def test_a_head_learns(kind: str, tmp_path: Path) -> None:
     """Answers that it sees again and again: it is right about more and more of them."""
     pytest.importorskip("speculators")
     head = Distillation(settings(tmp_path, head=kind, passes=24), Quiet()).run()
@@ -90,7 +132,7 @@ def test_a_block_drafter_learns(kind: str, tmp_path: Path) -> None:
     target = settings(tmp_path).target
     states = states_for([str(head)], target, print)
     read = load_head(str(head), on_cpu(target, features=states), print)
-    assert read.deepest == (4 if kind in ("dspark", "peagle") else 3)
+    assert read.deepest == GUESSES[kind]
     assert len(read.ids) == (VOCAB_SIZE if kind == "dflash2" else 96)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
