@@ -1,10 +1,13 @@
 """A block drafter as a draft model: a `ModelRunner` whose forwards are the rows of blocks.
 
-A block follows the text's last token, the anchor.  The head reads the target's states of the text, and has none of the
-tokens that the target has not verified yet.  It leaves them out: the anchor gets the position of the first of them.
-Each token that is fed after the anchor takes the block's next row, which costs no forward.  A new block begins where a
-block ends, where the text was rolled back, in each fork of a text, and when further states of the target have arrived.
-So a branch is a block of its own, after one possible outcome of the verification of the block before it.
+The head reads the target's states of the text, and has none of the tokens that the target has not verified yet.  A
+block begins with the first token that has no state, its anchor.  The tokens after it take the places of the block's
+first mask tokens, so that the rows after them see them.  If the block has no row left after them, they are left out:
+the text's last token is the anchor, and gets the position of the first token without a state.
+
+Each token that is fed after a block was computed takes the block's next row, which costs no forward.  A new block
+begins where a block ends, where the text was rolled back, and in each fork of a text.  So a branch is a block of its
+own, for one possible outcome of the verification of the block before it.
 """
 
 from __future__ import annotations
@@ -98,7 +101,6 @@ class BlockRunner(StatesRunner):
         new_states = features[end - start : max(0, self.context - start)].to(self.device)
         if len(new_states):
             head.cache_states(new_states, slot)
-            text.states = None
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "a block drafter")
@@ -118,12 +120,21 @@ class BlockRunner(StatesRunner):
         text = self._texts[slot]
         head = self.head
         if text.states is None or not 0 <= length - 1 - text.anchor < head.deepest:
-            text.anchor = length - 1
-            text.states = head.block_states(text.tokens[text.anchor], slot)
+            self._begin_block(slot, length)
+        assert text.states is not None
         rows = _Rows(head.ids, text.tokens[text.anchor + 1 : length])
         before = text.tokens[max(0, text.anchor - 1)]
         head.add_levels(rows, text.states, TextEnd(before, text.tokens[text.anchor]))
         return rows.logits
+
+    def _begin_block(self, slot: int, length: int) -> None:
+        """Compute a block with a row that guesses the token after the text's first `length` tokens."""
+        text = self._texts[slot]
+        head = self.head
+        text.anchor = text.first + head.lengths[slot]
+        if not 0 <= length - 1 - text.anchor < head.deepest:
+            text.anchor = length - 1
+        text.states = head.block_states(text.tokens[text.anchor : length], slot)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         text = self._texts[slot]

@@ -16,6 +16,7 @@ Source: "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; speculat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -306,18 +307,19 @@ class DFlashHead:
     def propose(self, block: Block, slot: int) -> None:
         """See `Head.propose`."""
         end = self._ends[slot]
-        self.add_levels(block, self.block_states(end.anchor, slot), end)
+        self.add_levels(block, self.block_states([end.anchor], slot), end)
 
-    def block_states(self, anchor: int, slot: int) -> torch.Tensor:
+    def block_states(self, first_tokens: Sequence[int], slot: int) -> torch.Tensor:
         """Return the states [size, hidden] of a block after the slot's text, after the last norm.
 
         Args:
-            anchor: the token at the position after those whose states the head has read.
+            first_tokens: the anchor, which stands at the position after those whose states the head has read, and the
+                known tokens that follow it. These take the places of mask tokens.
         """
         layers = self._layers
         settings = self._settings
         tokens = torch.full((settings.size,), settings.mask_token, device=self.device)
-        tokens[0] = anchor
+        tokens[: len(first_tokens)] = torch.tensor(first_tokens, device=self.device)
         attends = self._attention(slot)
         hidden = layers.embedding[tokens].to(layers.residual_dtype)
         for number in range(len(layers)):
