@@ -30,7 +30,7 @@ from pearl.config.engine import DType
 from pearl.config.options import RequestOptions
 from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.early_drafts import Ahead
+from pearl.execution.early_drafts import DraftThread
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.cpu.native import Native
 from pearl.models.forward.linear_layers import KernelMatrix, Rounding, SideBySide
@@ -89,15 +89,15 @@ def synchronize(device: torch.device) -> None:
 def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
     """Return the seconds of one drafted token: its forward, its draw, and the hand-over between threads."""
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
-    with closing(Ahead(executor, lambda: True)) as ahead:
+    with closing(DraftThread(executor, lambda: True)) as draft_thread:
         runner.rollback(start)
-        ahead.execute(Open((), RequestOptions(temperature=1.0).resolved()))
+        draft_thread.execute(Open((), RequestOptions(temperature=1.0).resolved()))
         token = 0
         began = 0.0
         for count in range(_STEPS):
             if count == _WARM:
                 began = time.perf_counter()
-            event = ahead.execute(Draft(start + count, (token,), _STEPS - count))
+            event = draft_thread.execute(Draft(start + count, (token,), _STEPS - count))
             assert isinstance(event, Drafted)
             token = event.tokens[0]
         return (time.perf_counter() - began) / (_STEPS - _WARM)

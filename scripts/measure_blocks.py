@@ -2,13 +2,14 @@
 
     python scripts/measure_blocks.py --head OUT/head --verifier OUT/states/verifier --texts texts.pt
 
-A drafter in a process of its own gets the states of a block with the verdict on it.  Behind each outcome of a block of
-which j tokens are accepted, the next block lacks the last j + 1 states.  Texts are greedy, of the target alone.  For
-each number of missing states the table has the tokens of a step (accepted ones and the target's own), and the share of
-blocks whose first 1, 2, ... tokens are all right:
+A drafter in a process of its own gets the states of a block with the verdict on it.  If the target accepts j tokens of
+a block, the block that was prepared for this outcome lacks the last j + 1 states.  Texts are greedy, of the target
+alone.  For each number of missing states the table has the tokens of a step (accepted ones and the target's own), and
+the share of blocks whose first 1, 2, ... tokens are all right:
 
-    without     they are left out, and the anchor stands where the first of them would (as `BlockRunner` does it)
-    as tokens   their tokens stand in the block, before the anchor
+    left out    their positions are left out: the anchor stands where the first of them would
+    in block    their tokens take the places of the block's first mask tokens (as `BlockRunner` does it); so it
+                guesses fewer tokens, and a whole block of them is left out
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def recorded(teacher: Teacher, args: argparse.Namespace) -> Iterator[Text]:
 
 
 class Blocks(NamedTuple):
-    """The blocks behind every anchor of a text.
+    """The blocks after every anchor of a text.
 
     Attributes:
         start: position of the first anchor.
@@ -82,7 +83,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(model: Any, text: Text, missing: int, as_tokens: bool) -> Blocks:
-    """Draft a block behind every anchor in the answer, without the last `missing` states."""
+    """Draft a block after every anchor in the answer, without the last `missing` states."""
     anchors = torch.arange(text.start, len(text.ids) - model.block_size)
     parts = []
     for batch in anchors.split(_BATCH):
@@ -93,10 +94,9 @@ def blocks_of(model: Any, text: Text, missing: int, as_tokens: bool) -> Blocks:
 
 
 def _blocks(model: Any, text: Text, anchors: torch.Tensor, missing: int, as_tokens: bool) -> Blocks:
-    size = model.block_size
-    before = missing if as_tokens else 0  # tokens of the block before its anchor
-    width = before + size
-    offsets = torch.arange(-before, size)
+    width = model.block_size
+    before = missing if as_tokens else 0  # tokens of the block before the last known one
+    offsets = torch.arange(width) - before
     positions = anchors[:, None] + offsets  # [blocks, width]
     tokens = torch.where(offsets > 0, model.config.mask_token_id, text.ids[positions])
     is_known = torch.arange(len(text.ids)) < (anchors - missing)[:, None]
@@ -112,7 +112,7 @@ def _blocks(model: Any, text: Text, anchors: torch.Tensor, missing: int, as_toke
     ranks = torch.zeros(len(anchors), dtype=torch.long)
     guesses = text.ids[anchors]
     first = first_slot(model)
-    for slot in range(first, size):
+    for slot in range(first, width - before):
         row = logits[:, slot]
         if getattr(model, "markov_head", None) is not None:
             bias = model.markov_head.block_bias(
@@ -196,7 +196,7 @@ def main() -> None:
     drafted: dict[Way, list[Blocks]] = {}
     for missing in range(depth + 1):
         for as_tokens in (False, True):
-            if missing or not as_tokens:
+            if not as_tokens or 0 < missing < depth:
                 way = Way(missing, as_tokens)
                 drafted[way] = [blocks_of(model, text, missing, as_tokens) for text in texts]
     print_losses(drafted, depth)
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 class Way(NamedTuple):
-    """How many of the target's last states a block lacks, and whether their tokens stand in the block."""
+    """How many of the target's last states a block lacks, and whether their tokens stand in it."""
 
     missing: int
     as_tokens: bool = False
@@ -222,7 +222,7 @@ def print_losses(drafted: Mapping[Way, Sequence[Blocks]], depth: int) -> None:
     for way, blocks in drafted.items():
         counts = torch.cat([text.counts for text in blocks])
         shares = [f"{(counts >= number).float().mean():.3f}" for number in range(1, depth + 1)]
-        how = "as tokens" if way.as_tokens else "without"
+        how = "in block" if way.as_tokens else "left out"
         step = f"{tokens_per_step(blocks):.3f}"
         print(f"| {way.missing} | {how} | {step} | " + " | ".join(shares) + " |")
 
@@ -235,11 +235,11 @@ class Place(NamedTuple):
 
     Attributes:
         is_remote: the head is in a process of its own.
-        prepares_all: a block behind the outcome that all tokens are accepted.
-        prepares_runners_up: also blocks behind each rejection in favour of a runner-up.
+        prepares_all: a block for the outcome that all tokens are accepted.
+        prepares_runners_up: also blocks for each rejection in favour of a runner-up.
         is_selective: only outcomes whose block, with the states that it lacks, is worth more than
             the time for a new one.
-        as_tokens: the tokens of missing states stand in the block.
+        as_tokens: the tokens of missing states stand in the block, if it guesses a token then.
     """
 
     is_remote: bool = False
@@ -277,7 +277,7 @@ class Replay:
     """Replays texts: what a step commits, and how long it takes.
 
     Args:
-        runners_up: tokens in place of a rejected one behind which a block is prepared.
+        runners_up: for how many tokens in place of a rejected one a block is prepared.
     """
 
     def __init__(
@@ -333,18 +333,24 @@ class Replay:
         """Return the way of the block that is ready for this outcome, and how many of its tokens are committed."""
         place = self._place
         blocks = self._drafted[way][number]
-        if accepted + used == self._depth:  # it begins with the target's own next token
-            behind = Way(self._depth - used, place.as_tokens)
-            following = row + self._depth
-            counts = self._drafted[behind][number].counts
+        depth = self._depth
+        if way.as_tokens:
+            depth -= way.missing
+        if accepted + used == depth:  # it begins with the target's own next token
+            next_way = self._way(depth - used)
+            following = row + depth
+            counts = self._drafted[next_way][number].counts
             is_right = following < len(counts) and bool(counts[following] > 0)
-            return (behind, 1) if place.prepares_all and is_right else None
-        behind = Way(accepted + 1, place.as_tokens)
+            return (next_way, 1) if place.prepares_all and is_right else None
+        next_way = self._way(accepted + 1)
         if not place.prepares_runners_up or int(blocks.ranks[row]) > self._runners_up:
             return None
-        if place.is_selective and not self._pays(behind):
+        if place.is_selective and not self._pays(next_way):
             return None
-        return behind, 0
+        return next_way, 0
+
+    def _way(self, missing: int) -> Way:
+        return Way(missing, self._place.as_tokens and 0 < missing < self._depth)
 
     def _pays(self, way: Way) -> bool:
         """Whether a block that lacks states gives more tokens a second than a new one, which takes its time."""

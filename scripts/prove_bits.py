@@ -15,7 +15,7 @@ from random_models import FAMILIES, random_family, random_model
 from pearl.config.options import RequestOptions
 from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.early_drafts import Ahead
+from pearl.execution.early_drafts import DraftThread
 from pearl.lab.bench.exactness import compare_cuts
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.forward.linear_layers import Rounding
@@ -394,10 +394,10 @@ def draft_text(
     fed = 0
     worked = 0.0
     began = 0.0
-    with closing(Ahead(executor, lambda: True)) as ahead:
-        ahead.execute(Open(tuple(prompt), options))
+    with closing(DraftThread(executor, lambda: True)) as draft_thread:
+        draft_thread.execute(Open(tuple(prompt), options))
         while len(text) < end:
-            event = ahead.execute(Draft(fed, tuple(text[fed:]), end - len(text)))
+            event = draft_thread.execute(Draft(fed, tuple(text[fed:]), end - len(text)))
             assert isinstance(event, Drafted)
             if len(text) == len(prompt):  # the prompt's forward is not part of the chain
                 began = time.perf_counter()

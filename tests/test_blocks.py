@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -33,6 +34,9 @@ from pearl.models.heads.head import Block, Head, HeadToken
 from pearl.models.heads.kinds import KINDS
 from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
+from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.messages import HiddenStates
+from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
 from tests.block_heads import (
     ALL_SLIDING,
@@ -50,6 +54,8 @@ from tests.block_heads import (
     write_all,
     write_block_head,
 )
+from tests.opened import OpenProposer
+from tests.options import resolved
 from tests.tiny import CPU, on_cpu, tiny_model
 
 # [token, logit] of the likeliest token of each level, and the confidences: by speculators 0.9.0 (torch 2.14.1,
@@ -637,9 +643,60 @@ def test_a_draft_has_the_rows_of_a_block(kind: str, vocabulary: str, tmp_path: P
     assert logits[0].max().isfinite(), "a new block"
 
 
+def row_after(draft: Any, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
+    """The draft's logits after a text of which it has these states."""
+    draft.rollback(0)
+    draft.extend(0, states, 0)
+    (logits,) = draft.forward([Feed(tokens, 1)])
+    return logits[0, draft.head.ids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dflash", "draft_vocab_size"),
+        ("dflash", "sliding_window"),
+        ("dspark", "draft_vocab_size"),
+        ("dflash2", "none"),
+        ("xpress", "draft_vocab_size"),
+    ],
+)
 @torch.inference_mode()
-def test_a_new_block_begins_with_new_states_and_in_a_fork(tmp_path: Path) -> None:
-    """A branch is the block behind its outcome; states that come later make the next row another."""
+def test_tokens_without_states_stand_in_the_block(kind: str, name: str, tmp_path: Path) -> None:
+    """In place of its mask tokens: mask tokens that the text happens to have there change nothing, others do."""
+    draft = draft_of(tmp_path / "head", kind, name)
+    head = draft.head
+    config = config_of(kind, name)
+    ids, states = text_and_states(config)
+    masks = [config["mask_token_id"]] * 2
+    watched = Watched(head.ids, torch.tensor([*masks, 0]))
+    head.extend(ids[1 : ANCHOR + 1], states[:ANCHOR], 1)
+    head.propose(watched, 1)
+    text = ids[: ANCHOR + 1].tolist()
+    row = row_after(draft, text + masks, states[:ANCHOR])
+    torch.testing.assert_close(row, watched.logits[2])
+    other = row_after(draft, [*text, masks[0] + 1, masks[1]], states[:ANCHOR])
+    assert not torch.allclose(row, other, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_tokens_that_a_block_has_no_room_for_are_left_out(tmp_path: Path) -> None:
+    """The text's last token stands where the first of them would."""
+    draft = draft_of(tmp_path / "head", "dflash")
+    ids, states = text_and_states(config_of("dflash"))
+    states = states[:ANCHOR]
+    text = ids[: ANCHOR + 1 + draft.head.deepest].tolist()
+    row = row_after(draft, text, states)
+    assert torch.equal(row, row_after(draft, text[:ANCHOR] + text[-1:], states))
+    del text[-1]
+    row = row_after(draft, text, states)
+    without = row_after(draft, text[:ANCHOR] + text[-1:], states)
+    assert not torch.allclose(row, without, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_a_new_block_begins_in_a_fork_and_after_a_rollback(tmp_path: Path) -> None:
+    """A branch is the block after its outcome; states that come in between are for the next block."""
     draft = draft_of(tmp_path / "head", "dspark")
     ids, states = text_and_states(config_of("dspark"))
     tokens = ids.tolist()
@@ -647,13 +704,64 @@ def test_a_new_block_begins_with_new_states_and_in_a_fork(tmp_path: Path) -> Non
     draft.forward([Feed(tokens[:8], 1)])
     draft.fork(0, 1)
     (branch,) = draft.forward([Feed([33], 1, slot=1)])
+    (row,) = draft.forward([Feed([33], 1)])
+    assert not torch.equal(branch, row)
+    draft.rollback(7)
+    draft.forward([Feed(tokens[7:8], 1)])
     draft.extend(6, states[6:8], 0)
+    (later,) = draft.forward([Feed([33], 1)])
+    assert torch.equal(later, row)
+    draft.rollback(8)
     (known,) = draft.forward([Feed([33], 1)])
-    assert not torch.equal(branch, known)
+    assert not torch.equal(known, row)
     draft.rollback(0)
     draft.extend(0, states[:8], 0)
     (anew,) = draft.forward([Feed([*tokens[:8], 33], 1)])
     assert torch.equal(known, anew)
+
+
+@torch.inference_mode()
+def test_branches_get_states_that_come_after_they_were_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of a branch that lacked them began anew with the next ones, as if the text were a few tokens long."""
+    monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # all rows are used
+    monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
+    directory = str(write_block_head(tmp_path / "head", "dspark", "draft_vocab_size"))
+    draft: Any = load_draft_head(directory, str(target()), CPU, None, 6, lambda what: None)
+    ids, states = text_and_states(config_of("dspark", "draft_vocab_size"))
+    states = states.bfloat16()
+    prompt = tuple(ids[:6].tolist())
+    proposer = OpenProposer(draft, draft.vocab_size)
+    proposer.open(Open(prompt, resolved(rule="coupled", branches=5), request=1))
+
+    def drafted(start: int, tokens: Sequence[int], pending: int, known: range) -> Drafted:
+        data = states[known.start : known.stop].view(torch.uint8).numpy().tobytes()
+        proposer.see(HiddenStates(1, known.start, data))
+        command = Draft(start, tuple(tokens), 8 - pending, pending, request=1)
+        return proposer.collect(proposer.launch(command))
+
+    text = list(prompt)
+    event = drafted(0, prompt, 0, range(5))
+    for pending in range(1, 5):
+        text += event.tokens
+        event = drafted(len(text) - 1, text[-1:], pending, range(0))
+    text += event.tokens
+    branch = max(event.branches, key=lambda branch: branch.start)
+    assert branch.after is not None
+    position, token = branch.after
+    assert position >= 7, "else no verdict comes between"
+    drafted(len(text) - 1, text[-1:], 4, range(5, 6))
+    proposer.rollback(position, 1)
+    text = [*text[:position], token, *branch.tokens]
+    drafted(position, text[position:], len(branch.tokens), range(6, position))
+    anew = draft_of(tmp_path / "other", "dspark")
+    anew.extend(0, states[:position].float(), 0)
+    (wanted,) = anew.forward([Feed(text, 1)])
+    slot = proposer.text(1).slot
+    draft.rollback(len(text) - 1, slot)
+    (row,) = draft.forward([Feed(text[-1:], 1, slot=slot)])
+    assert torch.equal(row, wanted)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "xpress"])

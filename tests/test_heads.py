@@ -349,6 +349,22 @@ def test_what_was_read_without_states_is_read_again_with_them(
         )
 
 
+def test_a_slot_that_is_forked_again_has_the_states_that_came_since(
+    trained: Path, states: torch.Tensor
+) -> None:
+    """The tokens that it shares with the text are not copied again, unless states have come for them."""
+    with torch.inference_mode():
+        draft = drafting(trained)
+        draft.extend(0, states[:5], 0)
+        feed_chain(draft, TEXT[:9], 1)
+        draft.fork(0, 2, 9)
+        draft.extend(5, states[5:9], 0)
+        feed_chain(draft, TEXT[9:10], 1)
+        draft.fork(0, 2, 10, shared=9)
+        rows = [feed_chain(draft, TEXT[10:], 3, slot=slot) for slot in (0, 2)]
+    assert torch.equal(*rows)
+
+
 def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settled() -> None:
     own = runner()
     executor = TreeExecutor(own, gives_states=True)

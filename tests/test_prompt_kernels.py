@@ -40,7 +40,8 @@ class Piece:
         self.slots.keys.copy_(torch.randn(self.slots.keys[0].shape, generator=random))
         self.slots.values.copy_(torch.randn(self.slots.values[0].shape, generator=random))
         states = torch.randn(ROOM, heads + 2 * kv_heads, DIM, generator=random)  # of every position
-        self.facing, self.values = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
+        self.queries_keys = states[:, : heads + kv_heads]
+        self.values = states[:, heads + kv_heads :]
         angles = torch.randn(2, ROOM, 1, DIM, generator=random)
         self.rope = (angles[0], angles[1]) if turns else None
         self.heads, self.scoring = heads, scoring
@@ -48,23 +49,23 @@ class Piece:
     def ours(self, slot: int, start: int, count: int) -> torch.Tensor:
         given = torch.tensor([slot, start, count, *range(ROWS)])
         attends, rows = PromptAttention(given, self.slots, self.scoring), slice(start, start + ROWS)
-        return attends.attend(1, self.facing[rows], self.values[rows], self.rope)
+        return attends.attend(1, self.queries_keys[rows], self.values[rows], self.rope)
 
     def torchs(self, slot: int, start: int) -> torch.Tensor:
         """And what must be in the cache then."""
-        facing, end = self.facing[start : start + ROWS], start + ROWS
+        queries_keys, end = self.queries_keys[start : start + ROWS], start + ROWS
         if self.rope is not None:
             cos, sin = (table[start:end] for table in self.rope)
-            facing = facing * cos + facing.roll(DIM // 2, -1) * sin
+            queries_keys = queries_keys * cos + queries_keys.roll(DIM // 2, -1) * sin
         keys, values = self.slots.keys[slot, 1].clone(), self.slots.values[slot, 1].clone()
-        keys[:, start:end] = facing[:, self.heads :].transpose(0, 1)
+        keys[:, start:end] = queries_keys[:, self.heads :].transpose(0, 1)
         values[:, start:end] = self.values[start:end].transpose(0, 1)
         self.wanted = keys, values
         (_, window), scale, cap, _ = self.scoring
         positions, own = torch.arange(end), torch.arange(start, end)[:, None]
         sees = (positions <= own) & (positions > own - (window or ROOM))
         return attended(
-            facing[:, : self.heads],
+            queries_keys[:, : self.heads],
             keys[:, :end],
             values[:, :end],
             sees,

@@ -14,7 +14,7 @@ from scipy.special import chdtrc  # scipy.stats takes a second longer to import
 from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine.request import submission
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.early_drafts import Ahead
+from pearl.execution.early_drafts import DraftThread
 from pearl.execution.target import TargetExecutor
 from pearl.lab.studies.simulate import (
     Outcome,
@@ -106,7 +106,7 @@ def decoded(
     proposer.model.at_once |= proposer.chains
     executor = DraftExecutor(proposer)
     with (
-        closing(Ahead(executor, lambda: True))
+        closing(DraftThread(executor, lambda: True))
         if proposer.chains
         else nullcontext(executor) as computing
     ):

@@ -127,6 +127,11 @@ class Branches:
         return set(self._shared)
 
     @property
+    def live_slots(self) -> list[int]:
+        """The slots that hold a branch."""
+        return [branch.slot for branch in self._live.values()]
+
+    @property
     def proposals(self) -> tuple[Proposal, ...]:
         return tuple(branch.proposal for branch in self._live.values() if branch.tokens)
 

@@ -125,9 +125,14 @@ class DraftText:
         return self.options.rule_in_force.judges_blocks
 
     def read_states(self) -> None:
+        """Give the runner the states that have come, for the text and for its branches, which share its beginning."""
         runner: Any = self.model.runner
+        slots = [self.slot]
+        if self.branches is not None:
+            slots += self.branches.live_slots
         for start, states in self.states:
-            runner.extend(start, states, self.slot)
+            for slot in slots:
+                runner.extend(start, states, slot)
         self.states.clear()
 
     def unfed(self, command: Draft) -> Sequence[int]:

@@ -49,7 +49,7 @@ class EarlyDraft:
     outcome: Outcome
 
 
-class Ahead:
+class DraftThread:
     """Carries out a draft's commands in a thread, and starts forwards early.
 
     Args:
@@ -73,7 +73,7 @@ class Ahead:
         self._lead = 0.0  # seconds before the end of one forward at which the next is launched
         self._commands: SimpleQueue[object] = SimpleQueue()
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:

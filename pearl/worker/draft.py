@@ -20,7 +20,7 @@ from pearl.errors import (
 )
 from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.early_drafts import Ahead
+from pearl.execution.early_drafts import DraftThread
 from pearl.execution.target import Event
 from pearl.models.out_of_memory import memory_errors
 from pearl.protocol.drafter import Drafter, DrafterState
@@ -189,7 +189,7 @@ class DraftWorker:
         self._packer = packer
         self._open.callback(packer.close)
         seconds, self._prefill_pace = executor.proposer.measure(is_brief)
-        self._thread = Ahead(executor, lambda: self._mail.is_empty, self._computes)
+        self._thread = DraftThread(executor, lambda: self._mail.is_empty, self._computes)
         self._open.callback(self._thread.close)
         return seconds
 

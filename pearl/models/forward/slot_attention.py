@@ -19,7 +19,7 @@ class SlotAttention(Protocol):
     def attend(
         self,
         layer: int,
-        facing: torch.Tensor,
+        queries_keys: torch.Tensor,
         values: torch.Tensor,
         rope: Rope | None,
     ) -> torch.Tensor:
@@ -155,24 +155,24 @@ class TorchAttention:
     def attend(
         self,
         layer: int,
-        facing: torch.Tensor,
+        queries_keys: torch.Tensor,
         values: torch.Tensor,
         rope: Rope | None,
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache; return the attention output [n, heads * head_dim].
 
         Args:
-            facing: queries and keys [n, heads + kv_heads, head_dim], not rotated.
+            queries_keys: queries and keys [n, heads + kv_heads, head_dim], not rotated.
             values: [n, kv_heads, head_dim].
             rope: cosines and sines of all positions; None: nothing is rotated.
         """
         n, kv_heads, _ = values.shape
-        heads = facing.shape[1] - kv_heads
+        heads = queries_keys.shape[1] - kv_heads
         end = self.start + n
-        facing = self.write(layer, facing, values, rope)
+        queries_keys = self.write(layer, queries_keys, values, rope)
         keys = self.slots.keys[self.slot, layer, :, :end]
         all_values = self.slots.values[self.slot, layer, :, :end]
-        queries = facing[:, :heads].unflatten(1, (kv_heads, -1))
+        queries = queries_keys[:, :heads].unflatten(1, (kv_heads, -1))
         queries = queries.permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.bmm(queries, keys.mT) * self.scoring.scale
         scores = attention.cap_scores(scores, self.scoring.cap)
@@ -184,24 +184,24 @@ class TorchAttention:
     def write(
         self,
         layer: int,
-        facing: torch.Tensor,
+        queries_keys: torch.Tensor,
         values: torch.Tensor,
         rope: Rope | None,
     ) -> torch.Tensor:
-        """Write the rows' keys and values to the cache; return `facing` rotated, in the cache's dtype.
+        """Write the rows' keys and values to the cache; return `queries_keys` rotated, in the cache's dtype.
 
         Args:
-            facing: queries and keys as in `attend`, or the keys alone.
+            queries_keys: queries and keys as in `attend`, or the keys alone.
         """
         n, kv_heads, dim = values.shape
         rows = slice(self.start, self.start + n)
         if rope is not None:
             cos, sin = rope
-            facing = facing * cos[rows] + facing.roll(dim // 2, -1) * sin[rows]
-        facing = facing.to(self.slots.keys.dtype)
-        self.slots.keys[self.slot, layer, :, rows] = facing[:, -kv_heads:].transpose(0, 1)
+            queries_keys = queries_keys * cos[rows] + queries_keys.roll(dim // 2, -1) * sin[rows]
+        queries_keys = queries_keys.to(self.slots.keys.dtype)
+        self.slots.keys[self.slot, layer, :, rows] = queries_keys[:, -kv_heads:].transpose(0, 1)
         self.slots.values[self.slot, layer, :, rows] = values.transpose(0, 1)
-        return facing
+        return queries_keys
 
     def _shares(
         self,

@@ -81,7 +81,7 @@ def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
 @triton.jit
 def write(
     inputs,
-    facing,
+    queries_keys,
     values,
     cos,
     sin,
@@ -89,7 +89,7 @@ def write(
     to_values,
     slot_stride,
     head_stride,
-    facing_stride,
+    queries_keys_stride,
     values_stride,
     HQ: constexpr,
     D: constexpr,
@@ -105,7 +105,7 @@ def write(
     d = tl.arange(0, D)
     at = tl.load(inputs + 1).to(tl.int32) + rows
     to = tl.load(inputs) * slot_stride + head * head_stride + at[:, None] * D + d[None, :]
-    source = facing + rows * facing_stride + (HQ + head) * D
+    source = queries_keys + rows * queries_keys_stride + (HQ + head) * D
     tl.store(to_keys + to, _turned(source, at, cos, sin, TURNS, D))
     value = tl.load(values + rows[:, None] * values_stride + head * D + d[None, :])
     tl.store(to_values + to, value)
@@ -149,7 +149,7 @@ def _add_blocks(state, low, high, query, keys, values, at, inner, outer, MASKS: 
 @triton.jit
 def attend(
     inputs,
-    facing,
+    queries_keys,
     keys,
     values,
     cos,
@@ -158,7 +158,7 @@ def attend(
     out,
     slot_stride,
     head_stride,
-    facing_stride,
+    queries_keys_stride,
     inner,
     outer,
     HQ: constexpr,
@@ -178,7 +178,8 @@ def attend(
     Args:
         inputs: the slot, the position of the first row, and the number of tokens (`count`). Tiles
             that begin at row `count` or later are padding, and their outputs are zeros.
-        facing: the queries and then the keys of each row, not rotated yet; rows are `facing_stride` apart.
+        queries_keys: the queries and then the keys of each row, not rotated yet; rows are
+            `queries_keys_stride` apart.
         inner: scale * log2(e), so that the weights are powers of two; with CAPS, 2 * scale * log2(e) / cap.
         outer: cap * log2(e), with scale and cap as in `attention.Scoring`.
         WINDOW: the layer's window, see `attention.Scoring`; 0: there is none.
@@ -200,7 +201,7 @@ def attend(
     values += slot_head
     start = tl.load(inputs + 1).to(tl.int32) + tile * BM
     at = start + tl.arange(0, BM)
-    query = _turned(facing + rows * facing_stride + head * D, at, cos, sin, TURNS, D)
+    query = _turned(queries_keys + rows * queries_keys_stride + head * D, at, cos, sin, TURNS, D)
     top = tl.full((BM,), _LOW, tl.float32)
     weight = tl.zeros((BM,), tl.float32)
     if SINKS:
@@ -239,25 +240,25 @@ class PromptAttention:
     def attend(
         self,
         layer: int,
-        facing: torch.Tensor,
+        queries_keys: torch.Tensor,
         values: torch.Tensor,
         rope: Rope | None,
     ) -> torch.Tensor:
         """See `TorchAttention.attend`."""
         n, kv_heads, dim = values.shape
-        heads = facing.shape[1] - kv_heads
+        heads = queries_keys.shape[1] - kv_heads
         scoring = self.scoring
         keys = self.slots.keys[:, layer]
         all_values = self.slots.values[:, layer]
         sinks = scoring.sinks_of(layer)
-        out = facing.new_empty(n, heads * dim)
-        cos, sin = rope or (facing, facing)
-        strides = (keys.stride(0), keys.stride(1), facing.stride(0))
+        out = queries_keys.new_empty(n, heads * dim)
+        cos, sin = rope or (queries_keys, queries_keys)
+        strides = (keys.stride(0), keys.stride(1), queries_keys.stride(0))
         sizes = {"HQ": heads, "D": dim, "TURNS": rope is not None}
         written_rows = min(32, n)
         write[(n // written_rows, kv_heads)](
             self.inputs,
-            facing,
+            queries_keys,
             values,
             cos,
             sin,
@@ -276,12 +277,12 @@ class PromptAttention:
             inner = 2 * inner / scoring.cap
         attend[(heads, n // rows)](
             self.inputs,
-            facing,
+            queries_keys,
             keys,
             all_values,
             cos,
             sin,
-            facing if sinks is None else sinks,
+            queries_keys if sinks is None else sinks,
             out,
             *strides,
             inner,

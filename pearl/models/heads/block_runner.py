@@ -1,14 +1,15 @@
 """A block drafter as a draft model: a `ModelRunner` whose logits are the rows of blocks.
 
-A block (see `dflash`) begins with the text's last token, the anchor, and attends to the target's
-states of the text before.  The target has no states for tokens that it has not verified yet, so the
-head leaves these out: the anchor takes the position after the last state.
+A block (see `dflash`) attends to the target's states of the text before it.  The target has no
+states of tokens that it has not verified yet.  So a block begins with the first token that has no
+state, its anchor.  The drafted tokens after the anchor take the places of the block's first mask
+tokens, so that the rows after them see them.  If these tokens would leave no row for a guess, they
+are left out.  The text's last token is then the anchor, at the position after the last state.
 
-The logits after the anchor are the block's first row that guesses.  Each token that is fed after
-the anchor takes the block's next row, which costs no forward.  A new block is computed when the
-rows are used up, after a rollback, in a fork, and when further states of the target have arrived.
-So a branch, which is a fork that continues another possible outcome of the verification, has a
-block of its own.
+Each token that is fed after a block was computed takes the block's next row, which costs no
+forward.  A new block is computed when the rows are used up, after a rollback, and in each fork.  So
+a branch, which is a fork that continues another possible outcome of the verification, has a block of
+its own.
 """
 
 from __future__ import annotations
@@ -108,7 +109,6 @@ class BlockRunner(StatesRunner):
         new_states = features[end - start : max(0, self.context - start)].to(self.device)
         if len(new_states):
             head.cache_states(new_states, slot)
-            text.states = None
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "a block drafter")
@@ -128,12 +128,21 @@ class BlockRunner(StatesRunner):
         text = self._texts[slot]
         head = self.head
         if text.states is None or not 0 <= length - 1 - text.anchor < head.deepest:
-            text.anchor = length - 1
-            text.states = head.block_states(text.tokens[text.anchor], slot)
+            self._begin_block(slot, length)
+        assert text.states is not None
         rows = _Rows(head.ids, text.tokens[text.anchor + 1 : length])
         before = text.tokens[max(0, text.anchor - 1)]
         head.add_levels(rows, text.states, TextEnd(before, text.tokens[text.anchor]))
         return rows.logits
+
+    def _begin_block(self, slot: int, length: int) -> None:
+        """Compute a block with a row that guesses the token after the text's first `length` tokens."""
+        text = self._texts[slot]
+        head = self.head
+        text.anchor = text.first + head.lengths[slot]
+        if not 0 <= length - 1 - text.anchor < head.deepest:
+            text.anchor = length - 1
+        text.states = head.block_states(text.tokens[text.anchor : length], slot)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         text = self._texts[slot]

@@ -20,6 +20,7 @@ Source: "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; speculat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -316,19 +317,19 @@ class DFlashHead:
     def propose(self, block: Block, slot: int) -> None:
         """See `Head.propose`."""
         end = self._ends[slot]
-        self.add_levels(block, self.block_states(end.anchor, slot), end)
+        self.add_levels(block, self.block_states([end.anchor], slot), end)
 
-    def block_states(self, anchor: int, slot: int) -> torch.Tensor:
         """Run a block that continues a slot; return its states [size, hidden] after the last norm.
 
         Args:
-            anchor: the block's first token. Its position is `lengths[slot]`, the first one for
-                which the slot has no states of the target.
+            first_tokens: the anchor and the known tokens after it, which take the places of mask
+                tokens. The anchor's position is `lengths[slot]`, the first one for which the slot
+                has no states of the target.
         """
         layers = self._layers
         settings = self._settings
         tokens = torch.full((settings.size,), settings.mask_token, device=self.device)
-        tokens[0] = anchor
+        tokens[: len(first_tokens)] = torch.tensor(first_tokens, device=self.device)
         attends = self._attention(slot)
         hidden = layers.embedding[tokens].to(layers.residual_dtype)
         for number in range(len(layers)):

@@ -172,6 +172,9 @@ class HeadRunner(StatesRunner):
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         end = self.length(slot) if length is None else length
+        # Of the shared tokens, those are copied for which states have come since `into` was forked.
+        before = self._texts[into]
+        shared = min(shared, before.target_end, before.read)
         for room in (self._tokens, self._states):
             room[into, shared:end] = room[slot, shared:end]
         self._head.copy(slot, into, max(0, shared - 1), max(0, end - 1))

@@ -70,13 +70,13 @@ void pearl_layers(const Forward *f) {
     const int64_t states = (a.heads + 2 * a.kv_heads) * a.dim;
     float *fed = f->room, *part = fed + a.rows * f->width, *normed_part = part + a.rows * f->width;
     float *gates = normed_part + a.rows * f->width, *inner = gates + 2 * a.rows * f->inner;
-    float *facing = inner + a.rows * f->inner, *mixed = facing + a.rows * states;
+    float *qkv = inner + a.rows * f->inner, *mixed = qkv + a.rows * states;
     float *scratch = mixed + a.rows * a.heads * a.dim;
-    a.states = facing, a.out = mixed;
+    a.states = qkv, a.out = mixed;
     for (int64_t each = f->first; each < f->end; each++) {
         const Layer *layer = f->layers + each;
         normed(f, f->hidden, f->hidden_is_float32, layer->norms[0], scratch, fed);
-        multiply(f, layer->products[0], fed, facing, states, scratch);
+        multiply(f, layer->products[0], fed, qkv, states, scratch);
         a.window = layer->window, a.sinks = layer->sinks, a.cos = layer->cos, a.sin = layer->sin;
         a.q_norm = layer->q_norm, a.k_norm = layer->k_norm;
         const int64_t item = a.cache_is_float32 ? 4 : 2, cached = each * f->layer_stride * item;

@@ -14,7 +14,7 @@ from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
 from pearl.execution import early_drafts as module
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.early_drafts import Ahead
+from pearl.execution.early_drafts import DraftThread
 from pearl.models.gpu.runner import KernelRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -68,14 +68,16 @@ def chains(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def ahead(runner: Watched, chains: bool) -> Iterator[Ahead]:
-    with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
-        ahead.execute(OPEN)
-        yield ahead
+def draft_thread(runner: Watched, chains: bool) -> Iterator[DraftThread]:
+    with closing(DraftThread(executor(runner, chains), lambda: True)) as draft_thread:
+        draft_thread.execute(OPEN)
+        yield draft_thread
 
 
-def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True) -> int:
-    event = ahead.execute(Draft(start, tokens, 1 + more))
+def drafted(
+    draft_thread: DraftThread, start: int, tokens: tuple[int, ...], more: bool = True
+) -> int:
+    event = draft_thread.execute(Draft(start, tokens, 1 + more))
     assert isinstance(event, Drafted)
     (token,) = event.tokens
     return token
@@ -85,36 +87,38 @@ def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True
 def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
     runner: Watched, more: bool, wanted: bool, chains: bool
 ) -> None:
-    with closing(Ahead(executor(runner, chains), lambda: wanted)) as ahead:
-        ahead.execute(OPEN)
-        drafted(ahead, 0, PROMPT, more)
+    with closing(DraftThread(executor(runner, chains), lambda: wanted)) as draft_thread:
+        draft_thread.execute(OPEN)
+        drafted(draft_thread, 0, PROMPT, more)
     assert runner.began == [0]
 
 
 def test_the_next_forward_begins_untold_and_is_not_computed_again(
-    ahead: Ahead, runner: Watched
+    draft_thread: DraftThread, runner: Watched
 ) -> None:
-    token = drafted(ahead, 0, PROMPT)
+    token = drafted(draft_thread, 0, PROMPT)
     runner.wait_for(3)
-    drafted(ahead, 3, (token,), more=False)
-    ahead.close()
+    drafted(draft_thread, 3, (token,), more=False)
+    draft_thread.close()
     assert runner.began == [0, 3]
 
 
-def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> None:
+def test_a_failure_is_told_to_who_asks_for_it(draft_thread: DraftThread, runner: Watched) -> None:
     runner.breaks = 3
-    token = drafted(ahead, 0, PROMPT)
+    token = drafted(draft_thread, 0, PROMPT)
     runner.wait_for(3)
     with pytest.raises(ValueError, match="broken"):
-        ahead.execute(Draft(3, (token,), 1))
+        draft_thread.execute(Draft(3, (token,), 1))
 
 
-def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched) -> None:
+def test_a_guess_that_failed_in_vain_is_no_failure(
+    draft_thread: DraftThread, runner: Watched
+) -> None:
     runner.breaks = 3
-    drafted(ahead, 0, PROMPT)
+    drafted(draft_thread, 0, PROMPT)
     runner.wait_for(3)
-    ahead.execute(Rollback(1))
-    drafted(ahead, 1, PROMPT[1:])
+    draft_thread.execute(Rollback(1))
+    drafted(draft_thread, 1, PROMPT[1:])
 
 
 def test_closing_does_not_wait_for_a_guess_that_hangs(
@@ -123,11 +127,11 @@ def test_closing_does_not_wait_for_a_guess_that_hangs(
     monkeypatch.setattr(module, "PATIENCE", 0.1)
     release = threading.Event()
     others = {*threading.enumerate()}
-    with closing(Ahead(executor(runner), lambda: True)) as ahead:
+    with closing(DraftThread(executor(runner), lambda: True)) as draft_thread:
         (thread,) = {*threading.enumerate()} - others
-        ahead.execute(OPEN)
+        draft_thread.execute(OPEN)
         runner.hangs = release
-        drafted(ahead, 0, PROMPT)
+        drafted(draft_thread, 0, PROMPT)
         runner.wait_for(3)
     assert thread.is_alive()
     release.set()
@@ -139,10 +143,10 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
     def wanted() -> bool:
         raise ValueError("no more")
 
-    with closing(Ahead(executor(runner), wanted)) as ahead:
-        ahead.execute(OPEN)
+    with closing(DraftThread(executor(runner), wanted)) as draft_thread:
+        draft_thread.execute(OPEN)
         with pytest.raises(ValueError, match="no more"):
-            ahead.execute(Draft(0, PROMPT, 2))
+            draft_thread.execute(Draft(0, PROMPT, 2))
 
 
 @settings(max_examples=40)
@@ -173,9 +177,9 @@ def test_any_course_of_commands_gives_what_it_gives_plainly(
             events.append(own.execute(commands[-1]))
         commands.append(Draft(start, tuple(text[start:]), 1 + more))
         events.append(own.execute(commands[-1]))
-    with closing(Ahead(executor(Watched(), chains), lambda: True)) as ahead:
+    with closing(DraftThread(executor(Watched(), chains), lambda: True)) as draft_thread:
         for command, event in zip(commands, events, strict=True):
-            got = ahead.execute(command)
+            got = draft_thread.execute(command)
             if isinstance(event, Drafted):
                 assert isinstance(got, Drafted)
                 assert got.tokens == event.tokens
@@ -204,11 +208,11 @@ class Noting(ModelProposer):
 
 def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched) -> None:
     noting = Noting(runner)
-    with closing(Ahead(DraftExecutor(noting), lambda: True)) as ahead:
-        ahead.execute(OPEN)
-        token = drafted(ahead, 0, PROMPT)
-        token = drafted(ahead, 3, (token,))
-        drafted(ahead, 4, (token,), more=False)
+    with closing(DraftThread(DraftExecutor(noting), lambda: True)) as draft_thread:
+        draft_thread.execute(OPEN)
+        token = drafted(draft_thread, 0, PROMPT)
+        token = drafted(draft_thread, 3, (token,))
+        drafted(draft_thread, 4, (token,), more=False)
     assert noting.asked == ["launch 0", "launch 3", "collect", "launch 4", "collect", "collect"]
 
 
@@ -221,13 +225,13 @@ def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     proposer.model.times = ForwardTimes([(1, 1e3), (16, 1e3)])
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
-    with closing(Ahead(DraftExecutor(proposer), lambda: True)) as ahead:
-        ahead.execute(
+    with closing(DraftThread(DraftExecutor(proposer), lambda: True)) as draft_thread:
+        draft_thread.execute(
             Open(prompt, resolved(draft_lookup=8, sampling=drawn_by(temperature=1.0, seed=3)))
         )
         start, fed = 0, prompt
         while len(tokens) < 40:
-            event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
+            event = draft_thread.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
             assert isinstance(event, Drafted)
             start, fed = start + len(fed) + event.cached, event.tokens[event.cached :]
             tokens += event.tokens
@@ -279,11 +283,11 @@ def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: RequestOptions) -> 
     texts = []
     for chains in (False, True):
         runner = KernelRunner(random_llama(128, torch.bfloat16).to("cuda:0"), 128)  # type: ignore[arg-type]
-        with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
-            ahead.execute(Open(prompt, resolved(rule=rule, sampling=sampling)))
+        with closing(DraftThread(executor(runner, chains), lambda: True)) as draft_thread:
+            draft_thread.execute(Open(prompt, resolved(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0
             while len(text) < 100:
-                text.append(drafted(ahead, fed, tuple(text[fed:])))
+                text.append(drafted(draft_thread, fed, tuple(text[fed:])))
                 fed = len(text) - 1
         texts.append(text)
     assert texts[0] == texts[1]
