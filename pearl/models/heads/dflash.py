@@ -319,6 +319,7 @@ class DFlashHead:
         end = self._ends[slot]
         self.add_levels(block, self.block_states([end.anchor], slot), end)
 
+    def block_states(self, first_tokens: Sequence[int], slot: int) -> torch.Tensor:
         """Run a block that continues a slot; return its states [size, hidden] after the last norm.
 
         Args:
