@@ -91,7 +91,7 @@ INLINE V hyperbolic_tangent(V x) {
 // x [many] times the weights of its norm, over their root mean square. Rounds as transformers does.
 static void normalise(const void *x, int is_float32, const void *weight, int weight_is_float32, float eps, int64_t many,
                       float *full, void *out, int out_is_float32) {
-    for (int64_t i = 0; i < many; i++) full[i] = number(x, i, is_float32);
+    copy(x, 0, is_float32, full, 0, 1, many);
     const float inverse = 1.0f / sqrtf(dot(full, full, many) / many + eps);
     if (is_float32 == weight_is_float32 && !is_float32)
         for (int64_t i = 0; i < many; i++)
@@ -143,7 +143,7 @@ static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, 
             if (!a->is_float32)
                 for (int64_t i = 0; i < many; i++) plain[i] = wide(to_bfloat16(plain[i]));
         } else
-            for (int64_t i = 0; i < many; i++) plain[i] = number(from, head * dim + i, a->is_float32);
+            copy(from, head * dim, a->is_float32, plain, 0, 1, many);
         const float *cos = a->cos ? a->cos + a->table[4 * row + 1] * dim : 0, *sin = a->cos ? a->sin + a->table[4 * row + 1] * dim : 0;
         for (int64_t each = 0; each < together; each++) {
             const float *x = plain + each * dim;
@@ -347,9 +347,11 @@ INLINE void attend(const Attention *a, int64_t first, int64_t rows, int64_t head
         }
     }
     if (!keep(thread)) return;
-    for (int64_t i = 0; i < rows * group; i++)
-        for (int64_t each = 0; each < dim; each++)
-            put(a->out, ((first + i / group) * a->heads + head * group + i % group) * dim + each, sums[i * dim + each] * by[i], a->is_float32);
+    for (int64_t i = 0; i < rows * group; i++) {
+        for (int64_t each = 0; each < dim; each++) sums[i * dim + each] *= by[i];
+        const int64_t query = (first + i / group) * a->heads + head * group + i % group;
+        copy(sums, i * dim, 1, a->out, query * dim, a->is_float32, dim);
+    }
 }
 
 // Rows of a piece: fewer where there are threads for more pieces.
@@ -388,14 +390,14 @@ void pearl_attend(const Attention *a) {
         float keys[WIDEST];
         turn(a, row, 0, a->heads, a->q_norm, a->queries + row * a->heads * dim);
         turn(a, row, a->heads, kv, a->k_norm, keys);
-        for (int64_t i = 0; i < kv * dim; i++) {
-            const float value = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
-            put(a->new_keys, row * kv * dim + i, keys[i], a->cache_is_float32);
-            put(a->new_values, row * kv * dim + i, value, a->cache_is_float32);
-            if (place[2] <= place[1]) continue;  // else it is of a chain or a block, which other rows find in the cache
-            const int64_t at = place[0] * a->slot_stride + i / dim * a->head_stride + place[1] * dim + i % dim;
-            put(a->keys, at, keys[i], a->cache_is_float32);
-            put(a->values, at, value, a->cache_is_float32);
+        const int64_t new = row * kv * dim, value = (row * all + a->heads + kv) * dim;
+        copy(keys, 0, 1, a->new_keys, new, a->cache_is_float32, kv * dim);
+        copy(a->states, value, a->is_float32, a->new_values, new, a->cache_is_float32, kv * dim);
+        if (place[2] <= place[1]) continue;  // else it is of a chain or a block, which other rows find in the cache
+        for (int64_t head = 0; head < kv; head++) {
+            const int64_t at = place[0] * a->slot_stride + head * a->head_stride + place[1] * dim;
+            copy(keys, head * dim, 1, a->keys, at, a->cache_is_float32, dim);
+            copy(a->states, value + head * dim, a->is_float32, a->values, at, a->cache_is_float32, dim);
         }
     }
     const int64_t together = rows_together(a);

@@ -10,7 +10,7 @@
 #define BF16 1
 #endif
 
-#define VERSION 5  // of all that `native.py` and these files agree on: raised with every change of theirs
+#define VERSION 6  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define WIDEST 16384  // numbers of a row's queries
 #define MOST_THREADS 256
 #define ROWS_TOGETHER 8  // that go through cached positions together
@@ -124,6 +124,13 @@ INLINE void put_vector(void *to, int64_t at, V value, int is_float32) {
         *(V *)((float *)to + at) = value;
     else
         *(H *)((uint16_t *)to + at) = to_bfloat16s(value);
+}
+
+// Copies numbers to where they may have the other dtype.
+INLINE void copy(const void *from, int64_t first, int from_float32, void *to, int64_t into, int to_float32, int64_t many) {
+    int64_t i = 0;
+    for (; i + WIDE <= many; i += WIDE) put_vector(to, into + i, vector_of(from, first + i, from_float32), to_float32);
+    for (; i < many; i++) put(to, into + i, number(from, first + i, from_float32), to_float32);
 }
 
 // A matrix: see `products.c`.

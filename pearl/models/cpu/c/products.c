@@ -54,19 +54,22 @@ typedef float X;
 #endif
 #define WHOLE (WIDE > 4)
 
+// Forms of whole numbers: of 8 bits; of 16, for bfloat16, in two bytes, of which the first counts 256 times, or in one part;
+// of 24, for float32, in two parts of 16, of which the first counts 4,096 times. Steps of few bits are multiplied by bytes
+// with fewer instructions for one row, and as numbers of 16 bits for several.
+enum { BYTES, TWO_BYTES, SHORTS, TWO_SHORTS };
+
 // Rows that are multiplied.
 typedef struct {
     const X *x;           // [rows, inputs]; for `float_rows` float32
     const float *totals;  // [groups, of]: sums of x
     const float *less;    // [blocks, of]: of a block, added to its sum of steps times x: minus the offset times x
     // If WHOLE: inputs as whole numbers times the unit of their block, for products that are exact in any order.
-    // bfloat16: numbers of 16 bits; float32: of 24, in parts. [inputs / BLOCK, of, parts, BLOCK]: numbers of 16 bits,
-    // where a part is 4,096 times the one behind it; or bytes, where it is 256 times that. Or numbers of 8 bits.
-    const void *parts;
+    const void *parts;    // [inputs / BLOCK, of, parts, BLOCK], of the form's parts
     const float *units;   // [inputs / BLOCK, of]; of numbers of 8 bits each 16 have one: [inputs / BLOCK, of, 2]
     int64_t inputs;
     int64_t of;      // all rows of the product
-    int parts_of_row;  // 1: numbers of 8 bits; 2: of 16; 3: of 24
+    int form;
 } Rows;
 
 // What a block's sums are added with.
@@ -232,9 +235,9 @@ INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const f
         sums[row * VECTORS] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
 }
 
-// Whether rows of 8 bits are multiplied.
+// Whether steps are multiplied as bytes, and so may be rows; or whether they are as whole numbers at all.
 #define TAKES_BYTES(bits) (WHOLE && (bits) < 8)
-#define TAKES_SHORTS(bits) ((bits) == 8 || (bits) == WHOLE_TABLE)
+#define TAKES_PARTS(bits) (WHOLE && ((bits) <= 8 || (bits) == WHOLE_TABLE))
 
 #if WHOLE
 #if WIDE == 16
@@ -332,23 +335,30 @@ INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, 
         if (rows - row) SOME(steps, at, __VA_ARGS__, &own, row, 1, group, sums); \
     }
 
-// Adds products of some rows of numbers of 16 bits, and steps of 16 bits: [BLOCK / 2][VECTORS].
-INLINE void some_shorts(const B *steps, int64_t at, int parts, const Rows *given, int first, int rows,
+// Adds products of some rows of numbers of 16 bits, and steps of 16 bits: [pairs][VECTORS].
+INLINE void some_shorts(const B *steps, int64_t at, int pairs, int parts, const Rows *given, int first, int rows,
                         const Group *group, V *sums) {
     const int64_t block = at / BLOCK * given->of + first;
-    const int16_t *x = (const int16_t *)given->parts + block * parts * BLOCK;
+    const int16_t *x = (const int16_t *)given->parts + block * parts * BLOCK + at % BLOCK;
+    const float *less = given->less + at / (2 * pairs) * given->of + first;
     V whole[TILE][VECTORS];
     UNROLLED for (int part = 0; part < parts; part++) {
         B some[TILE][VECTORS];
-        UNROLLED for (int i = 0; i < BLOCK / 2; i++)
+        UNROLLED for (int i = 0; i < pairs; i++) {
+            B step[VECTORS];
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                step[vector] = steps[i * VECTORS + vector];
+                IN_ORDER(step[vector]);
+            }
             UNROLLED for (int row = 0; row < rows; row++) {
                 const B each = EACH32(four_bytes(x + (row * parts + part) * BLOCK + 2 * i));
                 UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
                     B *sum = &some[row][vector];
-                    *sum = WITH16(i ? *sum : EACH8(0), steps[i * VECTORS + vector], each);
+                    *sum = WITH16(i ? *sum : EACH8(0), step[vector], each);
                     IN_ORDER(*sum);
                 }
             }
+        }
         UNROLLED for (int row = 0; row < rows; row++)
             UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
                 const V found = FLOATS(some[row][vector]);
@@ -357,35 +367,43 @@ INLINE void some_shorts(const B *steps, int64_t at, int parts, const Rows *given
     }
     UNROLLED for (int row = 0; row < rows; row++)
         UNROLLED for (int vector = 0; vector < VECTORS; vector++)
-            add(group, first + row, vector, whole[row][vector] * given->units[block + row], sums);
+            add(group, first + row, vector, whole[row][vector] * given->units[block + row] + less[row], sums);
 }
-ALL_ROWS(short_rows, some_shorts, TILE, 1)
-#if !ROUNDS
-ALL_ROWS(wide_short_rows, some_shorts, TILE, 2)
-#endif
 
-// As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
-INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, __m128i table, int parts, const Rows *given, int rows,
-                            const Group *group, V *sums) {
+// Pairs of inputs of a block, and parts of a row.
+#if ROUNDS
+#define SHORT_SHAPES(DO) DO(16, 1) DO(8, 1)
+#else
+#define SHORT_SHAPES(DO) DO(16, 1) DO(8, 1) DO(16, 2) DO(8, 2)
+#endif
+#define DEFINED(PAIRS, PARTS) ALL_ROWS(short_rows_##PAIRS##_##PARTS, some_shorts, TILE, PAIRS, PARTS)
+SHORT_SHAPES(DEFINED)
+#undef DEFINED
+
+// As `rows_of_block`, for steps as numbers of 16 bits.
+INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts, const Rows *given,
+                            int rows, const Group *group, V *sums) {
     B steps[BLOCK / 2 * VECTORS];
-    for (int i = 0; i < BLOCK / 2; i++)
-        for (int vector = 0; vector < VECTORS; vector++) {
+    UNROLLED for (int i = 0; i < pairs; i++)
+        UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
             B *into = steps + i * VECTORS + vector;
             if (bits == 8) {
                 *into = WIDENED(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
                 continue;
             }
+            // Of four inputs the first and the third, then the others: see `in_parts`. A table's numbers have signs.
             const B four = bytes_of(w, at, bits, table, i / 2, vector);
-            *into = SIGNED_RIGHT(i % 2 ? four : LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
+            if (bits == WHOLE_TABLE) *into = SIGNED_RIGHT(i % 2 ? four : LEFT(four, 8), 8);
+            else *into = i % 2 ? RIGHT(four, 8) : AND(four, EACH16(255));
         }
-    if (__builtin_constant_p(rows) && rows == 1)
-        some_shorts(steps, at, parts, given, 0, 1, group, sums);
-#if !ROUNDS
-    else if (parts == 2)
-        wide_short_rows(steps, at, given, rows, group, sums);
-#endif
-    else
-        short_rows(steps, at, given, rows, group, sums);
+    if (__builtin_constant_p(rows) && rows == 1) {
+        some_shorts(steps, at, pairs, parts, given, 0, 1, group, sums);
+        return;
+    }
+#define CALLED(PAIRS, PARTS) \
+    if (pairs == PAIRS && parts == PARTS) short_rows_##PAIRS##_##PARTS(steps, at, given, rows, group, sums);
+    SHORT_SHAPES(CALLED)
+#undef CALLED
 }
 
 // Adds products of some rows of bytes, and steps of bytes: [fours][VECTORS]. most: fours whose sums fit 16 bits.
@@ -397,7 +415,7 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
     const float *less = given->less + at / (4 * fours) * given->of + first;
     V found[TILE][VECTORS];
     UNROLLED for (int half = 0; half < halves; half++) {
-        B whole[TILE][3][VECTORS], some[TILE][3][VECTORS];
+        B whole[TILE][2][VECTORS], some[TILE][2][VECTORS];
         UNROLLED for (int i = 0; i < many; i++) {
             B step[VECTORS];
             UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
@@ -419,9 +437,8 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
         }
         UNROLLED for (int row = 0; row < rows; row++)
             UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-                const B *sum[3] = {&whole[row][0][vector], &whole[row][1][vector], &whole[row][2][vector]};
-                V all = FLOATS(parts == 2 ? PLUS32(LEFT32(*sum[0], 8), *sum[1]) : *sum[0]);
-                UNROLLED for (int part = 1; part < parts && parts > 2; part++) all = all * 256.0f + FLOATS(*sum[part]);
+                const B first_part = whole[row][0][vector], last_part = whole[row][1][vector];
+                const V all = FLOATS(parts == 2 ? PLUS32(LEFT32(first_part, 8), last_part) : first_part);
                 const float unit = parts == 1 ? given->units[2 * (block + row) + at % BLOCK / 16 + half] : given->units[block + row];
                 if (half) found[row][vector] += all * unit;
                 else found[row][vector] = all * unit + less[row];
@@ -432,26 +449,18 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
             add(group, first + row, vector, found[row][vector], sums);
 }
 
-// Fours of inputs of a block, those whose sums fit 16 bits, and parts of a row.
+// Fours of inputs of a block, and those whose sums fit 16 bits: of rows of 8 bits.
 #if VNNI
-#define NARROW(DO) DO(8, 4, 1) DO(8, 8, 2) DO(4, 4, 1) DO(4, 4, 2)
-#define BROAD(DO) DO(8, 8, 3) DO(4, 4, 3)
+#define BYTE_SHAPES(DO) DO(8, 4) DO(4, 4)
 #else
-#define NARROW(DO) DO(8, 4, 1) DO(8, 4, 2) DO(8, 8, 2) DO(4, 2, 1) DO(4, 2, 2) DO(4, 4, 1) DO(4, 4, 2)
-#define BROAD(DO) DO(8, 4, 3) DO(8, 8, 3) DO(4, 2, 3) DO(4, 4, 3)
-#endif
-#if ROUNDS
-#define SHAPES(DO) NARROW(DO)
-#else
-#define SHAPES(DO) NARROW(DO) BROAD(DO)
+#define BYTE_SHAPES(DO) DO(8, 4) DO(4, 2) DO(4, 4)
 #endif
 // Where two fours fit 16 bits, wider sums take registers too.
-#define ROOM(MOST, PARTS) ((MOST == 2 ? TILE / 2 : TILE) / PARTS ? (MOST == 2 ? TILE / 2 : TILE) / PARTS : 1)
-#define DEFINED(FOURS, MOST, PARTS) \
-    ALL_ROWS(byte_rows_##FOURS##_##MOST##_##PARTS, some_bytes, ROOM(MOST, PARTS), FOURS, MOST, PARTS)
-SHAPES(DEFINED)
+#define DEFINED(FOURS, MOST) \
+    ALL_ROWS(byte_rows_##FOURS##_##MOST, some_bytes, (MOST == 2 ? TILE / 2 : TILE), FOURS, MOST, 1)
+BYTE_SHAPES(DEFINED)
 
-// As `rows_of_block`, for steps of 4 to 6 bits.
+// As `rows_of_block`, for steps of 4 to 6 bits as bytes: of rows of 8 bits, or of one row.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
                            const Rows *given, int rows, const Group *group, V *sums) {
     const int fours = pairs / 2, many = parts == 1 ? 4 : fours, fitting = 8 >> ((bits == SMALL_TABLE ? 5 : bits) - 4);
@@ -463,16 +472,15 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __
         some_bytes(steps, at, fours, most, parts, given, 0, 1, group, sums);
         return;
     }
-#define CALLED(FOURS, MOST, PARTS) \
-    if (fours == FOURS && most == MOST && parts == PARTS) \
-        byte_rows_##FOURS##_##MOST##_##PARTS(steps, at, given, rows, group, sums);
-    SHAPES(CALLED)
+#define CALLED(FOURS, MOST) \
+    if (fours == FOURS && most == MOST) byte_rows_##FOURS##_##MOST(steps, at, given, rows, group, sums);
+    BYTE_SHAPES(CALLED)
 }
 #endif
 
-// Sums [rows, VECTORS] of the panel. bits, pairs, kind and parts are constants where this is inlined.
+// Sums [rows, VECTORS] of the panel. bits, pairs, kind and form are constants where this is inlined.
 INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int rows, V *found, int bits, int pairs,
-                    int kind, int parts) {
+                    int kind, int form) {
     const Rows own = *rows_given, *given = &own;  // copies, which stay in registers
     const int64_t inputs = w->inputs, groups = inputs / w->group;
     const int width = width_of(bits);
@@ -531,17 +539,19 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
             }
             if (part.least || part.zeros) own_group.totals = given->totals + group * given->of;
         }
-        // What comes next, perhaps of the next panel: memory is slower than one row's products. It is read once, so it
-        // need not stay in the larger caches.
+        // What comes next, perhaps of the next panel: memory is slower than one row's products. It goes to the second
+        // cache, which waits for several times as many lines at once as the first one does.
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
-            __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 0);
+            __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 2);
 #if WHOLE
-        if (bits < 8) {
+        if (form == BYTES || form == TWO_BYTES) {
+            const int parts = form == BYTES ? 1 : 2;
             bytes_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, &own_group, sums);
             continue;
         }
-        if (TAKES_SHORTS(bits)) {
-            shorts_of_block(&part, at, bits, whole_table, parts - 1, given, rows, &own_group, sums);
+        if (TAKES_PARTS(bits)) {
+            const int parts = form == SHORTS ? 1 : 2;
+            shorts_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, &own_group, sums);
             continue;
         }
 #endif
@@ -557,24 +567,26 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
 static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, int rows, V *sums) {
 #define CASE(BITS, PAIRS, KIND) \
     if (w->bits == BITS && w->kind == KIND) { \
-        if (TAKES_BYTES(BITS) && given->parts_of_row == 1 && rows == 1) \
-            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 1); \
-        else if (TAKES_BYTES(BITS) && given->parts_of_row == 1) \
-            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 1); \
-        else if (!ROUNDS && given->parts_of_row == 3) \
-            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 3); \
-        else if (rows == 1) \
-            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 2); /* they stay in registers */ \
-        else sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 2); \
+        if (TAKES_BYTES(BITS) && given->form == TWO_BYTES) \
+            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, TWO_BYTES); /* they stay in registers */ \
+        else if (TAKES_BYTES(BITS) && given->form == BYTES && rows == 1) \
+            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, BYTES); \
+        else if (TAKES_BYTES(BITS) && given->form == BYTES) \
+            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, BYTES); \
+        else if (!ROUNDS && given->form == TWO_SHORTS) \
+            sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, TWO_SHORTS); \
+        else if (!TAKES_BYTES(BITS) && rows == 1) \
+            sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, SHORTS); \
+        else sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, SHORTS); \
         return; \
     }
     if (w->bits == 16) {
-        sums_of(w, panel, given, rows, sums, 16, 16, 0, 0);
+        sums_of(w, panel, given, rows, sums, 16, 16, 0, SHORTS);
         return;
     }
 #define WHOLE_CASE(KIND) \
     if (w->bits == 32 && w->kind == KIND) { \
-        sums_of(w, panel, given, rows, sums, 32, 16, KIND, 0); \
+        sums_of(w, panel, given, rows, sums, 32, 16, KIND, SHORTS); \
         return; \
     }
     WHOLE_CASE(FLOAT16) WHOLE_CASE(BFLOAT16) WHOLE_CASE(FLOAT32)
@@ -628,33 +640,36 @@ INLINE V vector_of_x(const X *x) {
     return vector_of(x, 0, !ROUNDS);
 }
 
+// The lanes in another order: each exchanged with the one that is so many before or behind it.
+INLINE I exchanged(I value, int many) {
+    I places;
+    for (int lane = 0; lane < WIDE; lane++) places[lane] = lane ^ many;
+    return __builtin_shuffle(value, places);
+}
+
+INLINE I larger(I a, I b) {
+    const I is_more = a > b;
+    return (a & is_more) | (b & ~is_more);
+}
+
 // The largest magnitude, and the sum, of some vectors.
 INLINE float largest_of(const V *some, int vectors) {
     I largest = {0};
-    int32_t lanes[WIDE], top = 0;
-    UNROLLED for (int i = 0; i < vectors; i++) {
-        const I size = (I)some[i] & 0x7fffffff, is_more = size > largest;
-        largest = (size & is_more) | (largest & ~is_more);
-    }
-    memcpy(lanes, &largest, sizeof lanes);
-    for (int i = 0; i < WIDE; i++) top = lanes[i] > top ? lanes[i] : top;
-    float size;
-    memcpy(&size, &top, 4);
-    return size;
+    UNROLLED for (int i = 0; i < vectors; i++) largest = larger(largest, (I)some[i] & 0x7fffffff);
+    UNROLLED for (int many = WIDE / 2; many; many /= 2) largest = larger(largest, exchanged(largest, many));
+    return ((V)largest)[0];
 }
 
 INLINE int32_t sum_of(const I *whole, int vectors) {
-    I all = {0};
-    int32_t lanes[WIDE], sum = 0;
-    UNROLLED for (int i = 0; i < vectors; i++) all += whole[i];
-    memcpy(lanes, &all, sizeof lanes);
-    for (int i = 0; i < WIDE; i++) sum += lanes[i];
-    return sum;
+    I sum = {0};
+    UNROLLED for (int i = 0; i < vectors; i++) sum += whole[i];
+    UNROLLED for (int many = WIDE / 2; many; many /= 2) sum += exchanged(sum, many);
+    return sum[0];
 }
 
 // Takes a block of x apart, for steps of so many bits; see `Rows`. Returns its unit, a power of two, so that what fits is
 // exact; `sums`: of each 16 such numbers.
-static float in_parts(const X *x, int64_t bits, int parts, void *into, float *sums) {
+static float in_parts(const X *x, int64_t bits, int form, void *into, float *sums) {
     V some[BLOCK / WIDE];
     I whole[BLOCK / WIDE];
     for (int i = 0; i < BLOCK / WIDE; i++) some[i] = vector_of_x(x + i * WIDE);
@@ -662,9 +677,9 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, float *su
     uint32_t largest;
     memcpy(&largest, &size, 4);
     const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
-    const int exponent = (int)(largest >> 23) - 127, room = parts == 2 ? 14 : 22;  // the largest: 2^room to 2^(room + 1)
+    const int exponent = (int)(largest >> 23) - 127, room = form == TWO_SHORTS ? 22 : 14;  // the largest: 2^room to 2^(room + 1)
     // Parts are rounded to the nearest, so the first is at most 127 below this.
-    const float most = parts == 2 ? 127 * 256 + 127 : 127 * 65536 + 127 * 256 + 127;
+    const float most = form == TWO_SHORTS ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
     const uint32_t power = (uint32_t)(127 + room - exponent) << 23;
     float times;
     memcpy(&times, &power, 4);
@@ -674,22 +689,21 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, float *su
     for (int i = 0; i < BLOCK / WIDE; i++) whole[i] = ROUNDED(some[i] * times) & -is_number;
     for (int half = 0; half < 2; half++) sums[half] = (float)sum_of(whole + half * OF_HALF, OF_HALF) * unit;
     for (int i = 0; i < BLOCK / WIDE; i++) {
-        if (!TAKES_SHORTS(bits)) {
-            for (int part = parts - 1; part >= 0; part--) {
-                *(C *)((int8_t *)into + part * BLOCK + i * WIDE) = __builtin_convertvector(whole[i], C);
-                whole[i] = (whole[i] - (whole[i] << 24 >> 24)) >> 8;
-            }
+        if (form == TWO_BYTES) {
+            int8_t *first = (int8_t *)into + i * WIDE;
+            *(C *)(first + BLOCK) = __builtin_convertvector(whole[i], C);
+            *(C *)first = __builtin_convertvector((whole[i] - (whole[i] << 24 >> 24)) >> 8, C);
             continue;
         }
         int16_t *first = (int16_t *)into + i * WIDE;
-        if (bits == WHOLE_TABLE) {  // of each four inputs a table gives the first and the third, then the others
+        if (bits != 8) {  // of each four inputs come the first and the third, then the others: see `shorts_of_block`
             I places;
             for (int lane = 0; lane < WIDE; lane++) places[lane] = lane % 4 % 3 ? lane ^ 3 : lane;
             whole[i] = __builtin_shuffle(whole[i], places);
         }
-        const I upper = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
+        const I upper = form == SHORTS ? whole[i] : (whole[i] + 2048) >> 12;
         *(T *)first = __builtin_convertvector(upper, T);
-        if (parts > 2) *(T *)(first + BLOCK) = __builtin_convertvector(whole[i] - upper * 4096, T);
+        if (form == TWO_SHORTS) *(T *)(first + BLOCK) = __builtin_convertvector(whole[i] - upper * 4096, T);
     }
     return unit;
 }
@@ -781,6 +795,13 @@ int pearl_rounds(void) {
     return ROUNDS;
 }
 
+// The form in which rows of a product are multiplied.
+static int form_of(const Weights *w, int x_is_float32, int64_t rows) {
+    if (pearl_rounds_rows(w)) return BYTES;
+    if (x_is_float32 && !ROUNDS) return TWO_SHORTS;
+    return TAKES_BYTES(w->bits) && rows == 1 ? TWO_BYTES : SHORTS;
+}
+
 // What the panels of a product have in common. of_row: bytes of a row; of_parts: those of its parts of a block.
 typedef struct {
     const Weights *w;
@@ -788,7 +809,7 @@ typedef struct {
     const float *totals, *less, *units;
     const void *y;
     void *out;
-    int y_is_float32, out_is_float32, parts_of_row, units_of_row;
+    int y_is_float32, out_is_float32, form, units_of_row;
     int64_t of_row, of_parts, stride, rows, together;
 } Product;
 
@@ -801,7 +822,7 @@ static void multiply_panels(const void *work, int64_t piece, int thread) {
     for (int64_t row = 0; row < p->rows; row += ROWS) {
         const int some = p->rows - row < ROWS ? p->rows - row : ROWS, of_panel = some * VECTORS;
         const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row, p->less + row,
-                            p->parts + row * p->of_parts, p->units + row * p->units_of_row, inputs, p->rows, p->parts_of_row};
+                            p->parts + row * p->of_parts, p->units + row * p->units_of_row, inputs, p->rows, p->form};
         for (int64_t panel = first; panel < end; panel++)
             multiply_panel(p->w, panel, &given, some, sums + (panel - first) * of_panel);
         if (!keep(thread)) return;
@@ -827,14 +848,14 @@ static int64_t panels_together(int64_t panels, int64_t rows, int threads) {
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->group % BLOCK ? 16 : 32;
-    const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
-    const int parts_of_row = pearl_rounds_rows(w) ? 1 : x_is_float32 && !ROUNDS ? 3 : 2;
+    const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = TAKES_PARTS(w->bits);
+    const int form = form_of(w, x_is_float32, rows);
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
-    const int64_t all_units = rows * (inputs / (parts_of_row == 1 ? 16 : BLOCK));
+    const int64_t all_units = rows * (inputs / (form == BYTES ? 16 : BLOCK));
     const int is_float32 = w->bits == 32 || !ROUNDS;
     const int64_t of_row = inputs * (is_float32 ? 4 : 2);  // bytes
     uint8_t *converted = (uint8_t *)(units + all_units), *parts = converted + rows * of_row;
-    const int64_t of_parts = BLOCK * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes
+    const int64_t of_parts = BLOCK * (form == BYTES ? 1 : form == TWO_SHORTS ? 4 : 2);  // bytes
     convert(x, converted, rows * inputs, x_is_float32, is_float32);
     const int has_totals = w->least || w->zeros, has_less = has_totals || w->bits < 8;
     const int64_t together = groups ? w->group / size : 0;
@@ -844,8 +865,8 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
         for (int64_t block = 0; block < inputs / BLOCK && are_whole; block++) {
             const int64_t at = block * rows + row;
             float sums[2];
-            if (parts_of_row == 1) in_bytes(some + block * BLOCK, (int8_t *)parts + at * of_parts, units + 2 * at, sums);
-            else units[at] = in_parts(some + block * BLOCK, w->bits, parts_of_row, parts + at * of_parts, sums);
+            if (form == BYTES) in_bytes(some + block * BLOCK, (int8_t *)parts + at * of_parts, units + 2 * at, sums);
+            else units[at] = in_parts(some + block * BLOCK, w->bits, form, parts + at * of_parts, sums);
             if (size == 32) less[at] = sums[0] + sums[1];
             else less[2 * block * rows + row] = sums[0], less[(2 * block + 1) * rows + row] = sums[1];
         }
@@ -858,11 +879,11 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
             totals[group * rows + row] = total;
         }
     }
-    for (int64_t i = 0; i < rows * blocks && w->bits < 8; i++) less[i] *= -w->offset;
+    for (int64_t i = 0; i < rows * blocks && (are_whole || has_less); i++) less[i] *= -w->offset;
     const int64_t panels = (w->outputs + LANES - 1) / LANES;
     const Product product = {
-        w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, parts_of_row, parts_of_row == 1 ? 2 : 1,
-        of_row, of_parts, stride, rows, panels_together(panels, rows, threads),
+        w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, form, form == BYTES ? 2 : 1, of_row,
+        of_parts, stride, rows, panels_together(panels, rows, threads),
     };
     in_pieces(multiply_panels, &product, (panels + product.together - 1) / product.together, threads);
 }
