@@ -6,6 +6,7 @@ The interpreter repeats work that is needed once. Here that work is done once or
   launch it takes them out.
 - It reaches each of these functions through two more calls.
 - It computes the types of each operation, even if both operands have the same type.
+- It makes a block of each constant that meets a block.
 - It computes whether a sum overflows, which only its debugging mode needs.
 - It checks the size of each number that it makes.
 - At every launch it reads the kernel's signature again, and copies tensors to the host, where our
@@ -137,17 +138,46 @@ def put_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
 
 
 NUMBERS = {"fp32", "int32", "int64", "int1"}  # two operands of one of these types are not converted
+CONSTANTS: dict[tuple[object, ...], Any] = {}
 
 
 def operands_fast(types: Any, lhs: Any, rhs: Any, *checks: Any, **more: Any) -> Any:
-    if (
-        type(lhs) is type(rhs) is language.tensor
-        and lhs.dtype is rhs.dtype
-        and lhs.shape is rhs.shape  # of `block_shape`
-        and lhs.dtype.name in NUMBERS
-    ):
-        return lhs, rhs
+    """Return both in one type and shape. A constant is made once for each type, and never written to."""
+    if type(lhs) is type(rhs) is language.tensor:
+        if (
+            lhs.dtype is rhs.dtype
+            and lhs.shape is rhs.shape  # of `block_shape`
+            and lhs.dtype.name in NUMBERS
+        ):
+            return lhs, rhs
+    elif takes_constant(lhs, rhs):
+        key = (lhs.type.name, repr(rhs), checks, *more.values())
+        if key not in CONSTANTS:
+            CONSTANTS[key] = operands(types, lhs, rhs, *checks, **more)[1]
+        return lhs, CONSTANTS[key]
+    elif takes_constant(rhs, lhs):
+        key = (repr(lhs), rhs.type.name, checks, *more.values())
+        if key not in CONSTANTS:
+            CONSTANTS[key] = operands(types, lhs, rhs, *checks, **more)[0]
+        return CONSTANTS[key], rhs
     return operands(types, lhs, rhs, *checks, **more)
+
+
+def takes_constant(tensor: Any, value: Any) -> bool:
+    """Return whether a constant gets the tensor's type, so that the tensor stays as it is."""
+    if type(tensor) is not language.tensor:
+        return False
+    if type(value) is int:
+        return tensor.dtype.name in ("fp32", "int32", "int64") and abs(value) < 1 << 31
+    return type(value) is float and tensor.dtype.name == "fp32"
+
+
+def unwrap_fast(value: Any) -> Any:
+    if type(value) is language.constexpr:
+        return value.value
+    if type(value) in PLAIN:
+        return value
+    return unwrap(value)
 
 
 @cache
@@ -163,6 +193,8 @@ def run_fast(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -
 
 
 ONE = language.constexpr(1)
+PLAIN = {language.tensor, int, float, bool, str, type(None)}
+unwrap = language._unwrap_if_constexpr
 init_block_type = language.block_type.__init__
 init_tensor = language.tensor.__init__
 operands = semantic.TritonSemantic.binary_op_type_checking_impl
@@ -178,6 +210,7 @@ with suppress(AttributeError):
     interpreter.InterpretedFunction.run = run_fast
     language.block_type.__init__ = init_block_type_fast
     language.tensor.__init__ = init_tensor_fast
+    language._unwrap_if_constexpr = unwrap_fast
     semantic.TritonSemantic.binary_op_type_checking_impl = operands_fast
     semantic.TritonSemantic.broadcast_impl_value = broadcast_fast
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+Value = tuple[int, int]  # the number of an axis, and of one of its values
+
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return cases of `itertools.product(*axes)` that contain each pair of values.
@@ -27,24 +29,30 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 def _cases(*sizes: int) -> list[tuple[int, ...]]:
     """Return the chosen cases as indices, for axes of these sizes.
 
-    Again and again, the case with the most missing pairs is chosen. A set of pairs is stored as the
-    bits of a number.
+    Each case begins with a pair of values that is still missing. For each further axis, the value
+    with the most missing pairs beside the case's other values is added.
     """
-    cases = list(product(*map(range, sizes)))
-    numbers: dict[object, int] = {}
-    pairs = []
-    for case in cases:
-        bits = 0
-        for pair in combinations(enumerate(case), 2):
-            bits |= 1 << numbers.setdefault(pair, len(numbers))
-        pairs.append(bits)
-    missing = (1 << len(numbers)) - 1
+    values = [[(axis, at) for at in range(size)] for axis, size in enumerate(sizes)]
+    pairs: list[frozenset[Value]] = []
+    for axes in combinations(values, 2):
+        pairs += map(frozenset, product(*axes))
+    missing = set(pairs)
     chosen = []
-    while missing:
-        best = max(range(len(cases)), key=lambda case: (pairs[case] & missing).bit_count())
-        missing &= ~pairs[best]
-        chosen.append(cases[best])
+    for pair in pairs:
+        if pair not in missing:
+            continue
+        case = dict(pair)
+        for axis in values:
+            if axis[0][0] not in case:
+                case.update([max(axis, key=lambda value: _met(missing, value, case))])
+        missing -= set(map(frozenset, combinations(case.items(), 2)))
+        chosen.append(tuple(case[axis] for axis in range(len(sizes))))
     return chosen
+
+
+def _met(missing: set[frozenset[Value]], value: Value, case: dict[int, int]) -> int:
+    """Return how many missing pairs the value makes with those of the case."""
+    return sum(frozenset((value, other)) in missing for other in case.items())
 
 
 # For a test that loops over `combined(*axes)`: pairs each time, and all with the tests marked `long`.

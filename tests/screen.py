@@ -54,6 +54,8 @@ class _Screen(pyte.HistoryScreen):
     """Answers a program that asks for the position of the cursor, as a terminal does."""
 
     answer: Callable[[str], None]
+    # pyte puts two calls, which turn pages, around each event, and looks for events at every access to an attribute.
+    __getattribute__ = object.__getattribute__
 
     def write_process_input(self, data: str) -> None:
         self.answer(data)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -47,6 +46,7 @@ from tests.language import (
     written,
 )
 from tests.options import drawn_by
+from tests.pairwise import pairwise
 from tests.virtual import NEVER, TIMINGS, likelihood
 
 TEXTS = st.lists(st.integers(0, VOCAB - 1), max_size=10)
@@ -128,9 +128,12 @@ def reference(sampling: RequestOptions) -> list[int]:
     return text[len(PROMPT) :]
 
 
+CASES = pairwise(METHODS, range(2), TIMINGS)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
-    for seed, timing in product(range(2), TIMINGS):
+    for seed, timing in [case[1:] for case in CASES if case[0] == method]:
         sampling = drawn_by(float(seed > 0), seed=seed, shaping=shaping())
         text = decoded(method, "coupled", sampling, timing)
         assert text == reference(sampling)

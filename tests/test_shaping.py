@@ -148,10 +148,13 @@ def decoded(
     return list(found.tokens)
 
 
+WRAPS = (Chains, lambda runner: runner)
+CASES = pairwise(METHODS, SHAPINGS, (0.0, 1.0), TIMINGS, WRAPS)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_direct_text_is_that_of_the_shaped_target(method: str) -> None:
-    wraps = (Chains, lambda runner: runner)
-    for shaping, temperature, timing, wrap in pairwise(SHAPINGS, (0.0, 1.0), TIMINGS, wraps):
+    for shaping, temperature, timing, wrap in [case[1:] for case in CASES if case[0] == method]:
         sampling = drawn_by(temperature, seed=7, shaping=shaping)
         assert decoded(method, "coupled", sampling, timing, wrap=wrap) == reference(sampling, 24)
 

@@ -4,7 +4,7 @@ Of toys, and of models that guess; and how often a draft is right.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -85,7 +85,8 @@ class Case(NamedTuple):
         return "-".join(str(value) for value in (*self.window, *self[1:]))
 
 
-TEXTS = [
+Text = tuple[str, str, float]  # method, rule, temperature
+TEXTS: list[Text] = [
     *((method, *how) for method in METHODS if method != "ar" for how in DIRECT[1:]),
     ("pearl", *DIRECT[0]),
     *(("pearl", *how) for how in SEEDED),
@@ -94,11 +95,10 @@ TEXTS = [
 ]
 
 
-def cases_of(
-    method: str, combine: Callable[..., Iterable[tuple[Any, ...]]] = pairwise
-) -> list[Case]:
+def axes_of(method: str) -> list[Iterable[Any]]:
+    """Return the values of each field of a case."""
     spec = METHODS[method]
-    axes: list[Iterable[Any]] = [
+    return [
         WINDOWS,
         range(len(TIMINGS)),
         (0, 8) if spec.look_ahead else (0,),
@@ -109,7 +109,28 @@ def cases_of(
         (True, False),
         (False, True),
     ]
-    return [Case(*values) for values in combine(*axes)]
+
+
+def usual_cases() -> dict[Text, list[Case]]:
+    """Return the cases of each text, which meets each setting of its method.
+
+    Each two settings meet in each direct text of method pearl, in one of the direct texts of another method, and in one
+    of the other texts of a method.
+    """
+    cases: dict[Text, list[Case]] = {text: [] for text in TEXTS}
+    sharing: dict[object, list[Text]] = {}
+    for text in TEXTS:
+        method, *how = text
+        is_direct = tuple(how) in DIRECT
+        has_all = is_direct and method == "pearl"
+        sharing.setdefault(text if has_all else (method, is_direct), []).append(text)
+    for texts in sharing.values():
+        for text, *values in pairwise(texts, *axes_of(texts[0][0])):
+            cases[text].append(Case(*values))
+    return cases
+
+
+CASES = usual_cases()
 
 
 @cache
@@ -137,7 +158,7 @@ def as_it_is(runner: ModelRunner) -> ModelRunner:
     return runner
 
 
-def with_group(text: tuple[str, str, float], *more: Case) -> Any:
+def with_group(text: Text, *more: Case) -> Any:
     """A parameter whose tests run on one worker, so that each case of a text is written once."""
     name = "-".join(map(str, (*text, *(case.id for case in more))))
     return pytest.param(
@@ -147,7 +168,7 @@ def with_group(text: tuple[str, str, float], *more: Case) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "rule", "temperature", "case"),
-    [with_group(text, case) for text in TEXTS for case in cases_of(text[0])],
+    [with_group(text, case) for text, cases in CASES.items() for case in cases],
 )
 def test_a_text_depends_on_what_should_decide_it(
     method: str, rule: str, temperature: float, case: Case
@@ -162,7 +183,8 @@ def test_a_text_depends_on_what_should_decide_it(
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "rule", "temperature"), TEXTS)
 def test_no_combination_changes_a_text(method: str, rule: str, temperature: float) -> None:
-    for case in cases_of(method, product):
+    for values in product(*axes_of(method)):
+        case = Case(*values)
         assert counts_of(method, rule, temperature, case).resyncs == 0, case
 
 
@@ -171,7 +193,7 @@ def test_these_cases_use_what_they_are_about(method: str, rule: str, temperature
     """Summed over the cases above: without drafts, guesses and rejections they would show nothing."""
     spec = METHODS[method]
     sums = Counter[str]()
-    for case in cases_of(method):
+    for case in CASES[method, rule, temperature]:
         counts = counts_of(method, rule, temperature, case)
         sums.update(
             accepted=counts.num_accepted_draft_tokens,

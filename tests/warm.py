@@ -169,6 +169,7 @@ def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
 
 
 def _serve(requests: socket.socket) -> None:
+    gc.disable()  # as a worker does while it imports
     import transformers
 
     import pearl.models.own_forward
@@ -187,6 +188,7 @@ def _serve(requests: socket.socket) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "what a thread holds at a fork is never let go"
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         said, files, *_ = socket.recv_fds(requests, _MOST, 3)
         if not said:
