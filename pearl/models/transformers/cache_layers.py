@@ -148,9 +148,10 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
 
 
 def layer_for(theirs: object, context: int) -> Any:
-    """Return the layer for `context` tokens that replaces `theirs`, a layer of transformers.
+    """Return the cache layer that replaces `theirs`, a layer of transformers.
 
-    Return `theirs` itself if it is purely recurrent, has no cache, or is of an unknown type.
+    The new layer has room for `context` tokens.  Return `theirs` itself if it is purely recurrent,
+    has no cache, or is of an unknown type.
     """
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
@@ -257,7 +258,11 @@ class Snapshots:
                 state += 1
 
     def _thin(self) -> None:
-        """Drop the copy with the least (gap that it would leave) / (its age), both in tokens."""
+        """Drop the copy with the least quotient gap / age.
+
+        The gap is the number of tokens between the copy's two neighbours.  The age is the number of
+        tokens that the state has seen since the copy was made.
+        """
         losses = []
         gap_start = 0
         for snapshot, following in pairwise(self.kept):
