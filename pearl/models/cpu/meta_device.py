@@ -23,8 +23,8 @@ NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 class _Postponed(Loader):
     """Executes a module when one of its names is first read, not when it is imported.
 
-    A module that `importlib.util.LazyLoader` postpones is also executed when `inspect` asks all
-    modules for their files. `import torch` makes `inspect` do so, and so would execute the kernels.
+    `importlib.util.LazyLoader` does not serve here. A module that it postpones is also executed
+    when `inspect` asks all modules for their files, and `import torch` makes `inspect` ask.
     """
 
     def __init__(self, loader: Loader) -> None:

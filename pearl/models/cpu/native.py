@@ -190,8 +190,8 @@ def takes_inputs(count: int) -> bool:
 def _case(weights: QuantisedMatrix) -> tuple[int, int]:
     """Return (`bits`, `kind`) of the struct `Weights` in `native.h`, for these weights.
 
-    `bits` is the number of bits, or a value that stands for another kind of weights. `kind` stands
-    for the dtype of the scales.
+    `bits` is the number of bits of a step; for float8 weights and for weights with a table, it is a
+    constant such as `_FLOAT8`. `kind` is the constant for the dtype of the scales.
     """
     kind = _KINDS[weights.scales.dtype]
     if weights.table is not None:
@@ -280,7 +280,7 @@ class Native:
             self._keep("table", weights.table + fields.offset)
 
     def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
-        """Return the weights with each tensor that has numbers for each row cut into `panels`.
+        """Return the weights with their rows cut into panels; see `panels`.
 
         Also set the fields of the struct `Weights` that say how the weights are stored.
         """
