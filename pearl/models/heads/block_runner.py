@@ -1,10 +1,10 @@
 """A block drafter as a draft model: a `ModelRunner` whose logits are the rows of blocks.
 
 A block (see `dflash`) attends to the target's states of the text before it.  The target has no
-states of tokens that it has not verified yet.  So a block begins with the first token that has no
-state, its anchor.  The drafted tokens after the anchor take the places of the block's first mask
-tokens, so that the rows after them see them.  If these tokens would leave no row for a guess, they
-are left out.  The text's last token is then the anchor, at the position after the last state.
+states of tokens that it has not verified yet.  So a block begins with its anchor, the first token
+that has no state.  The drafted tokens after the anchor take the places of the block's first mask
+tokens, so that the rows after them see them.  The block may have too few rows for these tokens and
+a guess.  Then the anchor is the text's last token, and stands at the position after the last state.
 
 Each token that is fed after a block was computed takes the block's next row, which costs no
 forward.  A new block is computed when the rows are used up, after a rollback, and in each fork.  So
@@ -41,7 +41,7 @@ class _Rows(Block):
         return 0  # nobody reads this token
 
     def add(self, logits: torch.Tensor, confidence: float | None = None) -> int:
-        """See `Block.add`. The added level is empty, because only `logits` are read."""
+        """See `Block.add`. The logits are kept; the added level is empty, as nobody reads it."""
         self.logits = logits
         token = self.draw(logits, len(self.levels))
         self.levels.append([])

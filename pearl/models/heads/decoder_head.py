@@ -130,8 +130,8 @@ def _widened(scoring: Scoring, guessed: int) -> Scoring:
     """Widen each window by the number of guesses, so that guesses do not move its start.
 
     For example, with a window of 8 tokens and 2 guesses, the window becomes 10.  Heads are trained
-    like this: in speculators' trainer, the window of the first step stays visible in all further
-    steps, and the guesses of these steps are visible in addition.
+    like this.  In speculators' trainer, the tokens that the first guess sees stay visible to all
+    further guesses, and guesses are visible in addition.
     """
     windows = tuple(window + guessed if window else 0 for window in scoring.windows)
     return scoring._replace(windows=windows)

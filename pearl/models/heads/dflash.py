@@ -13,7 +13,8 @@ The row at position p guesses the token at p, so the anchor's row guesses nothin
 embedding and output matrix; if the head has a smaller vocabulary, it has an output matrix of its
 own.
 
-There are two layouts: that of vLLM's speculators, and SpecForge's, whose settings are in `dflash_config`.
+A checkpoint has one of two layouts: that of vLLM's speculators, or that of SpecForge, whose
+config.json has a table `dflash_config`.
 
 Source: "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; speculators 0.9.0; specforge 0.2.0.
 """
@@ -71,7 +72,7 @@ def is_of_speculators(config: Config) -> bool:
 
 
 def options_of(config: Config) -> Config:
-    """Return the table of a config.json that has the block's settings: see the layouts above."""
+    """Return the part of a config.json that has settings such as `mask_token_id`."""
     if is_of_speculators(config):
         return config
     options: Config = config["dflash_config"]
@@ -107,8 +108,8 @@ class BlockSettings:
         Args:
             computed: names of settings that may be true for heads of this kind, in addition to
                 those that may be true for every DFlash head.
-            samples_from_anchor: whether heads of this kind that SpecForge trained sample from the
-                anchor. speculators writes this into config.json.
+            samples_from_anchor: whether SpecForge's heads of this kind sample from the anchor. For
+                heads of speculators, config.json says it.
         """
         options = options_of(config)
         inner = config.get("transformer_layer_config", config)

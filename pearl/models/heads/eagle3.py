@@ -240,7 +240,10 @@ def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
 
 
 def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:
-    """Return the shapes of the tensors that a head may have: biases, d2t and an embedding."""
+    """Return the shapes of the tensors that a head may have.
+
+    They are biases, an embedding, and `d2t`, which a head with a smaller vocabulary has.
+    """
     shapes = shapes_of_biases(needed)
     shapes["d2t"] = needed["lm_head.weight"][:1]
     embedding = tensors.get("embed_tokens.weight")

@@ -92,7 +92,7 @@ def forward_of_layers(kind: str, layer: Config) -> Forward:
 def as_a_model(config: Config, count: int) -> dict[str, Any]:
     """Return a head's settings in the form of a whole model's config.json, with `count` layers.
 
-    Absent settings get their defaults. Raises `ValueError` if the rope is not computed.
+    Absent settings get their defaults. Raises `ValueError` if PEARL cannot compute the rope.
     """
     heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
@@ -134,9 +134,10 @@ def as_weights(tensors: Tensors, target: HeadTarget) -> dict[str, torch.Tensor]:
 
 
 def check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` unless the head's vocabulary is the target's, or a part that `d2t` lists.
+    """Raise `ValueError` unless the head has the target's vocabulary, or says which part of it.
 
-    The head's embedding, if it has one, must have a row for each of the target's tokens.
+    A head with a part of the vocabulary says so by the tensor `d2t`; see `token_ids`. The head's
+    embedding, if it has one, must have a row for each of the target's tokens.
     """
     count = len(tensors["lm_head.weight"])
     if "d2t" not in tensors and count != target.vocab_size:

@@ -4,7 +4,8 @@ For each token but the first, the layer reads the token together with the target
 token before it.  This is the state after the target's last layer, before its last norm.  Let e be
 the token's embedding and h the state.  Then the decoder layer reads input_proj [token_layernorm e,
 hidden_layernorm h].  The layer's output passes `final_layernorm`, and the target's output matrix
-makes logits of it.  When a drafted token is read next, the same output serves as h.
+makes logits of it.  From these a token is drafted.  To read the drafted token, the layer takes the
+same output as h, because the target has no state there yet.
 
 Such checkpoints have neither an embedding nor an output matrix: the head uses the target's.
 

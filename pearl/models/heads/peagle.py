@@ -5,8 +5,8 @@ for mask tokens, each of which guesses the token one position further on.  A mas
 embedding of `mask_token_id`, and `mask_hidden` in place of the target's hidden states.  It attends
 to the text and to the mask rows before it.  The text's new tokens are computed in the same forward.
 
-There are two layouts: that of vLLM's speculators, and SpecForge's, whose checkpoints do not say which
-token the mask token is.
+A checkpoint has one of two layouts: that of vLLM's speculators, or that of SpecForge, which does
+not say which token the mask token is.
 
 Source: "P-EAGLE: Parallel-Drafting EAGLE", 2026; speculators 0.9.0; specforge 0.2.0.
 """
