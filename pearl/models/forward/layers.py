@@ -1,4 +1,4 @@
-"""The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
+"""The core of our own forward pass: computes a model's decoder layers, from token ids to logits.
 
 The matrices of query, key and value are joined into one, and so are those of gate and up; each is
 packed for the device. This module must not know feeds and slots, so the caller provides the
@@ -156,8 +156,8 @@ class Layer:
         dtype: the dtype of rows.
 
     Attributes:
-        experts: the layer's experts; None if it has none. If it has experts, `gate_up` and `down`
-            are the matrices of the first expert.
+        experts: the layer's experts; None if it has none.
+        gate_up, down: the matrices of the MLP; in a layer with experts, those of the first expert.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ def norm_weights(
     forward: Forward,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a norm's weights in the dtype to which torch promotes their own dtype and `dtype`.
+    """Return a norm's weights, in the dtype that their product with rows of `dtype` has in torch.
 
     If the family has a `norm_shift`, the shift is added, and the result is float32.
     """
@@ -242,8 +242,7 @@ class DecoderLayers:
         is_native: whether our C computes the layers. Otherwise matrices are laid out for our GPU
             kernels, and queries and keys are rotated in the dtype of rows.
         rounds_rows: see `linear_layers.matrix`.
-        family: (forward, configuration) of `model`; None: its class and its own configuration
-            say both.
+        family: (forward, configuration) of `model`; None: as `described` returns them.
         output: the matrix that computes logits; None: the output matrix of `model`.
         progress: called with the number of layers that are laid out.
     """
@@ -601,7 +600,7 @@ def split_fused(
 
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Return the weights after `change`, which cuts or reorders rows, is applied to each of their tensors."""
+    """Return a weight whose rows `change` has cut or reordered."""
     if isinstance(weight, QuantisedMatrix):
         return weight.changed(change)
     return change(weight.detach())
@@ -617,10 +616,11 @@ def set_weight(module: torch.nn.Module, weight: Weights | StoredMatrix) -> None:
 
 
 def pair_up(layer: Any, spec: LayerSpec) -> None:
-    """Reorder the rows of a layer's queries and keys, so that a rotation pairs row i with row i + width / 2.
+    """Reorder the rows of each head in the matrices of a layer's queries and keys.
 
-    Scores do not depend on the order, which is the same for queries and keys. For example, if all 4
-    numbers of a head are rotated in the pairs (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
+    After this, a rotation pairs row i of a head with row i + head_dim / 2. Scores do not depend on
+    the order, because queries and keys have the same. For example, if all 4 numbers of a head are
+    rotated in the pairs (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
     """
     count = spec.rotated
     width = spec.heads.dim

@@ -106,9 +106,9 @@ class QuantisedMatrix:
         return scales / self.divisors
 
     def whole_least(self) -> torch.Tensor | None:
-        """Return the number [out, groups] that is added to the weights of each group, float32; None for 0.
+        """Return the numbers [out, groups] that are added to the groups' weights, float32.
 
-        It includes `zeros`, but not `offset`.
+        They include `zeros`, but not `offset`. Return None if nothing is added.
         """
         if self.zeros is not None:
             return -self.zeros.float() * self.whole_scales()
