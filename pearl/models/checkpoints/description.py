@@ -80,7 +80,8 @@ def _path(spec: str, progress: Progress) -> Path:
 def of_gguf(path: Path) -> dict[str, Any]:
     """Describe a GGUF file.
 
-    No model is built to count the weights, because the file's family determines them.
+    The parameters are counted without building a model: the family and config.json determine the
+    shapes of all weights.
     """
     config = config_in(path)
     architecture = config["architectures"][0]

@@ -346,7 +346,7 @@ class _Slice(NamedTuple):
 
     Attributes:
         stack: name of the stack.
-        expert: number of the expert, which is the first index.
+        expert: index of the expert in the stack's first dimension.
         rows: the weight's rows within the expert's part.
     """
 

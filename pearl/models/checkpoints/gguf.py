@@ -488,7 +488,7 @@ def _scaling(stated: Fields, positions: int, is_long: bool) -> dict[str, Any]:
     Raises `ValueError` if config.json cannot state the scaling.
 
     Args:
-        positions: the model's own context.
+        positions: `max_position_embeddings` of the config.json.
         is_long: whether the file has a longrope's factors.
     """
     scaling = _below("rope.scaling.", stated)

@@ -354,8 +354,9 @@ def _loader(config: ModelConfig, path: Path, dtype: torch.dtype | None) -> Calla
 def language_model_of(path: Path) -> PreTrainedConfig | None:
     """Return the configuration of the language model in a multimodal checkpoint; None for other checkpoints.
 
-    Such a checkpoint has the weights of the language model under `language_model.`, which may stand before or after a
-    `model.`.  The weights of its encoders are not loaded.  Raises what transformers raises.
+    In such a checkpoint, the names of the language model's weights contain `language_model.`,
+    before or after a `model.`.  The weights of encoders are not loaded.  Raises what transformers
+    raises.
     """
     from transformers import AutoConfig
 

@@ -228,10 +228,11 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     "" if the need is below 1 GB, or if the need or the memory is unknown.
 
     Args:
-        gpus: the model is spread over this many GPUs, from cuda:0 on.
+        gpus: number of GPUs over which the model is spread, from cuda:0 on.
 
-    Raises `ModelError` if weights and KV cache cannot fit: on a GPU into its free memory; on a CPU into all of its
-    memory, because what is free there depends on the page cache, which may hold these very files.
+    Raises `ModelError` if weights and KV cache cannot fit. On a GPU they must fit into the free
+    memory. On a CPU they need only fit into all of the memory: what is free there depends on the
+    page cache, which may hold these very files.
     """
     if need is None or need.total < _REPORTED_FROM:
         return ""

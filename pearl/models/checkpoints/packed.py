@@ -147,7 +147,7 @@ def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """Return the numbers of the inputs, sorted by their groups; None if they are sorted already.
+    """Return the indices of the inputs, sorted by group; None if the inputs are in this order.
 
     Raises `Unread` if the groups have different sizes.
 
