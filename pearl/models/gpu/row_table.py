@@ -61,7 +61,7 @@ class TableTile(NamedTuple):
 class TablePiece(NamedTuple):
     """Tokens `begin` to `end` - 1 of a feed, which stand in a table's rows from `row` on.
 
-    `feed` is the feed's number. `start` is the slot's length before the first of these tokens.
+    `feed` is the feed's index. `start` is the slot's length before the first of these tokens.
     """
 
     feed: int
@@ -139,7 +139,7 @@ def numbers(
     * the positions of all rows;
     * the number of parts of each row, 0 for padding;
     * the tiles, with room for two tiles for each row;
-    * if there are trees, the path of each row: the numbers of its nodes, a byte each.
+    * if there are trees, the path of each row: the indices of its nodes, a byte each.
 
     The list ends after the last number that the kernels read. An id that is on the device only is 0
     here (see `Feed.tokens`).

@@ -98,7 +98,7 @@ def weighted(x, weights):
 
 @triton.jit
 def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
-    """Load the scale of each `group` of inputs in `columns`.
+    """Load the scales that the groups `group` of inputs have in `columns`.
 
     With EXTRA each scale is a pair of numbers, loaded as one word: see `_first`.
     """
@@ -121,9 +121,10 @@ def _load_scales(scales, starts, columns, shape):
 
 @triton.jit
 def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
-    """Return the first number of each pair, or with `second` the second. Each pair was loaded as one word.
+    """Return the first number of each pair; if `second` is true, return the second number.
 
-    Without EXTRA there are no pairs: return the numbers themselves.
+    Each pair was loaded as one word. Without EXTRA there are no pairs: return the numbers as
+    they are.
     """
     if EXTRA:
         BITS: constexpr = kind.primitive_bitwidth
@@ -412,8 +413,8 @@ def _load_packed(weights, scales, starts, columns, inner, PER: constexpr, shape)
 def _places(H: constexpr, shape):
     """Return which inputs each lane loads, for lanes in the order of the right side (see `_right`).
 
-    Return (row, start, inputs): a lane loads `inputs` of `row`, counted from `start`, the first
-    input of the lane's warp.
+    Return (row, start, inputs) of each lane. `start` is the first input of the lane's warp. The
+    lane loads inputs of `row`: those at `start` + `inputs`.
     """
     S: constexpr = shape.S
     BK: constexpr = shape.BK

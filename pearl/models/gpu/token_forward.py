@@ -225,7 +225,7 @@ class Decode:
     def _cheapest(self, feeds: Sequence[Feed]) -> list[tuple[int, list[TablePiece]]]:
         """Distribute the feeds over tables so that these take the least time.
 
-        Return, for each table, the number of the recording that computes it, and the table's pieces.
+        Return, for each table, the index of the recording that computes it, and the table's pieces.
         """
         largest_tree = 0
         for feed in feeds:
@@ -251,7 +251,7 @@ class Decode:
         return cheapest
 
     def _smallest(self, rows: int) -> int:
-        """Return the number of the smallest recording that has at least `rows` rows."""
+        """Return the index of the smallest recording that has at least `rows` rows."""
         return [recording.size >= rows for recording in self._recordings].index(True)
 
     def _run(
@@ -260,7 +260,7 @@ class Decode:
         feeds: Sequence[Feed],
         pieces: Sequence[TablePiece],
     ) -> Rows:
-        """Compute one table with recording number `which`."""
+        """Compute one table with the recording at index `which`."""
         recording = self._recordings[which]
         table = recording.forward.table
         entries = torch.tensor(numbers(feeds, pieces, recording.size), pin_memory=self._is_gpu)
