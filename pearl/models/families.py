@@ -70,9 +70,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             None: a norm rounds its input before the weights are applied, as in Llama.
         fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
             it.
-        default_window: the attention window of all layers, for a config.json with neither
-            sliding_window nor layer_types; 0: unlimited. None: in models of this family, all layers
-            have full attention if config.json has no layer_types.
+        default_window: the attention window if config.json does not state sliding_window; 0:
+            unlimited. All layers have the window if config.json has no layer_types. None: there is
+            no default, and all layers have full attention if config.json has no layer_types.
         scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
         has_multipliers: whether config.json has multipliers of embeddings, scores, residuals and
             logits, as Granite's has.
@@ -168,7 +168,7 @@ GGUF = {
 
 
 def is_of_own_forward(config: Config) -> bool:
-    """Return whether our own forward has the family of the model that a config.json describes.
+    """Return whether a config.json describes a model of a family that our own forward computes.
 
     For a multimodal model, the family of its language model counts.
     """
@@ -341,7 +341,10 @@ def _layer_shapes(forward: Forward, config: Config, sizes: Mapping[str, int]) ->
 
 
 def _matrix_shapes(forward: Forward, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the (outputs, inputs) of a layer's matrices as in a checkpoint, without experts."""
+    """Return the shape (outputs, inputs) of each matrix of a layer, by its name in a checkpoint.
+
+    If the family has experts, the matrices of the MLP are left out.
+    """
     shapes = {name: (sizes[outputs], sizes[inputs]) for name, (outputs, inputs) in MATRICES.items()}
     for name, parts in forward.fused.items():
         outputs = 0

@@ -16,7 +16,7 @@ class Feed:
     Attributes:
         tokens: [n], not empty. Ids in a tensor are on the device, which may not have computed them yet; their range is
             not checked.
-        rows: return the logits of this many last tokens; 0 <= rows <= n.
+        rows: number of last tokens whose logits are returned; 0 <= rows <= n.
         slot: which sequence the tokens continue.
         parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each
             token's parent, smaller than its own, or -1 where the token follows the slot's sequence.

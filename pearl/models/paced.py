@@ -1,9 +1,8 @@
 """Emulates a model of known speed: every forward lasts a given time from call to return.
 
 Only the forwards are lengthened, so the runtime's own time between them stays visible.  The core
-stays awake, as it does while a real model computes on it, or while it waits for a GPU.  A forward
-ends with small torch operations, so that torch's code is in the core's caches, as after a real
-forward.
+stays awake, as it does when it computes a real model or waits for a GPU.  A forward ends with small
+torch operations, so that torch's code is in the core's caches, as after a real forward.
 """
 
 import time

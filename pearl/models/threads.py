@@ -1,4 +1,4 @@
-"""Sets how many threads of a CPU torch splits operations between, and finds their native ids.
+"""Sets the number of CPU threads that torch splits operations between, and finds their native ids.
 
 OpenMP starts a team of threads for each thread that calls torch. The team spins between two
 operations, and its threads wait for each other at the end of each operation. If another process

@@ -31,9 +31,9 @@ class TranslatedRunner(ModelRunner):
 
     Logits of tokens that the draft does not have are minus infinity.  So the draft's distribution
     is renormalised over the tokens that both models have, and only these are proposed.  A token
-    that only the target has is fed as the draft tokens that spell it.  A text may take at most
-    twice as many draft tokens as it has tokens; if a token's spelling would exceed this, the end of
-    the spelling is left out.
+    that only the target has is fed as the draft tokens that spell it.  A text of n target tokens
+    takes at most 2 n draft tokens; if a token's spelling would exceed this, the end of the spelling
+    is left out.
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:
