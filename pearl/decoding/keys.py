@@ -75,7 +75,7 @@ def exponentials(
         bits = torch.from_numpy(((x ^ x >> 31) >> 12).astype(np.float64))
     else:
         start = _signed(key) if isinstance(key, int) else key
-        x = (ids + 1) * _signed(_GOLDEN) + start  # int64 wraps around, too
+        x = (ids + 1) * _signed(_GOLDEN) + start  # int64 also wraps around
         x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
         x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
         bits = _shifted(x ^ _shifted(x, 31), 12).double()

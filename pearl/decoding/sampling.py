@@ -318,7 +318,7 @@ def _nucleus_ids(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
 def _ends_highest(
     ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """Return the nucleus `ids`, but with the highest ids among tokens as likely as its last token.
+    """Replace the least likely tokens of a nucleus by equally likely tokens with higher ids.
 
     Example: the scores are 3 1 1 1, and the nucleus is 0 1. The tokens 1 to 3 are equally likely,
     so return 0 3.

@@ -154,8 +154,8 @@ class Shaper:
         * add biases;
         * penalise the text's tokens by `repetition_penalty`, as transformers does: divide a
           positive logit by it, and multiply a negative one;
-        * from the logits of generated tokens, subtract `frequency_penalty` times the token's count,
-          and `presence_penalty` once;
+        * from the logit of each generated token, subtract `presence_penalty`, and
+          `frequency_penalty` times how often the token was generated;
         * set the logits of tokens that the grammar does not allow to minus infinity.
 
         If the model gives every allowed token probability 0, all allowed tokens become equally

@@ -236,7 +236,7 @@ class Branches:
 
         Args:
             cached: number of tokens in the text's slot. A new branch can only begin at a position
-                up to this one.
+                up to `cached`.
             until: the first position that need not be drafted.
             depth: the most tokens that a branch may have.
         """

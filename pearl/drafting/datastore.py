@@ -171,9 +171,9 @@ class Datastore:
         """Return (place, match length) of places whose context matches the end of `text`.
 
         The longest matches come first.  A match has at most `MOST_MATCHED` tokens.  The search
-        begins with the longest match.  While there are fewer than `FEW` places, the required match
-        length is halved, and more places are added.  If this would give more than `most` places,
-        only every n-th place of that match length is added.
+        begins with the longest match.  Until it has found `FEW` places (a constant of this module),
+        it halves the required match length, and adds the places that now match.  If all of them are
+        too many, it adds only some of them, evenly spaced, so that there are at most `most` places.
         """
         key = self._key(text[-MOST_MATCHED:])
         order = self.order

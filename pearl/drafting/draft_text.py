@@ -34,8 +34,8 @@ class DraftModel:
         chains: whether a forward may be launched before the host knows the token that the previous
             forward has drawn.
         at_once: whether the draws for all positions of a forward are launched before the first is
-            read, so that the host waits for the device only once. On a CPU this is off, because it
-            would compute draws that nobody reads.
+            read, so that the host waits for the device only once. On a CPU this is off, so that
+            no draw is computed that nobody reads.
         times: forward times by number of tokens fed.
         delay: seconds that the device idles if the next forward waits for the host.
     """

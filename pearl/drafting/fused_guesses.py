@@ -54,9 +54,10 @@ def text_index(
 
 @cache
 def index_factory(guesses: str) -> MakeIndex:
-    """Return the function that makes the index of a text, as `Method.guesses` names it.
+    """Return the function that makes the index of a text, given its name `guesses`.
 
-    The name has the form "module:name". An empty name stands for `text_index`.
+    The name has the form "module:name", as in `Method.guesses`. An empty name stands for
+    `text_index`.
     """
     if not guesses:
         return text_index

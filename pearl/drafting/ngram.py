@@ -195,8 +195,8 @@ class SuffixLookup:
     Attributes:
         stride: distance from a place to that of the next token in the text: 1, or -1 if the source
             has its tokens in reverse order.
-        is_conditional: whether the rate of a candidate is the probability that it is right if all
-            likelier candidates are wrong.
+        is_conditional: whether rates are conditional. The rate of a candidate is then the
+            probability that it is right, given that all likelier candidates are wrong.
 
     Args:
         tokens: the text, which this object only reads.
@@ -285,11 +285,12 @@ class GuessWindow:
     This is the window of Lookahead decoding.
 
     Attributes:
-        tokens: the tokens of the nodes, level by level.
+        tokens: the tokens of the nodes, level by level. The first level is a chain that follows the
+            text. Each node of a later level follows the node of its column in the level before.
         parents: the parent of each node: another node of the window, or -1 for the text's last
             token.
         columns: number of nodes in a level. The target draws after each node of the last level.
-        levels: depth of the last level's first node. A child of the text's last token has depth 1.
+        levels: number of levels.
     """
 
     tokens: tuple[int, ...]
@@ -310,8 +311,8 @@ class NgramIndex(SuffixLookup):
         most_occurrences: most occurrences considered for a position. Longer matches are preferred,
             and then more recent ones.
         ranks: most candidates for a position.
-        reads_discarded: whether to call `discarded`. If so, the target also has to draw a token
-            after each discarded token.
+        reads_discarded: whether to call `discarded` when draft tokens were discarded. If so, the
+            target also has to draw a token after each of these draft tokens.
         has_head: whether the target's head may be asked for guesses now, which takes time.
         table: the positions of each n-gram of the text.
 

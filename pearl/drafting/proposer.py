@@ -188,9 +188,9 @@ class ModelProposer:
         """Launch the forward that `command` asks for; return its step, to be passed to `collect`.
 
         Args:
-            after: the step launched last, if the host does not know the token that it drew. That
-                token is then fed from the device, in place of the command's one token. This was not
-                tested on a GPU.
+            after: the step launched last, if the host does not know yet which token this step has
+                drawn. `command` then has one token, which stands for the drawn token. The drawn
+                token itself is fed from the device. This was not tested on a GPU.
         """
         step = self._step(command, after)
         self._launch([step])

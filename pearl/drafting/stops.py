@@ -133,7 +133,7 @@ class StopWindow:
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
         """Follow the text, which continues with `tokens` at position `start`.
 
-        These may differ from the tokens that were drafted there; the window then ends. `drafts`:
+        If `tokens` differ from the tokens that were drafted there, the window ends. `drafts`:
         whether a token is drafted after `tokens`.
         """
         end = start + len(tokens)

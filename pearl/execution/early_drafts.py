@@ -232,7 +232,7 @@ class DraftThread:
             return EarlyDraft(following, error)
 
     def _wait_until_late(self, launched: Step) -> None:
-        """Sleep until `_lead` seconds before the expected end of the forward.
+        """Sleep until shortly before the forward is expected to end: `self._lead` seconds before.
 
         Sleep in short naps, because the forward may end earlier than expected.
         """
@@ -255,9 +255,10 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _undoes(command: object, discarded: Draft) -> bool:
-    """Return whether `command` also undoes the forward that was started early for `discarded`.
+    """Return whether `command` is a rollback of the request that `discarded` is for.
 
-    A rollback of the same request does.
+    Such a rollback undoes the forward that was started early for `discarded`. No other rollback is
+    needed then.
     """
     return isinstance(command, Rollback) and command.request == discarded.request
 

@@ -176,9 +176,9 @@ class TargetExecutor:
         datastore: a source of guesses; None if there is none.
         spread: called with the cores to compute on; None if cores cannot be chosen.
         launches: whether to launch the computation that judging needs before the forward has ended,
-            so that the device need not wait for the host in between. The default is False on a CPU,
-            where launching early would only compute draws that a rejection makes useless, and True
-            on any other device.
+            so that the device need not wait for the host in between. The default is
+            False on a CPU, so that no draw after a rejection is computed, and True on any other
+            device.
         guides: makes the guides of grammars.
         habits: n-grams of earlier outputs, a source of guesses that learns from committed tokens.
         head: the target's drafting head, whose guesses some methods take; the runner keeps hidden
@@ -312,11 +312,11 @@ class TargetExecutor:
         return FedTokens(command.start, tokens, tuple(parents), guessers)
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
-        """Return the first position of `tokens` that the last forward was not fed.
+        """Return the position of the first of `tokens` that the last forward was not fed.
 
-        If the forward was fed a tree, also log the hidden states of the tokens before that
-        position. The KV cache still has all nodes of the tree, because it is cut down to a path
-        only before the next forward.
+        If the forward was fed a tree, the tokens before this position are a path in the tree. Log
+        their hidden states. The KV cache still has all nodes of the tree, because the cache is cut
+        down to a path only before the next forward.
 
         Args:
             tokens: the text from the forward's first position on.

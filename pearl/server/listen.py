@@ -79,7 +79,7 @@ class Door:
         """Serve until SIGINT or SIGTERM.
 
         Raises `ConfigError` if the address is in use. If the engine is lost, the server answers
-        with 503 for `LOST_SECONDS`, and then raises `TargetLost`.
+        with 503 for `LOST_SECONDS`; then this method raises `TargetLost`.
 
         Args:
             options: the default options of requests.
@@ -112,10 +112,10 @@ class Door:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, which the server also closes in two further cases.
+    """uvicorn's connection. This class adds two cases in which the connection is closed.
 
-    The first case: no first request comes in time. The second: malformed bytes come while the
-    server answers.
+    In the first case, no first request comes in time. In the second case, malformed bytes come
+    while the server answers.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

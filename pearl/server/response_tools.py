@@ -49,7 +49,10 @@ class ResponseTools:
         self.chat_tools = functions + others
 
     def call_fields(self, name: str) -> dict[str, Any]:
-        """Return the fields of a call that name its function. `name`: its name in the chat."""
+        """Return the fields of a call that say which function is called.
+
+        `name`: the function's name in the chat.
+        """
         member = self._members.get(name)
         if member is None or not member.namespace:
             return {"name": name}

@@ -1,7 +1,7 @@
 """A live trace of both workers for the server's web page.
 
-It is a recording of the workers' trace (see `pearl.engine.recording`), which is read while the
-workers write it. The recording runs while there are viewers.
+While there are viewers, the workers record what they do (see `pearl.engine.recording`), and this
+file reads the recording while the workers write it.
 """
 
 import asyncio

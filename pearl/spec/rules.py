@@ -81,6 +81,7 @@ def checked_values(
     Args:
         owner: the rule or policy that has the parameters, as messages name it, such as "rule opt".
         declared: the parameters of `owner`.
+        pairs: (name, value) of each parameter that has been set.
         registry: all rules or all policies. If `owner` lacks a parameter that others have, the
             message names these others.
 

@@ -44,7 +44,7 @@ def merge(trace: Path) -> None:
     """Make the file `trace` from the parts in its directory, and remove them.
 
     Only the latest run is merged; parts of earlier runs, and other files, are kept. If the draft
-    ran on another host and its part has not been copied here yet, the target's part is kept, too.
+    ran on another host and its part has not been copied here yet, the target's part is also kept.
 
     Raises `TraceError` if there are no parts, or the file cannot be written.
     """
@@ -176,8 +176,8 @@ class _MergedRun:
     def _with_outcomes(self, records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
         """Yield the draft's records, with the outcomes of drafted tokens added to the forwards.
 
-        Which tokens a forward drafted is known only from the decisions that follow the forward. So
-        each forward is yielded after these decisions.
+        Which tokens a forward drafted is known only from the decisions that follow the forward (see
+        `incident` for what a decision is). So each forward is yielded after these decisions.
         """
         forward = None
         for record in records:
@@ -196,7 +196,7 @@ class _MergedRun:
             yield forward
 
     def _add_outcomes(self, forward: TraceRecord, decision: dict[str, Any]) -> None:
-        """Add to `forward` the outcome of each drafted token that `decision` has sent."""
+        """Add to `forward` the outcome of each drafted token in the messages of `decision`."""
         for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             if outcomes:  # empty if the token was withheld

@@ -37,6 +37,8 @@ _Text = ChainMap[int, int]  # tokens by position
 def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the messages of type `kind` that a decision sends.
 
+    A decision is an event that a worker's state machine has handled, and the resulting commands.
+
     Args:
         command: "Send" for messages to the other worker, "Deliver" for messages to a front.
     """

@@ -38,8 +38,8 @@ class Slice:
     def ran(self) -> float:
         """Seconds that a forward took.
 
-        A draft forward may begin before its loop waits for it, and then takes longer than the
-        slice.
+        A draft forward may begin before the draft's loop waits for it. The forward then takes
+        longer than its slice.
         """
         return float(self.args.get("seconds", self.seconds))
 

@@ -147,7 +147,7 @@ class Recorder:
             self._write(records)
 
     def _write(self, lines: list[Any]) -> None:
-        """Write lines to the file. If that fails, the recording ends, and the request goes on."""
+        """Write lines to the file. If that fails, the recording ends, and the worker goes on."""
         if self._file.closed:
             return
         data = memoryview(_ENCODER.encode_lines(lines))
@@ -279,7 +279,7 @@ class Part:
     def records(self) -> Iterator[TraceRecord]:
         """Yield the records in the order in which they ended.
 
-        Records of threads other than the loop are only roughly in this order.
+        Records that other threads than the loop's have made are only roughly in this order.
         """
         for line in _complete_lines(self.path):
             with _reading(self.path):

@@ -66,7 +66,7 @@ class Report:
         judged: number of draft tokens that the target judged: the `accepted` and the `rejected`
             ones.
         prepared: number of tokens drafted in branches, for outcomes that the draft did not expect.
-            Prepared tokens that were judged, because the outcome came, count in `drafted`, too.
+            Prepared tokens that were judged, because the outcome came, also count in `drafted`.
         forwards: durations of the draft's forwards, and of the target's forwards by number of
             tokens fed.
         ratio: median duration of a verification forward / median duration of a draft forward.

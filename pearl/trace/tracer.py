@@ -191,8 +191,8 @@ class Tracer:
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record the computation of a command from `start` to `end`.
 
-        `command` may be a list of commands, which are computed in one forward; `event` is then a
-        list, too.
+        `command` may be a list of commands, which are computed in one forward; `event` is then the
+        list of their events.
         """
         if not isinstance(command, list):
             command = [command]
@@ -231,9 +231,9 @@ class Tracer:
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """Record a draft forward, which runs on a thread of its own.
 
-        The forward may have begun before the loop requested it, at `start`; it is then recorded
-        from `start` on. Or the forward may have had to wait until another forward had ended; this
-        wait is recorded as "hand over".
+        At `start` the loop has requested the forward. If the forward began earlier, it is recorded
+        from `start` on. If it began later, because it had to wait for the end of another forward,
+        this wait is recorded as "hand over".
         """
         samples = command.budget > 0
         done = max(start, end - round(event.draw * 1e9)) if samples else end

@@ -91,8 +91,8 @@ class StepRecorder(Tracer):
     def proposed(self, start: int, since: int, readiness: Readiness) -> None:
         """Record a call of `propose` that began at `start` and ends now.
 
-        The slice begins only at `since`: the decisions and the wait of the call come before
-        `since`, and have slices of their own.
+        The call becomes a slice of the timeline, which begins only at `since`. Before `since` the
+        call has decided and waited; these have slices of their own.
         """
         end = self.clock()
         args = {"seconds": round((end - start) / 1e9, 7)} | asdict(readiness)

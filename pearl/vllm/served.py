@@ -192,9 +192,13 @@ class ServedTexts:
         return not lacking
 
     def _join(self, context: int, seconds: float) -> None:
-        """Handle a draft that has connected; its `DraftJoined` has `context` and `seconds`.
+        """Handle a draft that has connected, for the first time or again.
 
-        The draft may have connected before. In any case, all texts now wait for the draft's slots.
+        All texts now wait for the draft's slots.
+
+        Args:
+            context: how many tokens of a text the draft can hold.
+            seconds: the time that the draft takes for a token; 0 if it is unknown.
         """
         self.speeds.observe_draft(seconds)
         self._unserved = dict.fromkeys(self.texts)
@@ -238,9 +242,9 @@ class ServedTexts:
 
 
 def _together(messages: Iterable[Message]) -> Outcomes:
-    """Combine messages into one, which has first the Finish, then the Begin, then the Verdict ones.
+    """Combine messages into one: first those of type Finish, then Begin, then Verdict.
 
-    Messages about one request come in this order anyway, so they are not reordered.
+    The messages about one request come in this order anyway, so their order stays the same.
     """
     finishes = []
     begins = []

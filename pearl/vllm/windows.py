@@ -126,7 +126,10 @@ class _State:
 
 
 def _rate(bare: _State, ready: _State) -> float:
-    """Return the tokens per second in the long run, if steps alternate between these two states."""
+    """Return the tokens per second in the long run.
+
+    Each step is in state `ready` if a window is ready for it, otherwise in state `bare`.
+    """
     stays_ready = ready.becomes_ready
     share = bare.becomes_ready / (1 - stays_ready + bare.becomes_ready)  # of steps with a window
     tokens = (1 - share) * bare.tokens + share * ready.tokens

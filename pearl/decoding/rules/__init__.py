@@ -3,8 +3,9 @@
 A half sees logits, tokens and draft distributions, but nothing of windows, epochs or processes.
 Rules are declared in `pearl.spec.rules`; `make_half` makes a half from such a declaration.
 
-Some tokens are drawn from the target alone: with method `ar`, bonus tokens, and while there is no
-draft. These draws belong to no rule: they are `direct.DirectDraw` under every rule.
+Some tokens are drawn from the target alone: all tokens of method `ar`, all tokens while there is no
+draft, and bonus tokens. These draws belong to no rule: they are `direct.DirectDraw` under every
+rule.
 """
 
 from collections.abc import Sequence

@@ -105,7 +105,7 @@ class GreedyBildTarget:
         best_scores = scores.amax(-1).tolist()
         odds = Odds(0.0, 0.0, 0.0)
         for i, (score, best) in enumerate(zip(token_scores, best_scores, strict=True)):
-            if not -score <= self._rollback:  # rejects NaN, too
+            if not -score <= self._rollback:  # also rejects NaN
                 return Judged(i, read_draw(greedy(logits[i])), odds=odds + Odds(1.0, 0.0, 0.0))
             odds += Odds(0.0, 0.0, float(score < best))
         return Judged(len(proposed.tokens), None, odds=odds)

@@ -6,9 +6,9 @@ have the target's distribution, whatever the draft proposed.  The acceptance rat
 TV is the total variation distance of the two distributions.  Source: Leviathan et al. 2023,
 algorithm 1.
 
-Other rules too judge each draft token against the distribution that it was drawn from.  They are
-subclasses of `RatioTarget` with their own `accepts`, `accepted` and `replacement`, and share the
-draft half `SampledDraft`.
+Several other rules also judge each draft token against the distribution that it was drawn from.
+They are subclasses of `RatioTarget` with their own `accepts`, `accepted` and `replacement`, and
+share the draft half `SampledDraft`.
 """
 
 from collections.abc import Sequence

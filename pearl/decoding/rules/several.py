@@ -87,11 +87,10 @@ class Choice(NamedTuple):
 class BatchTarget(RatioTarget):
     """Rule batch: judges the candidates of a root in turn. With one candidate it is the ratio rule.
 
-    A root is any position after a token that was not drafted. So a root is recognised from the text
-    alone.
+    A position is a root unless the token before it is an accepted candidate.
 
     Args:
-        candidates: number of candidates at a root, including the token that the draft went on from.
+        candidates: number of candidates at a root. The first is the token that the draft continues.
     """
 
     def __init__(self, options: RequestOptions, candidates: int) -> None:

@@ -39,7 +39,8 @@ class Row:
     Attributes:
         options: options that replace those of the benchmark's `Plan`.
         base: name of the row that this row's speedup is relative to.
-        system: which engine decodes the row, `PAIR` or `ALL`.
+        system: which engine decodes the row: `PAIR`, the engine with both models, or `ALL`, an
+            engine with the target alone, on the devices of both models.
     """
 
     name: str

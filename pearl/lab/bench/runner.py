@@ -24,7 +24,7 @@ from pearl.text.conversation import Conversation
 
 _WARM_UP = 16  # tokens
 _MOST_GAMMA = 64
-_GAMMA_TASKS = 3  # at least so many tasks are decoded to find the fastest gamma of sd
+_GAMMA_TASKS = 3  # at least this many tasks are decoded to find the fastest gamma of sd
 
 
 @dataclass
@@ -99,8 +99,8 @@ class Plan:
         rows: the ways to decode each task.
         params: options of all rows, except those that a row replaces.
         raw: whether to take prompts without a chat template.
-        together: whether to start the engines of all systems at once, so that all rows take turns.
-            Otherwise one engine runs after the other, which needs less memory.
+        together: whether to start the engines of all systems (see `Row`) at once, so that all rows
+            take turns. Otherwise one engine runs after the other, which needs less memory.
         gamma: gamma of the rows of sd and ssd that set none; None to measure the fastest gamma and
             use that.
     """
@@ -277,8 +277,9 @@ class _Run:
 def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
     """Make sure that no KV cache holds a beginning of `prompt`.
 
-    To this end a short text is generated after another prompt: a single token, which is not the
-    first token of `prompt`. The text is decoded with `options`, but greedily and without a grammar.
+    To this end the engine generates a short text after another prompt. That prompt is a single
+    token, which is not the first token of `prompt`. The text is decoded with `options`, but
+    greedily and without a grammar.
     """
     params = options.changed(
         temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None

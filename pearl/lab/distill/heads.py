@@ -121,8 +121,8 @@ def train(
     Args:
         states: a directory that `write_states` wrote.
         layers: the target's layers that `write_states` was called with.
-        held_out: number of the last answers in `states` that are not trained on, but used to
-            measure the head.
+        held_out: how many answers are not trained on, but used to measure the head. They are the
+            last ones in `states`.
         report: called after each epoch with its number and its metrics on held-out answers.
     """
     torch.manual_seed(config.seed)
@@ -207,10 +207,11 @@ def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> An
 
 @torch.no_grad()
 def _pass_states_on(model: Any) -> None:
-    """Set the first weights so that each layer adds a scaled mean of the target's last states.
+    """Set the initial weights so that each layer adds a mean of the target's states, scaled.
 
-    The projection of the states passes on those of the last layer. Value and output projection
-    become multiples of the identity, so they mix neither components nor heads.
+    The mean is over positions. Of the target's layers that the head reads, `model.fc` passes on the
+    states of the last one. Value and output projection become multiples of the identity, so they
+    mix neither components nor heads.
     """
     hidden = model.hidden_size
     model.fc.weight.zero_()
@@ -222,11 +223,12 @@ def _pass_states_on(model: Any) -> None:
 
 @torch.no_grad()
 def _attend_to_the_last_states(model: Any, states: Path, counts: dict[int, int]) -> None:
-    """Set the first weights so that each position attends mostly to the states just before it.
+    """Set the initial weights so that each position attends mostly to the states just before it.
 
     Queries and keys get the same few components, which the rotary embedding turns with the position.
-    So their product is the smaller the farther apart query and key are. The query's projection gives
-    these components for the mean token and for the mask token, the key's for the mean state.
+    So the farther apart a query and a key are, the smaller is their product. The query projection
+    turns the mean token and the mask token into these components. The key projection does so with
+    the mean state.
     """
     state = _mean_state(model, states)
     slowest, fastest = _NEAR_RATES
@@ -249,7 +251,10 @@ def _attend_to_the_last_states(model: Any, states: Path, counts: dict[int, int])
 
 
 def _mean_state(model: Any, states: Path) -> torch.Tensor:
-    """Return the mean over all positions of the states that a layer reads, after `fc` and its norm."""
+    """Return the mean over all positions of the states that the head's layers read.
+
+    These are the target's states after `model.fc` and `model.hidden_norm`.
+    """
     parts = []
     for number in range(min(_MEASURED, len(list((states / "hidden_states").iterdir())))):
         tensors = load_file(states / "hidden_states" / f"hs_{number}.safetensors")

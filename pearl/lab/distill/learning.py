@@ -281,7 +281,7 @@ class Learner:
         )
 
     def _agreed(self, batch: Batch) -> torch.Tensor:
-        """Return for each answer token whether the draft's likeliest token is the target's."""
+        """Return for each answer token whether draft and target find the same token likeliest."""
         chosen = []
         for rows in self._states(batch).split(_LOGIT_ROWS):
             chosen.append((rows @ head(self.draft).T).argmax(-1))

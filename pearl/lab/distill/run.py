@@ -132,7 +132,7 @@ class Distillation:
 
         Args:
             pool: the answers of all rounds so far.
-            fresh: number of the answers at the end of `pool` that this round added.
+            fresh: number of answers that this round added; they are at the end of `pool`.
         """
         lengths = list(map(attrgetter("length"), pool))
         batches = plan(self._config, round, lengths, fresh)

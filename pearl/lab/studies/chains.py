@@ -30,7 +30,7 @@ from pearl.spec.methods import AS_PUBLISHED
 STATES = 8
 HORIZON = 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
-_SIMULATED = (1, 4, 16)  # numbers of candidates that are simulated, too
+_SIMULATED = (1, 4, 16)  # numbers of candidates that are also simulated
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TIMING = Timing(1.0, lambda fed: 4.0)
 

@@ -98,7 +98,7 @@ class VerifyingExecutor(Executor, Verifier, Protocol):
 
 
 class VirtualProposer(ModelProposer):
-    """The runtime's proposer with virtual forward times, by which it chooses how many guesses pay.
+    """The runtime's proposer, which here finds by virtual forward times how many guesses pay.
 
     Args:
         seconds: number of tokens fed, in all feeds of a forward together -> seconds of the forward.

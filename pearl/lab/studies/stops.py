@@ -43,7 +43,7 @@ Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle(StopPolicy):
-    """Stops when the next draft token would be wrong, which it knows from the recorded text.
+    """Stops if the next draft token is wrong, which the recorded text tells.
 
     It also stops after a wrong token, and before the answer's last token, which the target adds
     itself. So the target needs as few forwards as with endless windows, and no draft token follows

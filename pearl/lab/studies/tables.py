@@ -47,7 +47,8 @@ class Sweep(Struct, frozen=True, forbid_unknown_fields=True):
     """Rows of a study that differ in one setting.
 
     Attributes:
-        pattern: regular expression that matches the rows' names; its group is the setting's value.
+        pattern: regular expression that matches the rows' names. The setting's value is what the
+            expression's group matches.
         setting: name of the setting.
         usual: value of the setting in a row whose name matches without a value.
     """
