@@ -84,7 +84,7 @@ def stamp(files: Iterable[Path]) -> str:
     """Return a hash, in 16 hexadecimal digits, of the path, size and modification time of each file.
 
     The hash also covers the number `FORMAT` of this module, and the version of the package
-    `tokenizers`. Both tell which code has converted the files.
+    `tokenizers`. So it changes, too, if other code converts the files.
 
     Raises `OSError` if a file cannot be read.
     """

@@ -70,9 +70,10 @@ def parse_yaml(text: str) -> Any:
 
 @contextmanager
 def damaged(file: object, kind: type[PearlError]) -> Iterator[None]:
-    """Turn the errors that unexpected values of a file cause inside the block into a `kind`.
+    """Raise an error of the class `kind` if the block fails because of unexpected values in `file`.
 
-    Examples are KeyError and TypeError. The message of the new error says that `file` is damaged.
+    The block then fails with an error such as KeyError or TypeError. The message of the new error
+    says that `file` is damaged.
     """
     try:
         yield

@@ -26,9 +26,9 @@ _LEAST_FORWARDS = 4  # least number of forwards of one token for an estimate of 
 class Statistics(Tally):
     """The statistics of one request. Only committed tokens count.
 
-    A name that vLLM has too means the same as in vLLM. A run is a sequence of accepted draft
-    tokens, up to the correction or bonus token that ends it. A step is a target forward after the
-    prefill.
+    A name that vLLM also uses has the same meaning as in vLLM. A run is a sequence of accepted
+    draft tokens, up to the correction or bonus token that ends it. A step is a target forward after
+    the prefill.
 
     Attributes:
         num_prompt_tokens: number of tokens in the prompt.
@@ -57,10 +57,10 @@ class Statistics(Tally):
         target_wait_seconds: seconds that the target waited, by cause.
         draft_wait_seconds: seconds that the draft waited for verdicts, as reported with its last
             tokens.
-        speedup: how many times as fast as the target alone this reply was, by its own measurements.
-            None if nothing was guessed (method ar), or if there are too few measurements. Also None
-            if the measurements were disturbed: other requests ran at the same time, or `core_wait`
-            exceeds `MOST_CORE_WAIT`.
+        speedup: how many times as fast this reply was as it would have been with the target alone.
+            The figure comes from measurements during this reply. None if nothing was guessed
+            (method ar), or if there are too few measurements. Also None if the measurements were
+            disturbed: other requests ran at the same time, or `core_wait` exceeds `MOST_CORE_WAIT`.
         speedup_basis: how `speedup` was found; empty if `speedup` is None. If method auto has
             compared its best method in this reply with a method without a draft, this is the name
             of the method without a draft, such as "ngram". Otherwise this is `ESTIMATED`, and
@@ -331,7 +331,7 @@ class Stopwatch:
         """Return the inter-token latency at quantile `share`, in seconds; None if there is none.
 
         This is the smallest latency such that at least `share` of all latencies are no larger.
-        Tokens of one commit arrive together, so each token but the first has a latency of 0.
+        The tokens of one commit arrive together, so all of them but the first have a latency of 0.
         """
         latencies = []
         for gap, tokens in self.gaps:

@@ -1,4 +1,7 @@
-"""`pearl datastore`: arguments and output; `pearl.drafting.datastore_build` builds datastores."""
+"""`pearl datastore`: makes datastores, from which guesses come.
+
+This file has arguments and output only; `pearl.drafting.datastore_build` builds the datastores.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Opens the engine of a command.
+"""Opens the engine that a command uses.
 
-It starts one, alone or under torchrun, or connects to one that is running.
+A new engine is started, with or without torchrun, or the command connects to a running engine.
 """
 
 import sys
@@ -65,8 +65,8 @@ def open_engine(
 def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
     """Return a running engine.
 
-    Raises `ConfigError` if no engine or several match `name`, or if a setting that the user gave
-    differs from the engine's. Also raises it under torchrun, where no engine can be connected to.
+    Raises `ConfigError` if no engine or several match `name`, if a setting that the user gave
+    differs from the engine's, or under torchrun, where no engine can be connected to.
     """
     if torchrun.rank() is not None:
         raise ConfigError("--connect does not work under torchrun: the engine is already running")

@@ -1,4 +1,7 @@
-"""`pearl paper`: tables and figures of the five papers. Arguments and output only; `pearl.lab.studies` measures."""
+"""`pearl paper`: tables and figures of the five papers whose methods this package implements.
+
+This file has arguments and output only; `pearl.lab.studies` measures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pearl trace`: arguments and tables only. The package `pearl.trace` computes the numbers."""
+"""`pearl trace`: reports, draws and merges trace files.
+
+This file has arguments and tables only; the package `pearl.trace` computes the numbers.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -115,7 +115,7 @@ def type_of(kind: Any) -> Any:
 
 
 def bounds_of(kind: Any) -> list[Meta]:
-    """Return every `Meta` in a field's type, beginning with the nested types."""
+    """Return every `Meta` in a field's type; those of a nested type precede its outer type's."""
     bounds = []
     for part in get_args(kind):
         if isinstance(part, Meta):

@@ -67,10 +67,10 @@ UNSET: Any = None
 
 
 def _number_or_word(value: Any) -> Any:
-    """Convert a number of guesses: text to an int, and a word of `NUMBER_WORDS` to its value.
+    """Convert a number of guesses, which may be text or a word such as "off", to an int.
 
-    The value of a flag is text. False means 0, because YAML reads the word `off` as False. Any
-    other value is returned as it is.
+    The value of a flag is text. `NUMBER_WORDS` in this file maps each word to its value. False
+    means 0, because YAML reads the word `off` as False. Any other value is returned as it is.
     """
     if value is False:
         return 0

@@ -441,8 +441,8 @@ class RequestOptions(Record, frozen=True):
     def guesses(self) -> dict[str, int]:
         """The limits on guesses, siblings and branches; maps an option's name to its value.
 
-        The options are those in `AS_PUBLISHED`. For an option that is None, the value is the
-        method's default.
+        The options are the keys of `spec.methods.AS_PUBLISHED`. For an option that is None, the
+        value is the method's default.
         """
         bounds = {}
         for name in AS_PUBLISHED:

@@ -1,6 +1,7 @@
 """Types of the values that processes send each other, and `Record`, the base class of structs.
 
-A message from a peer is decoded into these types, which checks the bounds of its numbers and texts.
+A message from a peer is decoded into these types. Decoding checks the bounds of its
+numbers and texts.
 """
 
 import sys

@@ -223,7 +223,7 @@ class LocalLauncher:
     def _end(self, seconds: float) -> None:
         """End the workers and remove the engine's directory. A second call does nothing.
 
-        If another thread is ending them already, wait until it has.
+        If another thread has made the first call, wait until that call returns.
 
         Args:
             seconds: how long each worker may take to end by itself.

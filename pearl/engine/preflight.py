@@ -18,11 +18,11 @@ from pearl.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Check the models, devices and other files of `roles`, which run on this machine.
+    """Check the models and devices of `roles`, and other files that the settings name.
 
-    This also reads the headers of .gguf files, because workers have not enough time for that when
-    they start. Raises `ModelError` for a model, a head or a device, and `ConfigError` for any other
-    file.
+    `roles` run on this machine. This also reads the headers of .gguf files, because workers have
+    not enough time for that when they start. Raises `ModelError` for a model, a head or a device,
+    and `ConfigError` for any other file.
     """
     classifier_of(config)
     for role in roles:

@@ -182,7 +182,7 @@ class Worker:
             self._stdin.flush()
 
     def end(self, seconds: float = END_SECONDS) -> None:
-        """Tell the worker to end, and wait until it has; kill it after `seconds`."""
+        """Tell the worker to end, and wait for its end. Kill it if this takes over `seconds`."""
         self.close()
         try:
             self._process.wait(seconds)
@@ -195,7 +195,9 @@ class Worker:
 
 
 class DraftKeeper:
-    """Restarts a draft worker that dies or hangs, at most `draft_restarts` times in a row.
+    """Restarts a draft worker that dies or hangs.
+
+    The setting `draft_restarts` says how many times in a row it does so.
 
     The keeper waits before each restart, longer each time. The target notices a silent draft only
     during requests, but this object watches all the time, and kills a draft that hangs.

@@ -180,8 +180,8 @@ def submission(
 ) -> Submit:
     """Return the message that submits a request to the target.
 
-    Raises `RequestError` if the prompt is empty, or does not fit into the context with
-    `max_tokens`.
+    Raises `RequestError` if the prompt is empty, or if the prompt and `options.max_tokens` together
+    exceed the context.
 
     Args:
         number: the number of the request.

@@ -20,7 +20,7 @@ class Coordinator:
         verifier: judges draft tokens and draws tokens, with the logits of a request's last forward.
         speeds: forward times, acceptance rate and method auto's estimates, as measured so far.
         slots: how many requests run side by side.
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(

@@ -317,10 +317,10 @@ class DraftState:
         return Received.PENDING
 
     def _compare(self, message: DraftTokens) -> Received:
-        """Compare draft tokens that came late with the tokens committed at their positions.
+        """Compare a late message's draft tokens with the tokens that were committed meanwhile.
 
-        If all the draft tokens at committed positions agree, the message's tokens at later
-        positions become pending tokens.
+        If the message follows a wrong draft token, drop it. If all its tokens at committed
+        positions agree, its tokens at later positions become pending tokens.
         """
         request = self._request
         counts = request.counts

@@ -57,7 +57,7 @@ class DraftMachine(Machine):
             request.
         context: how many tokens a slot holds; positions from `context` on are never drafted.
         machines: the machines of all slots, this one included.
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
     """
 
     role: ClassVar[str] = "draft"
@@ -189,8 +189,9 @@ class DraftMachine(Machine):
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
         """Send the tokens of branches, except tokens that were sent before.
 
-        A branch continues the text for one outcome other than the expected one. Branches for
-        positions that are already committed are not sent.
+        A branch prepares for one token that the target may commit at a position: instead of the
+        drafted token, or as a bonus token. Branches for positions that are already committed are
+        not sent.
         """
         assert self.begun is not None
         seq = self.sequence
@@ -367,7 +368,7 @@ class Drafter:
     Args:
         context: how many tokens a slot holds.
         slots: how many requests are drafted for side by side.
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
@@ -402,9 +403,9 @@ class Drafter:
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
         """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
 
-        No slot is free if the target has ended a running request whose `Finish` message is still on
-        its way. The draft cannot know which request that is. So successive calls then return one
-        machine after the other.
+        If no slot is free, the target has ended a running request, and the `Finish` message is
+        still on its way. The draft cannot know which request has ended. So each such call returns
+        the machine of the next slot in turn.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:

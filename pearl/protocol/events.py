@@ -133,14 +133,14 @@ class Drafted(OfRequest, frozen=True):
         seconds: duration of the forward.
         rows: the distribution that each token was drawn from; empty if the rule needs none.
         draw: seconds that drawing the tokens took.
-        failure: the error message if the logits were not finite, so that no token could be drawn.
-            It ends drafting for this request only. Empty if there was no error.
+        failure: an error message; empty if there was no error. The error is that the logits were
+            not finite, so that no token could be drawn. It ends drafting for this request only.
         cached: how many of `tokens`, counted from the first, are already in the KV cache.
         paused: whether the stop policy ends drafting until these tokens are judged. If `tokens` is
             empty, the policy keeps back the token that was drafted. In answer to a `Draft` with
             `hedge`, it means that no more branches are worth a forward.
-        branches: the branches (continuations for other outcomes), each with all tokens that were
-            drafted for it so far, including those that were sent before.
+        branches: the branches (see `Proposal.after`), each with all tokens that were drafted for it
+            so far, including those that were sent before.
         fed: number of tokens fed in the forward, including those of other requests; 0 if unknown.
         seen: see `DraftTokens.runners_up`.
     """
@@ -213,7 +213,8 @@ class Guess(Struct, frozen=True):
 
     Attributes:
         base: number of the text's first tokens that the executor has already, from the prompt and
-            from earlier `Guess`es. If the text has changed since, only those before the change.
+            from earlier `Guess`es. If the text has changed since, only tokens before the first
+            change count.
         tokens: the text's tokens from position `base` on.
         committed: number of committed tokens. Guesses may follow the last committed token and any
             pending token.
@@ -270,8 +271,8 @@ class Draft(OfRequest, frozen=True):
         tokens: the text's tokens to feed.
         budget: maximum number of tokens to propose after `tokens`; 0 to propose none.
         pending: number of tokens at the end of the text that the target has not judged yet.
-        hedge: 0 to continue the text. If positive, only branches (continuations for other outcomes)
-            are drafted, each of at most `hedge` tokens.
+        hedge: 0 to continue the text. If positive, only branches (see `Proposal.after`) are
+            drafted, each of at most `hedge` tokens.
         bonus: whether to draft branches also for the bonus token that the target draws after the
             text.
         prompt: whether `tokens` belong to the prefix that the request began with.

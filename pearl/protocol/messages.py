@@ -233,9 +233,9 @@ class DraftTokens(Message, frozen=True, tag=8):
             branch, the outcome (position, token) that the branch continues: the target commits this
             token at this position, where the main line has another token or none. Several messages
             may extend one branch.
-        paused: whether the draft's stop policy ends drafting until these tokens are judged. Under a
-            rule with `RuleSpec.withholds`, drafting ends until the target has committed a token of
-            its own after these tokens.
+        paused: whether the draft's stop policy ends drafting until these tokens are judged; under
+            a rule with `RuleSpec.withholds`, until the target has also committed a token of its own
+            after them.
         known: length of the committed prefix that the draft knew when it drafted these tokens.
         runners_up: what the draft's distribution says of each token (see `Seen`); empty unless
             `RequestOptions.sends_runners_up`.

@@ -10,7 +10,8 @@ A text is generated in stretches of at least 24 tokens, each with one way.  Most
 best way so far; a trial uses another way for one stretch.  A comparison divides the trial's rate by
 the rate of the neighbouring stretches, which use the best way.  A way becomes the best way once the
 mean of its comparisons shows it to be faster, by at least half the standard error of this mean.  A
-rate may also be predicted from measured forward times.  It counts as the way's first comparison.
+rate may also be predicted from measured forward times.  The predicted rate is then compared with
+that of the best way, and this counts as the way's first comparison.
 
 A trial costs the time of changing the way, and more if its stretch is slower.  A way is tried only
 if this cost is a small share of the text that is left, or of the tokens generated since its last

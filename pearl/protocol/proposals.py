@@ -1,7 +1,8 @@
 """Proposals: tokens that were guessed for a text and are not judged yet.
 
-The draft model's tokens are proposals, and so are the branches that it has prepared for outcomes
-other than the expected one.  A `ProposalStore` keeps the proposals of one request.
+The draft model's tokens are proposals, and so are its branches.  A branch prepares for one token
+that the target may commit: instead of the drafted token, or as a bonus token.  A `ProposalStore`
+keeps the proposals of one request.
 """
 
 from __future__ import annotations

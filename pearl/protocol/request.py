@@ -188,9 +188,9 @@ class Request:
         self._delivered = self._indexed = self.sequence.committed
 
     def take_unindexed(self) -> tuple[int, tuple[int, ...]]:
-        """Return (start, tokens): the last part of the text, which the index of guesses lacks.
+        """Return (start, tokens): the end of the text that is not in the index yet.
 
-        The caller adds it to the index.
+        The caller adds it to the index. Guesses from n-grams of the text are looked up there.
         """
         start = self._indexed
         self._indexed = len(self.sequence.tokens)

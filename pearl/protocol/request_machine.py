@@ -102,7 +102,7 @@ class RequestMachine(Machine):
     Args:
         sequence: the slot's sequence. It still has the text of the slot's last request, whose KV
             cache this request may reuse.
-        speeds: the target's estimates, which this machine updates.
+        speeds: the measured speeds of the engine, which this machine updates.
         verifier: judges draft tokens and draws tokens, with the logits of the request's last
             forward.
         draft_context: how many tokens the draft model holds; 0 if there is no draft.
@@ -309,7 +309,7 @@ class RequestMachine(Machine):
 
     @property
     def _row_is_direct(self) -> bool:
-        """Whether the next token is drawn from its row directly, instead of judging a draft token.
+        """Whether the next token is drawn from its row, without a draft token to judge.
 
         This is so for a bonus token, and if no draft token will come.
         """

@@ -92,7 +92,7 @@ class Scheduler:
 
     Args:
         slots: number of sequences that the target's runner holds.
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(self, slots: int = 1, piece: int = 1) -> None:

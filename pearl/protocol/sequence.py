@@ -32,7 +32,7 @@ class TokenSequence:
     Pending tokens are drafted and not judged yet.
 
     Args:
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
 
     Attributes:
         tokens: all tokens, the committed ones first.

@@ -116,7 +116,8 @@ class ForwardTimes:
     def settle(self) -> None:
         """Treat all times measured so far as if they had been passed as `known`.
 
-        So no size counts as measured only once (see `observe`), or as not fed lately (see `hoped`).
+        Then `observe` does not discard them as times of a first forward, and `hoped` does not
+        shorten them until other sizes have been fed for a while.
         """
         self._once.clear()
         self._seen.clear()
@@ -383,7 +384,7 @@ class Speeds:
     def _windows(self, t_target: float) -> range:
         """Return the windows to choose from, up to about twice the speed ratio.
 
-        With longer windows the time of drafting alone sets the pace, so they gain nothing.
+        With longer windows the pace depends only on the time of drafting, so they gain nothing.
         """
         # Limited before rounding: the ratio may be infinite.
         return range(1, 1 + int(min(MAX_WINDOW, 2 * t_target / self.t_draft + 2)))

@@ -1,8 +1,8 @@
 """Translates grammars to llguidance's notation. A child process tries each grammar first.
 
 Some grammars cost far more than llguidance's limits allow. Twenty short patterns in one `allOf`
-take half a minute, a `multipleOf` of millions takes gigabytes, and a running call cannot be
-interrupted. The child process runs this module, so the module imports little of PEARL.
+take half a minute, a `multipleOf` of millions takes gigabytes, and llguidance cannot be interrupted
+while it works. The child process runs this module, so the module imports little of PEARL.
 """
 
 from __future__ import annotations

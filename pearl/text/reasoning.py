@@ -39,8 +39,8 @@ class Tags:
         dropped: names of tokens that are left out of all texts, such as the tokens around the
             answer.
         opening, closing: the opening and the closing tag as text, for prompts that contain them.
-        turn: the text that begins another message of the assistant; empty if the answer is in the
-            same message.
+        turn: the text between reasoning and answer that begins a new message of the assistant;
+            empty if both are in the same message.
         answer: the text that begins an answer; empty if the format has none.
     """
 

@@ -241,7 +241,7 @@ class TagParser(ReplyParser):
 
     @property
     def _leads(self) -> bool:
-        """Whether a call may come now, if the format has calls only at the content's beginning."""
+        """Whether the format has calls only at the content's beginning, and one may come now."""
         format = self._format
         return (
             format is not None

@@ -454,7 +454,8 @@ def _eos(directory: Path, config: Mapping[str, Any]) -> Any:
 def _is_valid(name: str, value: Any) -> bool:
     """Return whether a request could have this value. Invalid values count as unset, so that requests still work.
 
-    A temperature too small for float32 is valid here; each request that names no other temperature is then refused.
+    A temperature too small for float32 is valid here. If a checkpoint has such a temperature, each
+    request that names no other temperature is refused.
     """
     if name == "temperature":
         return 0 <= float(value) < math.inf

@@ -162,7 +162,7 @@ def reads_template(format: Format, tokenizer: Tokenizer) -> bool:
 
 
 def _read_probe(format: Format, text: str) -> dict[str, Any]:
-    """Return the call with which a text begins."""
+    """Return the call with which `text` begins, as `format` reads it."""
     cursor = Cursor(Marks(()))
     cursor.text = text
     cursor.is_last = True

@@ -1,8 +1,8 @@
 """Sends rows between two GPUs over NCCL, and reads and writes torchrun's key-value store.
 
-No other file imports torch.distributed. A row is a float32 tensor [vocab]; this file does not know what it means. The
-process group is made directly from its backend: the default group belongs to the program that runs this process, and is
-left alone.
+No other file imports torch.distributed. A row is a float32 tensor [vocab]; this file does not know
+what it means. This file makes a process group directly from a backend. It leaves torch's default
+group alone, because that group belongs to the program that runs this process.
 """
 
 import os

@@ -3,10 +3,10 @@
 The target worker binds a `ZmqListener` (ROUTER); the draft and each front (a user's process) make a
 `ZmqConnection` (DEALER).
 
-* On one host the address is a socket file (`ipc://`), which is protected by its directory (see
-  `address`).
-* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26). Everything is encrypted; the
-  listener proves its key to its peers, and admits only one client key.
+* If both ends are on the same host, the address is a socket file (`ipc://`), which is protected by
+  its directory (see `address`).
+* If the ends are on two hosts (`tcp://`), both have keys (CURVE, ZeroMQ RFC 26). Everything is
+  encrypted; the listener proves its key to its peers, and admits only one client key.
 
 This module knows frames and peers, but not what messages mean.
 """

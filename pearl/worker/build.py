@@ -315,7 +315,7 @@ def _keys(settings: WorkerSettings) -> Keys | None:
 def _tracer(settings: WorkerSettings) -> Tracer:
     """Return this worker's tracer. Each worker writes a part of a trace, in a file of its own.
 
-    If `config.trace` names a file, the part is written beside this file. If a front (a user's
+    If the setting `trace` names a file, the part is written beside this file. If a front (a user's
     process) asks for a recording, the part is written to the engine's directory, so that a front
     cannot choose the file that this process writes.
     """
@@ -376,8 +376,8 @@ def make_runner(
 
     Args:
         features: see `load_runner`.
-        target: the name of the target if the model is a draft, because a head reads the target's
-            files.
+        target: the name of the target if the model is a draft. A draft that is a head of the target
+            reads the target's files.
         shares: whether the target runs on the same GPU.
     """
     runner: ModelRunner

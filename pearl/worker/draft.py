@@ -64,10 +64,11 @@ class DraftWorker:
             target, and the packer of the executor's distributions.
         ready: called once, when the draft can draft.
         slots: how many requests are drafted for at the same time.
-        beat: called by the loop every `heartbeat_seconds` with 0, and before long work with the
-            seconds that the work may take.
+        heartbeat_seconds: seconds between two signs of life.
+        beat: called by the loop with 0 at each sign of life, and before long work with the seconds
+            that the work may take.
         computes: called once in the thread that computes, before its first forward.
-        piece: number of a prompt's positions computed together; see `Capabilities.prompt_piece`.
+        piece: how many prompt tokens are computed together; see `Capabilities.prompt_piece`.
     """
 
     def __init__(

@@ -85,9 +85,9 @@ class Lifeline:
             self.closed.set()
 
     def beat(self, allowance: float) -> None:
-        """Send a sign of life, unless the launcher does not read.
+        """Send a sign of life, unless this would block.
 
-        So a stopped launcher does not block its worker.
+        It would block if the launcher is stopped, and has not read earlier signs.
 
         Args:
             allowance: for how many seconds the worker may be silent from now on.

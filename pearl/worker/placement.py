@@ -106,9 +106,10 @@ def shared_gpus(config: EngineConfig) -> str:
 def pin(config: EngineConfig, role: ModelRole) -> None:
     """Pin this thread, and the threads that it will start, to the cores of the worker's device.
 
-    The host threads of a GPU are pinned to the cores that the other worker leaves. If a host thread
-    shared a core with the other worker's forward, the forward would have to wait for the thread.
-    Threads that are already running, such as those of the sockets, stay unpinned.
+    If the worker's device is a GPU, the threads are pinned to the cores that the other worker
+    leaves. If a thread shared a core with the other worker's forward, the forward would have to
+    wait for the thread. Threads that are already running, such as those of the sockets, stay
+    unpinned.
     """
     cores = settled(config, role).cores
     if cores is not None:
