@@ -105,8 +105,8 @@ def train(
     Each token of the greedy answers is an example: the shape of the draft's distribution, and
     whether the draft's likeliest token is the target's. Every fourth text is held out of training.
     On these texts the command chooses the confidence at which drafting ends, and the longest
-    window: it takes the values with which method sd is fastest, if forwards take --t-draft and
-    --t-target.
+    window: it takes the values with which method sd is fastest, if a draft forward lasts --t-draft
+    and a target forward --t-target.
     """
     from pearl.lab.studies import stops
     from pearl.lab.studies.recorded_texts import record_pair

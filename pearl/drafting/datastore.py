@@ -2,11 +2,11 @@
 
 A datastore is a directory with a header, `datastore.json`, and two files.  `tokens.bin` has the
 tokens of all documents in reverse order.  Each token is stored as id + 1 in `width` bytes,
-big-endian, and a 0 separates documents.  `order.bin` is the suffix array: the start of each suffix
-of these tokens, in lexicographic order, as little-endian uint32.
+big-endian, and a 0 separates documents.  So tokens can be compared by comparing bytes, and no match
+crosses the end of a document.  `order.bin` is the suffix array: the start of each suffix of these
+tokens, in lexicographic order, as little-endian uint32.
 
-So tokens can be compared by comparing bytes, and no match crosses the end of a document.  A place
-is the index of a token in `tokens.bin`.  Tokens are reversed, so the suffix that starts at place p
+A place is the index of a token in `tokens.bin`.  Tokens are reversed, so the suffix that starts at place p
 reads a document backwards: first the token at p, then the token before it in the document, and so
 on.  This suffix is the context of the document's next token, which is at place p - 1.  A binary
 search in the suffix array finds the places with the longest matching context.  In the array, places
@@ -49,7 +49,7 @@ _MAX_IDS = 2**24 - 2
 
 
 class DatastoreHeader(BaseModel):
-    """The contents of `datastore.json`. Unknown keys, as in earlier versions, are ignored.
+    """The contents of `datastore.json`. Unknown keys, which earlier versions wrote, are ignored.
 
     Attributes:
         pearl_datastore: version of the format.

@@ -70,9 +70,9 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
             None: a norm rounds its input before the weights are applied, as in Llama.
         fused: name of a matrix that checkpoints store -> names of the matrices that are joined in
             it.
-        default_window: the attention window if config.json does not state sliding_window; 0:
-            unlimited. All layers have the window if config.json has no layer_types. None: there is
-            no default, and all layers have full attention if config.json has no layer_types.
+        default_window: the attention window if config.json does not state sliding_window. A number
+            is a window's positions, 0 is no limit; it holds for all layers if config.json has no
+            layer_types. With None, all layers have full attention if it has no layer_types.
         scales_embedding: whether embeddings are multiplied by the square root of the hidden size.
         has_multipliers: whether config.json has multipliers of embeddings, scores, residuals and
             logits, as Granite's has.

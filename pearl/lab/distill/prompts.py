@@ -12,7 +12,7 @@ from pearl.lab.distill.benchmarks import is_benchmark
 
 
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
-    """Return the user's turns of the first `count` conversations in a file; None for all.
+    """Return the user's turns of the first `count` conversations in a file, or of all without it.
 
     In a .jsonl file each line is an object with "prompt", "question" or "turns". An example is
     {"prompt": "What is gravity?"}. In any other file each line is a prompt. Raises `ConfigError` if

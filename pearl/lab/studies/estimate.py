@@ -24,8 +24,8 @@ class Estimate:
     def __str__(self) -> str:
         """Return value and interval, such as "2.31 (2.28-2.33)".
 
-        If the interval has no width, return the value alone. The number of decimals shows the first
-        significant digit of half the interval's width, and is at most 3.
+        If the interval has no width, return the value alone. There are as many decimals, up to 3,
+        as show the first significant digit of half the interval's width.
         """
         margin = (self.high - self.low) / 2
         if not margin:

@@ -23,7 +23,7 @@ class Experts:
     """Computes a sparse MLP. It takes the weights away from `block`, the module of transformers.
 
     Args:
-        lay_out: makes a matrix of linear layers; see `linear_layers.matrix`.
+        lay_out: joins the weights of linear layers into one matrix; see `linear_layers.matrix`.
         kernels: whether our GPU kernels compute forwards of 16 rows (`recordings.FED`). All other
             forwards are computed expert by expert.
 

@@ -51,7 +51,10 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
-    """Store a sum of squares for every 16 columns of x [BN, ROWS], which is tile number `tile`."""
+    """Store, for each row and each 16 outputs, the sum of squares of x [BN outputs, ROWS].
+
+    `x` is tile number `tile` of the outputs.
+    """
     MANY: constexpr = BN // SQUARED
     sums = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows = tl.arange(0, ROWS)

@@ -1,8 +1,9 @@
 """Row tables: a fixed number of rows that one forward computes, for chains and trees of any slots.
 
-Each row has a token and its position in the text. For attention, the positions that a row sees are
-cut into KV splits ("parts"); the row's position decides the length of a part. A tile is up to 16
-rows of one feed whose parts have the same length, and attention computes a tile at once. The rows
+A feed is the tokens that a forward adds to one slot. Each row has a token and its position in the
+text. For attention, the positions that a row sees are cut into KV splits ("parts"); the row's
+position decides the length of a part. A tile is up to 16 rows of one feed with parts of the same
+length, and attention computes a tile at once. The rows
 of a tree share the parts that end before the tree. Within the tree, each row attends to its own
 path, in the order of the text.
 
@@ -41,9 +42,9 @@ class TableTile(NamedTuple):
         span: number of positions in a part.
         begin: index of the tile's first part.
         parts: the tile's last part has the index `parts` - 1; it may be shorter than the others.
-        apart: 1 if each row is computed by itself, because it sees a path of its feed's tree. 0 if
-            the rows are computed together, because they see a chain of their feed, or nothing of
-            the feed.
+        apart: 1 if each row is computed by itself, because it sees a path of its own in the feed's
+            tree. 0 if the rows are computed together: rows of a chain, and the tiles of a tree that
+            hold the positions before the tree.
     """
 
     first: int

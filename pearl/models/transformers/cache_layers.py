@@ -326,7 +326,7 @@ def sizes_of(layers: Sequence[object], item: int = 0) -> CacheSizes:
     """Return the sizes of cache layers, which must have been fed some tokens.
 
     Args:
-        item: count at least this many bytes for each number.
+        item: the least number of bytes that is counted for each element of a tensor.
     """
     position = 0
     states = 0
