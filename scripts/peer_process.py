@@ -6,6 +6,7 @@ used, and nothing else here is.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -101,6 +102,8 @@ class Pearl:
         self._engine = Engine(
             plan.target, draft, max_context=CONTEXT, profile="none", log_level="error"
         )
+        # The workers' CPU time counts as this process's only if they end before it.
+        atexit.register(self._engine.close)
         self._method = plan.kind
         self.version = f"PEARL {__version__}"
 
