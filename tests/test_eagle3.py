@@ -383,7 +383,7 @@ NUMBERS = torch.ones(HIDDEN)
         ),
         ({}, {}, {"use_sliding_window": True}, "its decoder layers are not computed"),
         ({}, {"speculators_model_type": "domino"}, {}, r"a block drafter \(Domino\)"),
-        ({"mask_hidden": torch.zeros(1, 1, 96)}, {}, {}, "nothing reads its tensor mask_hidden"),
+        ({"mask_hidden": torch.zeros(1, 1, 96)}, {}, {}, "it is a P-EAGLE head .*PEagleDraftModel"),
         (
             {},
             {"speculators_model_type": "eagle9"},
@@ -419,15 +419,20 @@ def test_kinds_that_are_read_have_their_functions() -> None:
             assert callable(read.target_layers), name
 
 
-def test_a_refusal_names_tensors_of_the_file(tmp_path: Path) -> None:
+def test_a_refusal_names_tensors_as_the_file_does(tmp_path: Path) -> None:
     """Names are changed at their start alone: "mtp_layers.0" holds "layers.0", and is no layer of an EAGLE-3 head."""
     directory = write_head(tmp_path / "head", "none")
     tensors = {"mtp_layers.0.input_proj.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(
-        ModelError,
-        match=r"2 tensors such as mtp_layers\.0\.input_proj\.weight, norm\.weight.*give --head",
+        ModelError, match=r"2 tensors such as mtp_layers\.0\.input_proj\.weight, norm\.weight"
     ):
+        loaded(directory)
+    directory = native_layout(tmp_path / "other")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["midlayer.hidden_norm.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"it has no midlayer\.hidden_norm\.weight"):
         loaded(directory)
 
 

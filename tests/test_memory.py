@@ -160,15 +160,26 @@ def test_on_a_cpu_the_bound_is_all_the_memory_that_there_is(
         check_room("x", Need(2 * 10**9, 10**9 + 1), CPU)
 
 
-def test_pages_of_files_count_as_free_in_a_cgroup(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_count_as_free_in_a_cgroup(tmp_path: Path, version: int) -> None:
     """A container that has just read a checkpoint had no memory left for it."""
-    (tmp_path / "memory.max").write_text("1000")
-    (tmp_path / "memory.current").write_text("900")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\n")
+    names = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    where = tmp_path if version == 2 else tmp_path / "memory"
+    where.mkdir(exist_ok=True)
+    for name, content in zip(
+        (*names, "memory.stat"),
+        ("1000", "900", "inactive_file 7\ntotal_inactive_file 7\n"),
+        strict=True,
+    ):
+        (where / name).write_text(content.replace("7", "600"))
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
     assert memory.available_memory(tmp_path / "meminfo", tmp_path) == 700
     assert memory.total_memory(tmp_path / "meminfo", tmp_path) == 1000
-    (tmp_path / "memory.max").write_text("max")
+    (where / names[0]).write_text("max")
     assert memory.available_memory(tmp_path / "meminfo", tmp_path) == 8192
     assert memory.available_memory(tmp_path / "none", tmp_path) is None
 

@@ -27,6 +27,8 @@ from pearl.transport import connect, listen
 from pearl.transport.address import (
     bind_address,
     check_bind,
+    is_private,
+    private_directories,
     private_directory,
 )
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Connection, Endpoint, Listener, Peer
@@ -505,6 +507,33 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
         os.chown(shared, 12345, -1)
         with pytest.raises(ConfigError, match="owned"):
             check_bind(f"ipc://{shared}/control")
+
+
+def test_a_temporary_directory_too_long_for_a_socket_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine started there, as on clusters that set TMPDIR for each job. A directory of others is refused."""
+    long = tmp_path / ("long" * 25)
+    long.mkdir(mode=0o700)
+    short = tmp_path.parent / "short"
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setattr("pearl.transport.address.SHORT_DIRECTORY", str(short))
+    for runtime in ("", str(long)):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        directory = private_directory()
+        try:
+            assert directory.parent == short
+            assert is_private(short)
+            assert private_directories() == [directory]
+        finally:
+            directory.rmdir()
+    short.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"too long for a Unix socket.*shorter directory"):
+        private_directory()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path.parent))
+    directory = private_directory()
+    directory.rmdir()
+    assert directory.parent == tmp_path.parent
 
 
 def test_a_path_too_long_for_a_socket_is_named_as_such(tmp_path: Path) -> None:

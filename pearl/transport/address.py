@@ -18,6 +18,8 @@ from pearl.spec.control import ON_ONE_HOST, names_host
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
+_USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
+SHORT_DIRECTORY = "/tmp/pearl.{user}"  # does not match the names of private directories
 _FILE = "ipc://"
 
 
@@ -150,9 +152,33 @@ def raise_limit() -> None:
 def _runtime_directory() -> Path:
     """Return the parent of private directories.
 
-    It is $XDG_RUNTIME_DIR if that is private; otherwise $TMPDIR, or /tmp if that is not set.
+    It is $XDG_RUNTIME_DIR if that is private and short enough for the path of a socket; otherwise
+    $TMPDIR, or /tmp if that is not set. If $TMPDIR is too long, it is a directory in /tmp.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if runtime.is_absolute() and is_private(runtime):
+    if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
         return runtime
-    return Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))
+    temporary = Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))
+    return temporary if _has_room(temporary) else _short_directory()
+
+
+def _has_room(directory: Path) -> bool:
+    """Return whether the path of a socket in a private directory of `directory` fits a Unix socket."""
+    return len(os.fsencode(directory / _USUAL_SOCKET)) <= _MAX_IPC_PATH
+
+
+def _short_directory() -> Path:
+    """Return this user's own directory in /tmp, and make it if it does not exist.
+
+    Raises `ConfigError` if that is impossible, or if others could enter the directory.
+    """
+    directory = Path(SHORT_DIRECTORY.format(user=os.geteuid()))
+    with suppress(OSError):
+        directory.mkdir(mode=0o700)
+    if not is_private(directory):
+        raise ConfigError(
+            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and "
+            f"{directory} is not a directory of this user and of mode 0700: set TMPDIR to a "
+            "shorter directory"
+        )
+    return directory

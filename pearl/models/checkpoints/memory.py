@@ -355,19 +355,30 @@ class _Usage(NamedTuple):
     idle: int
 
 
-def _cgroup(group: Path) -> list[_Usage]:
-    """Return [the memory of this process's cgroup]; [] if the cgroup has no limit.
+# For cgroups of version 2 and of version 1: the files with the limit, the use and the statistics, and the key of the
+# idle pages in the statistics.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 
-    Only version 2 of cgroups is read.
-    """
-    # This fails if there are no such files, or the limit is "max", which is no number.
-    with suppress(OSError, ValueError, KeyError):
-        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return [
-            _Usage(
-                limit=int((group / "memory.max").read_text()),
-                used=int((group / "memory.current").read_text()),
-                idle=int(dict(lines)["inactive_file"]),
-            )
-        ]
+
+def _cgroup(group: Path) -> list[_Usage]:
+    """Return [the memory of this process's cgroup]; [] if the cgroup has no limit."""
+    for limit, used, statistics, idle in _GROUP_FILES:
+        # This fails if there are no files of this version, or the limit is "max", which is no number.
+        with suppress(OSError, ValueError, KeyError):
+            lines = (line.split() for line in (group / statistics).read_text().splitlines())
+            return [
+                _Usage(
+                    limit=int((group / limit).read_text()),
+                    used=int((group / used).read_text()),
+                    idle=int(dict(lines)[idle]),
+                )
+            ]
     return []

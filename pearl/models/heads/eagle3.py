@@ -17,8 +17,9 @@ Source: "EAGLE-3", Li et al. 2025; published checkpoints; speculators 0.9.0; spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ _COMPUTED = {
     "use_sliding_window",
     "use_input_layernorm_in_first_layer",  # this setting's tensor and the next one's must be there
     "use_last_layernorm",
+}
+_OTHERS = {  # part of a tensor's name -> kind of the checkpoint
+    "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
+    "medusa": "Medusa heads",
+    "lm_head.0": "Medusa heads",
+    "mask_hidden": 'a P-EAGLE head (let config.json say so: "architectures": ["PEagleDraftModel"])',
+    "model.layers.1.": "a whole model: use it as --draft",
 }
 
 
@@ -194,16 +202,18 @@ def make(
     rounding: Rounding,
 ) -> Eagle3Head:
     """See `HeadKind`."""
+    for part, kind in _OTHERS.items():
+        if any(part in name for name in tensors):
+            raise ValueError(f"it is {kind}, not an EAGLE-3 head")
     in_file = {_common(name): name for name in tensors}
     if f"{_FIRST}self_attn.q_proj.weight" not in in_file:
         examples = ", ".join(sorted(tensors)[:3])
         raise ValueError(
-            f"it is no EAGLE-3 head: {len(tensors)} tensors such as {examples}, and no first layer. "
-            "For a target's own layer for multi-token prediction give --head the target's name"
+            f"it is no EAGLE-3 head: {len(tensors)} tensors such as {examples}, and no first layer"
         )
     settings = HeadSettings.of(config, in_file)
     weights = as_weights({name: tensors[source] for name, source in in_file.items()}, target)
-    _check_tensors(settings, weights, target)
+    _check_tensors(settings, weights, target, in_file)
     check_vocabulary(weights, target)
     return Eagle3Head(settings, weights, target, rounding)
 
@@ -215,14 +225,23 @@ def _common(name: str) -> str:
     return name
 
 
-def _check_tensors(settings: HeadSettings, tensors: Tensors, target: HeadTarget) -> None:
-    """Raise `ValueError` if a tensor is missing, superfluous or of another shape."""
+def _check_tensors(
+    settings: HeadSettings,
+    tensors: Tensors,
+    target: HeadTarget,
+    in_file: Mapping[str, str],
+) -> None:
+    """Raise `ValueError` if a tensor is missing, superfluous or of another shape.
+
+    Args:
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
+    """
     hidden = int(settings.layer["hidden_size"])
     _check_inputs(tensors, hidden, target.features)
     shapes = settings.shapes(target.features, len(tensors.get("lm_head.weight", ())))
     optional = _optional_shapes(shapes, tensors)
     check_biases(tensors, settings.layer["num_hidden_layers"])
-    check_shapes(tensors, shapes, optional)
+    check_shapes(tensors, shapes, optional, partial(_in_layout_of, in_file))
     width = target.embedding.shape[1]
     if "embed_tokens.weight" not in tensors and width != hidden:
         raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
@@ -237,6 +256,21 @@ def _check_inputs(tensors: Tensors, hidden: int, features: int) -> None:
         raise ValueError(
             f"it reads {inputs} numbers and its target has {features} hidden states: it is of another model"
         )
+
+
+def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
+    """Return the checkpoint's name of a tensor whose name in speculators is `name`.
+
+    For "layers.0.x" it is "midlayer.x" if the checkpoint has a "midlayer".  The checkpoint need not
+    have the tensor.
+
+    Args:
+        in_file: the name that speculators gives a tensor -> the tensor's name in the checkpoint.
+    """
+    has_midlayer = any(source.startswith(_MIDLAYER) for source in in_file.values())
+    if has_midlayer and name.startswith(_FIRST):
+        return _MIDLAYER + name.removeprefix(_FIRST)
+    return name
 
 
 def _optional_shapes(needed: Shapes, tensors: Tensors) -> Shapes:

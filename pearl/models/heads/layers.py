@@ -7,7 +7,7 @@ the head would only guess badly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,23 +151,31 @@ def check_vocabulary(tensors: Tensors, target: HeadTarget) -> None:
         )
 
 
-def check_shapes(tensors: Tensors, needed: Shapes, optional: Shapes) -> None:
+def check_shapes(
+    tensors: Tensors,
+    needed: Shapes,
+    optional: Shapes,
+    in_layout: Callable[[str], str] = str,
+) -> None:
     """Raise `ValueError` if a tensor is missing, superfluous or of another shape.
 
     Args:
         needed: shapes of the tensors that must be there.
         optional: shapes of the tensors that may be there.
+        in_layout: returns the name that a tensor has in the checkpoint.
     """
     for name in needed:
         if name not in tensors:
-            raise ValueError(f"it has no {name}")
+            raise ValueError(f"it has no {in_layout(name)}")
     shapes = needed | optional
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise ValueError(f"nothing reads its tensor {name}")
+            raise ValueError(f"nothing reads its tensor {in_layout(name)}")
         shape = list(shapes[name])
         if list(tensor.shape) != shape:
-            raise ValueError(f"its {name} has the shape {list(tensor.shape)}, not {shape}")
+            raise ValueError(
+                f"its {in_layout(name)} has the shape {list(tensor.shape)}, not {shape}"
+            )
 
 
 def shapes_of_biases(needed: Shapes) -> Shapes:
