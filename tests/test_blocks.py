@@ -625,7 +625,7 @@ def test_a_head_of_one_forward_is_no_draft(tmp_path: Path) -> None:
 )
 @torch.inference_mode()
 def test_a_draft_has_the_rows_of_a_block(kind: str, vocabulary: str, tmp_path: Path) -> None:
-    """Token by token what a proposal has at once; then a new block, behind what it has drafted."""
+    """It gives token by token the logits that a proposal has at once, and then begins another block."""
     draft = draft_of(tmp_path / "head", kind, vocabulary)
     head = draft.head
     ids, states = text_and_states(config_of(kind))

@@ -255,7 +255,7 @@ class RequestOptions(Record, frozen=True):
     prompt_length: Position = 0
     #: The grammar that `pearl.text.grammar` makes of `json_schema` or `regex`; empty if there is neither.
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
-    #: Ids of the tokens any of which ends a text that has a grammar.
+    #: Ids of tokens. Any one of them ends a text that has a grammar.
     grammar_ends: Ends = ()
     #: The tokens of `prediction`, at most as many as the text may have.
     predicted: Annotated[tuple[Position, ...], Meta(max_length=MOST_PREDICTED)] = ()

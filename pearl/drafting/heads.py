@@ -192,7 +192,7 @@ class HeadGuesses:
         self._rates = [list(middles) for _ in range(RANKS)]
 
     def cut(self, length: int) -> None:
-        """Do nothing, because the head guesses anew whenever tokens are committed."""
+        """Do nothing. The head makes new guesses each time that tokens are committed."""
 
     def learn(self, committed: int) -> None:
         """Update the rates with the last guesses, and then forget these guesses."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-_GRAIN = 1 << 15  # torch uses one more thread for so many further elements of an operation
+_GRAIN = 1 << 15  # elements of an operation that torch gives to one thread before it uses another
 _local = threading.local()  # `pool`: the calling thread's team, in OpenMP's order
 
 

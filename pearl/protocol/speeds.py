@@ -125,7 +125,7 @@ class ForwardTimes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Compute the table of times anew on its next use, because `like` may have changed."""
+        """Drop the table of times, because `like` may have changed. Its next use computes it."""
         self._sorted = None
 
     def seconds(self, fed: int) -> float:

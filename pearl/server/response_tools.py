@@ -7,8 +7,8 @@ of `input`:
         {"type": "namespace", "name": "mcp__files", "tools": [
             {"type": "function", "name": "read"}]}]}
 
-The model is told of a function mcp__files__read. If the model calls this function, the client gets
-{"name": "read", "namespace": "mcp__files"}, and finds by both fields what to run.
+The model sees a function named mcp__files__read. If it calls this function, the client gets the
+name "read" and the namespace "mcp__files", which together tell it what to run.
 """
 
 from collections.abc import Iterator

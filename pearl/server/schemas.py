@@ -563,7 +563,7 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions of which the model must call one; empty if it may answer with text."""
+        """The functions from which the model must call one. Empty if it may answer with text."""
         mode = self.tool_choice
         if isinstance(mode, NamedTool):
             name = mode.function.name

@@ -1,6 +1,6 @@
 """The vocabulary of a tokenizer.json, read without its merges.
 
-A tokenizer of 262,144 tokens loads in a second, nearly all of which is spent on merges. Only
+A tokenizer of 262,144 tokens takes a second to load, and nearly all of it goes into merges. Only
 encoding needs merges: decoding a text and comparing two vocabularies need only the entries.
 """
 

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5  # for sending the messages that are still queued when a worker ends
 _BRANCHES_EACH = 4  # further slots for each text of a draft service, for its branches
-_NAME_LENGTH = 64  # most characters of a draft's name that other engines are told
+_NAME_LENGTH = 64  # characters; a longer name of a draft is cut before other engines are told it
 
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:

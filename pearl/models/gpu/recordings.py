@@ -36,7 +36,7 @@ def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> 
 
 
 def not_recorded(work: Callable[[], Rows]) -> Callable[[], Rows]:
-    """Record nothing: return `work` itself, whose kernels are launched anew in each call."""
+    """Return `work` itself. Nothing is recorded, so each call launches its kernels."""
     return work
 
 

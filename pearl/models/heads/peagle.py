@@ -1,7 +1,7 @@
 """P-EAGLE: an EAGLE-3 head that proposes a block of tokens with one forward.
 
 The row of the text's last token guesses the next token, as in EAGLE-3.  After this row come rows
-for mask tokens, each of which guesses the token one position further on.  A mask row reads the
+for mask tokens.  Each of them guesses the token one position further on.  A mask row reads the
 embedding of `mask_token_id`, and `mask_hidden` in place of the target's hidden states.  It attends
 to the text and to the mask rows before it.  The text's new tokens are computed in the same forward.
 
