@@ -16,6 +16,7 @@ from pearl.models.cpu.native import Native
 from pearl.models.cpu.runner import CpuRunner
 from pearl.models.feeds import Feed, depths, lay_out, paths
 from pearl.models.forward import linear_layers
+from pearl.models.forward import quantised as quantised_matrices
 from pearl.models.forward.attention import Heads, Scoring
 from pearl.models.forward.quantised import (
     QuantisedMatrix,
@@ -183,6 +184,33 @@ def test_a_matrix_in_a_file_is_laid_out_in_pieces(
     assert torch.equal(product(x), Native(whole, wide=True)(x))
     ids = torch.tensor([149, 0, 7, 7])
     assert torch.equal(stored[ids], whole.dequantised()[ids].bfloat16())
+
+
+def test_rows_that_were_looked_up_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there are too many of them. What a look-up returned may be written to."""
+    monkeypatch.setattr(quantised_matrices, "_RECENT", 6)
+    rows = rows_of("Q8_0", 150, 512)
+    read: list[int] = []
+
+    def convert(piece: torch.Tensor) -> QuantisedMatrix:
+        read.append(len(piece))
+        return from_gguf("Q8_0", piece)
+
+    stored = StoredMatrix(rows, convert, lambda: None, torch.Size((150, 512)), torch.float32)
+    whole = from_gguf("Q8_0", rows).dequantised()
+    for ids, newly_read in (
+        ([3, 9], [2]),
+        ([9], []),
+        ([9, 3, 9, 4], [1]),
+        ([*range(20)], [20]),  # a long look-up is kept nowhere
+        ([5, 6, 7, 8], [4]),  # too many with the earlier ones, which are forgotten
+        ([5, 3], [1]),
+    ):
+        looked_up = stored[torch.tensor(ids)]
+        assert torch.equal(looked_up, whole[ids]), ids
+        assert read == newly_read, ids
+        looked_up.zero_()
+        read.clear()
 
 
 @pytest.mark.usefixtures("built")
@@ -453,9 +481,15 @@ def test_attention(
         )
 
     def computed(feeds: list[Feed], given: torch.Tensor, held: Slots) -> torch.Tensor:
-        table = lay_out(feeds, held.lengths).table
+        layout = lay_out(feeds, held.lengths)
         attends = NativeAttention(
-            table, any(feed.parents for feed in feeds), held, scoring, heads, 1e-6
+            layout.table,
+            layout.end,
+            any(feed.parents for feed in feeds),
+            held,
+            scoring,
+            heads,
+            1e-6,
         )
         return attends.attend_states(0, given, (None, None), None)
 

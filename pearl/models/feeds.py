@@ -94,11 +94,13 @@ class Layout(NamedTuple):
             3: in a tree, the row of the node's parent; -1 if it has none. The row also attends to
                itself and to all its ancestors.
         fed: the rows of each feed.
+        end: the first position that no row has or attends to, in any slot.
     """
 
     ids: torch.Tensor
     table: torch.Tensor
     fed: list[range]
+    end: int
 
 
 def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
@@ -109,6 +111,7 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
     """
     table: list[tuple[int, int, int, int]] = []
     fed = []
+    ends = []
     for feed in feeds:
         slot = feed.slot
         start = lengths[slot]
@@ -121,5 +124,7 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
             for depth, row in zip(depths(feed.parents), rows, strict=True):
                 table.append((slot, start + depth, start, row))
         fed.append(range(first, len(table)))
-    ids = torch.cat([torch.as_tensor(feed.tokens) for feed in feeds])
-    return Layout(ids, torch.tensor(table), fed)
+        ends.append(start + feed.depth)
+    ids = [torch.as_tensor(feed.tokens) for feed in feeds]
+    all_ids = torch.cat(ids) if len(ids) > 1 else ids[0]
+    return Layout(all_ids, torch.tensor(table), fed, max(ends))

@@ -436,11 +436,12 @@ class TargetWorker:
             self._fronts.flush()
         commands = self._batch.take()
         began = time.monotonic()
-        fed = sum(len(command.tokens) for command in commands)
+        fed = sum([len(command.tokens) for command in commands])
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
-        self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
+        if self._executor.launches:
+            self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
         if is_long:
             self._announce(fed)
         compute = partial(self._tracer.compute, self._compute)

@@ -39,6 +39,16 @@ class CpuRunner(ForwardRunner):
         self.capabilities = replace(self.capabilities, tree_nodes=_TREE_NODES)
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            hidden = self._needed_states(feeds)
+        if not len(hidden):
+            return [torch.empty(0, self.vocab_size) for _ in feeds]
+        with torch.no_grad():  # tensors of inference mode are not writable
+            logits = self.layers.logits(hidden).float()
+        return list(logits.split([feed.rows for feed in feeds]))
+
+    def _needed_states(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """Return the last layer's states [rows, hidden] of the rows whose logits are needed."""
         layers = self.layers
         layout = lay_out(feeds, self.slots.lengths)
         has_trees = False
@@ -46,7 +56,13 @@ class CpuRunner(ForwardRunner):
             self.slots.wrote(feed.slot, self.slots.lengths[feed.slot] + feed.depth)
             has_trees |= feed.parents is not None
         attends = NativeAttention(
-            layout.table, has_trees, self.slots, layers.scoring, layers.heads, layers.eps
+            layout.table,
+            layout.end,
+            has_trees,
+            self.slots,
+            layers.scoring,
+            layers.heads,
+            layers.eps,
         )
         hidden = layers.hidden_states(layout.ids, self._ropes, attends)
         needed_rows: list[int] = []
@@ -56,9 +72,9 @@ class CpuRunner(ForwardRunner):
             if layers.features is not None:
                 self._seen[feed.slot] = layers.features[rows.start : rows.stop]
             needed_rows += rows[len(rows) - feed.rows :]
-        if not needed_rows:
-            return [torch.empty(0, self.vocab_size) for _ in feeds]
-        return list(layers.logits(hidden[needed_rows]).split([feed.rows for feed in feeds]))
+        if len(needed_rows) == len(hidden):
+            return hidden
+        return hidden[needed_rows]
 
     def use_threads(self, count: int) -> Sequence[int]:
         return native.use_threads(count)

@@ -92,16 +92,14 @@ class ForwardRunner(ModelRunner):
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         check_feeds(feeds, self, "our own forward")
-        with torch.inference_mode():
-            logits = self._compute(feeds)
+        logits = self._compute(feeds)
         for feed in feeds:
             if feed.parents is None:
                 self.slots.extend(feed.slot, len(feed.tokens))
-        # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        return [rows.to(torch.float32, copy=True) for rows in logits]
+        return logits
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Return the logits [rows, vocab] of each feed; the next forward may overwrite them.
+        """Return the logits [rows, vocab] of each feed, float32: ordinary tensors, and writable.
 
         Store each feed's hidden states for `features`, and its tree for `keep`.
         """

@@ -33,20 +33,22 @@ class NativeAttention:
     The C code also normalises and rotates queries and keys.
 
     Attributes:
-        states: if there are trees, (keys, values) of all rows for each layer, because those of
-            trees are not in the slots yet; else None.
+        states: if there are trees, keys and values [2, layers, rows, kv_heads, head_dim] of all
+            rows, because those of trees are not in the slots yet; else None.
         given: the arguments that all layers share; `keys` and `values` are those of the first layer.
         strides: two distances, counted in numbers: from one layer's keys to the next layer's keys
             in the cache, and the same in the rows' new keys (0 if there are no trees).
 
     Args:
         table: see `Layout`.
+        end: see `Layout`.
         has_trees: whether there are rows of trees.
     """
 
     def __init__(
         self,
         table: torch.Tensor,
+        end: int,
         has_trees: bool,
         slots: Slots,
         scoring: attention.Scoring,
@@ -58,13 +60,13 @@ class NativeAttention:
         threads = native.threads()
         rows = len(table)
         keys = slots.keys
-        positions = attention.whole_blocks(int(table[:, 1:3].max()) + 1)
+        positions = attention.whole_blocks(end)
         layers = keys.shape[1] if has_trees else 1
         new = torch.empty(2, layers, rows, heads.kv, heads.dim, dtype=keys.dtype)
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.states: torch.Tensor | None = None
         new_stride = 0
         if has_trees:
-            self.states = list(zip(*new, strict=True))
+            self.states = new
             new_stride = new.stride(1)
         self.strides = (keys.stride(1), new_stride)
         queries = torch.empty(rows, heads.query, heads.dim)

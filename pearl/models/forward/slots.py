@@ -21,12 +21,12 @@ class Tree:
     Attributes:
         parents: see `Feed`.
         rows: the row of each node in `states`; None: the states are in the slot, in the order of the nodes.
-        states: (keys, values) of each layer, both [rows, kv_heads, head_dim]; None: they are in the slot.
+        states: keys and values [2, layers, rows, kv_heads, head_dim]; None: they are in the slot.
     """
 
     parents: tuple[int, ...]
     rows: Sequence[int] | None = None
-    states: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    states: torch.Tensor | None = None
 
 
 class Slots:
@@ -101,9 +101,9 @@ class Slots:
         with torch.inference_mode():
             if tree.states is not None and tree.rows is not None:
                 rows = [tree.rows[node] for node in path]
-                for layer, (keys, values) in enumerate(tree.states):
-                    self.keys[slot, layer, :, start:end] = keys[rows].transpose(0, 1)
-                    self.values[slot, layer, :, start:end] = values[rows].transpose(0, 1)
+                keys, values = tree.states[:, :, rows].transpose(2, 3)
+                self.keys[slot, :, :, start:end] = keys
+                self.values[slot, :, :, start:end] = values
             elif list(path) != list(range(len(path))):
                 rows = [start + node for node in path]
                 for buffer in (self.keys, self.values):

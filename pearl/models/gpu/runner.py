@@ -93,6 +93,12 @@ class KernelRunner(ForwardRunner):
         return decode, prompts
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            logits = self._compute_all(feeds)
+        # The next forward overwrites these logits, and tensors of inference mode are not writable.
+        return [rows.to(torch.float32, copy=True) for rows in logits]
+
+    def _compute_all(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Compute all feeds that are no prompts together, then the prompts one after the other.
 
         If there are no kernels for prompts, prompts are computed as rows of tables too.

@@ -121,8 +121,10 @@ class DecoderHead(DraftHead):
         layers = self._layers
         scoring = _widened(layers.scoring, guessed)
         if self._is_native:
-            table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
+            layout = lay_out([Feed(tokens, 0, slot)], self.lengths)
+            return NativeAttention(
+                layout.table, layout.end, False, self._slots, scoring, layers.heads, layers.eps
+            )
         return TorchAttention(self._slots, slot, self.lengths[slot], scoring)
 
 

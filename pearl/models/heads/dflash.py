@@ -354,7 +354,7 @@ class DFlashHead:
         for window in mask.windows:
             windows.append(window + size if window else 0)
         scoring = scoring._replace(windows=tuple(windows))
-        return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps)
+        return NativeAttention(table, end, False, self._slots, scoring, layers.heads, layers.eps)
 
     def layer_states(
         self, number: int, hidden: torch.Tensor, attends: NativeAttention | BlockAttention
