@@ -26,6 +26,7 @@ from pearl.metrics import Statistics
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
+from pearl.protocol.speeds import Cores
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
 from pearl.transport.address import bind_address
@@ -170,6 +171,7 @@ class Loops:
         slots: int = 1,
         wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
         launches: bool | None = None,
+        spread: Callable[[Cores], None] | None = None,
     ) -> None:
         torch.set_num_threads(1)
         self.connect, self.vocab, self.alpha, self.slots = connect, vocab, alpha, slots
@@ -196,7 +198,7 @@ class Loops:
         self.start(
             lambda: TargetWorker(
                 listener,
-                TargetExecutor(wrap(self.target_model), launches=launches),
+                TargetExecutor(wrap(self.target_model), spread=spread, launches=launches),
                 settings,
                 self._ready.set,
                 self._stop.is_set,

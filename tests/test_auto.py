@@ -433,9 +433,8 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     ways = (*WAYS, ONE_CORE)
     scores = tuple((way, -2.0 * (way != "ngram"), 16) for way in ways)
-    known = Profile(
-        t_target=((200, 10.0),), best="ngram", ways=scores
-    )  # so slow that one core is no refuge
+    slow = ((200, 10.0),)  # so slow that one core is no refuge
+    known = Profile(t_target=slow, t_elsewhere=slow, best="ngram", ways=scores)
     speed_profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:

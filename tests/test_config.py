@@ -439,5 +439,7 @@ def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
     (file,) = (cache / "profiles").iterdir()
     kept = speed_profile.load(EngineConfig(**pair))
     assert kept.t_target == found[0]
+    has_further_cores = len(os.sched_getaffinity(0)) > 1
+    assert bool(kept.t_elsewhere) == has_further_cores, "those on the draft's cores too"
     os.utime(file, (1, 1))
     assert speed_profile.load(EngineConfig(**pair)) is None, "of long ago"

@@ -15,11 +15,13 @@ from pearl.config import ModelConfig
 from pearl.decoding.distribution import PackedRow, pack
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
+from pearl.models.calibrate import FED
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol import messages as m
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Forward, Judge, Open, Phase
+from pearl.protocol.speeds import Cores
 from pearl.spec import methods
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import DraftLink
@@ -206,6 +208,23 @@ def test_the_drafts_tokens_are_taken_beside_a_wide_window(
     assert ("wide", "taken") in itertools.pairwise(notes)
 
 
+def test_times_on_all_cores_are_known_before_the_first_text(loops: MakeLoops) -> None:
+    """They are measured when the draft has measured its own times; then it has its cores back."""
+    spread: list[Cores] = []
+    pair = loops(spread=spread.append)
+    pair.draft()
+    statistics = pair.front().ask(submission(5)).statistics
+    assert spread == [Cores.ALL, Cores.OWN]
+    assert set(statistics.t_target_spread) == set(FED)
+
+
+def test_times_are_known_without_a_draft_too(loops: MakeLoops) -> None:
+    """Else every guess would seem to pay at first."""
+    pair = loops(expects_draft=False)
+    statistics = pair.front().ask(submission(5, "ar", GREEDY)).statistics
+    assert set(statistics.t_target) == set(FED)
+
+
 # ---- fronts ----
 
 
@@ -280,6 +299,7 @@ def test_impossible_request_is_refused_before_any_work(
 ) -> None:
     pair = loops(expects_draft=False)
     front = pair.front()
+    pair.target_model.fed.clear()  # the forwards that were timed at the start
     with pytest.raises(RequestError, match=said):
         front.ask(replace(submission(20, "ar"), **change))  # type: ignore[arg-type]
     assert not pair.target_model.fed

@@ -49,6 +49,21 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
     return tuple(times)
 
 
+def time_once(runner: ModelRunner) -> tuple[tuple[int, float], ...]:
+    """Time one forward each that is fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
+
+    A start can afford this even if a forward takes a tenth of a second.  The cache is empty
+    afterwards.
+    """
+    forward_seconds(runner, 0, 1)  # the first forward on other cores is slower
+    times = []
+    for fed in FED:
+        if fed <= runner.context:
+            times.append((fed, forward_seconds(runner, 0, fed)))
+    runner.rollback(0)
+    return tuple(times)
+
+
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
     """Return (seconds of a one-token forward, seconds per token of a longer forward).
 

@@ -125,7 +125,11 @@ def keeper(config: EngineConfig) -> Callable[[Profile], None]:
 
     def keep(measured: Profile) -> None:
         try:
-            times = Profile(t_draft=measured.t_draft, t_target=measured.t_target)
+            times = Profile(
+                t_draft=measured.t_draft,
+                t_target=measured.t_target,
+                t_elsewhere=measured.t_elsewhere,
+            )
             _write(path, profile_key, times)
         except ConfigError as error:  # the next start measures again
             log.debug("%s", error)

@@ -21,7 +21,7 @@ from pearl.errors import (
 )
 from pearl.execution.batched import compute_together
 from pearl.execution.target import TargetExecutor
-from pearl.models.calibrate import calibrate_target
+from pearl.models.calibrate import calibrate_target, time_once
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
     Deliver,
@@ -55,7 +55,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.scheduler import Batch
-from pearl.protocol.speeds import Profile, Speeds
+from pearl.protocol.speeds import Cores, ForwardTimes, Profile, Speeds
 from pearl.trace.tracer import TracedMailbox, TracedVerifier, Tracer
 from pearl.transport.base import Fault, Listener, Peer, Received, TensorChannel
 from pearl.worker.contention import CoreWait
@@ -149,6 +149,7 @@ class TargetWorker:
         with mailbox as self._mail:
             try:
                 if not self._settings.config.has_draft:
+                    self._time_own_cores()
                     self._become_ready()
                 while not self._stopping():
                     self._step()
@@ -307,6 +308,31 @@ class TargetWorker:
             speeds.observe_target(fed, seconds)
         speeds.target.settle()
 
+    def _time_own_cores(self) -> None:
+        """Measure forward times briefly, unless they are known.
+
+        Until they are known, every guess seems to pay.
+        """
+        target = self._coordinator.speeds.target
+        if not target.measured:
+            self._time(target)
+
+    def _time_all_cores(self) -> None:
+        """Measure forward times on the draft's cores too, if the target may use them."""
+        spread = self._executor.spread
+        speeds = self._coordinator.speeds
+        if spread is None or speeds.on(Cores.ALL).measured:
+            return
+        elsewhere = speeds.on(Cores.ALL)
+        spread(Cores.ALL)
+        self._time(elsewhere)
+        spread(speeds.cores)
+
+    def _time(self, times: ForwardTimes) -> None:
+        for fed, seconds in time_once(self._executor.runner):
+            times.observe(fed, seconds)
+        times.settle()
+
     def _handle_draft(self, event: object) -> None:
         """Handle an event that `DraftLink` has made from a message of the draft.
 
@@ -326,6 +352,7 @@ class TargetWorker:
         """
         is_news = self._draft.health.calibrated(seconds)
         if not self._is_ready:
+            self._time_all_cores()  # the draft does not compute now
             self._become_ready()
         elif is_news:
             self._draft.report_loss()
