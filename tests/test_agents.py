@@ -329,6 +329,9 @@ def test_text_of_a_variable_may_be_a_boolean(text: Any, value: Any) -> None:
     asked = short_body("chat/completions") | {"chat_template_kwargs": {"enable_thinking": text}}
     (chat,) = read_request(asked, ChatCompletionRequest, SETUP).prompts
     assert chat.variables["enable_thinking"] is value
+    variables = {"enable_thinking": text}
+    request, _ = Responses(SETUP).read(codex(chat_template_kwargs=variables))
+    assert request.prompts[0].variables["enable_thinking"] is value
 
 
 def test_thinking_is_turned_off_by_text_too(
@@ -445,7 +448,7 @@ def test_a_count_depends_on_the_tokens_alone(texts: list[str], sizes: list[int])
     texts_of = {"reasoning_content": "", "content": ""}
     for delta in reply.deltas:  # type: ignore[attr-defined]
         for name in texts_of:
-            texts_of[name] += delta.get(name, "")
+            texts_of[name] += http.fields_of(delta).get(name, "")
     for name, text in texts_of.items():
         assert reply.message.get(name, "") == text
 

@@ -376,10 +376,16 @@ def test_the_template_for_tools_is_taken_with_tools(
     tokens = dict.fromkeys([*ALPHABET, "xy"], NORMAL)
     write(tmp_path / "tiny.gguf", "gpt2", tokens, merges=["x y"], **said)
     read(tmp_path / "tiny.gguf")[0].save_pretrained(tmp_path / "model")
-    tokenizer = FileTokenizer(tmp_path / "model")
+    described = tmp_path / "described"  # as a GGUF file itself is loaded
+    described.mkdir()
+    made, settings, _ = tokenizer_of(read_header(tmp_path / "tiny.gguf")[0])
+    made.save(str(described / "tokenizer.json"))
+    (described / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = [{"role": "user", "content": "a"}]
-    assert tokenizer.chat_text(chat) == plain
-    assert tokenizer.chat_text(chat, [{}]) == with_tools
+    for directory in (tmp_path / "model", described):
+        tokenizer = FileTokenizer(directory)
+        assert tokenizer.chat_text(chat) == plain
+        assert tokenizer.chat_text(chat, [{}]) == with_tools
 
 
 def test_a_file_in_parts_is_refused_at_once(tmp_path: Path, cache: Path) -> None:

@@ -197,6 +197,16 @@ def test_a_call_that_must_be_made_may_stand_behind_the_reasoning() -> None:
     assert [call["function"] for call in whole.calls] == [{"name": "add", "arguments": '{"x": 1}'}]
 
 
+def test_a_call_that_must_be_made_in_harmony_has_no_token_beside_it() -> None:
+    """The token that ended the text was its content."""
+    call = '{"name": "add", "arguments": {}}'
+    tokenizer = with_marks(None, "harmony")
+    texts, tokens = tokenizer.reply(call, "!<|return|>")
+    parser = parser_of(tokenizer, None, FORMATS["harmony"], SCHEMAS, is_forced=True)  # type: ignore[arg-type]
+    whole = parser.feed(texts, tokens) + parser.finish()
+    assert (whole.content, [made["function"]["name"] for made in whole.calls]) == ("", ["add"])
+
+
 @pytest.mark.parametrize("name", HARMONY_TEXTS)
 def test_messages_of_harmony(name: str) -> None:
     text, expected = HARMONY_TEXTS[name]

@@ -63,7 +63,8 @@ def test_pieces_of_a_text_have_its_parts(pieces: list[str], is_open: bool) -> No
     assert state_of(list(text), marks) == (thought, answer)
     begins = is_open or text.lstrip().startswith("<think>")
     if begins and "</think>" in text:
-        assert thought == text[: text.index("</think>") + len("</think>")]
+        answer_start = text.index("</think>") + len("</think>")
+        assert answer == text[answer_start:].lstrip()
     elif begins:
         assert thought == text
     else:
@@ -144,7 +145,8 @@ class _Letters(ToyTokenizer):
         ("<think>a\n\nb", "<think>a\n\nb"),
         ("a\n\nb</think>c\n\nd", "a"),
         ("<thin\n\nb", "<thin"),
-        ("<think>a</think>\n\nd", "<think>a</think>"),
+        ("<think>a</think>\n\nd", "<think>a</think>\n\nd"),
+        ("<think>a</think>\n\nd\n\ne", "<think>a</think>\n\nd"),
     ],
 )
 def test_stops_look_at_the_answer(text: str, wanted: str) -> None:

@@ -25,12 +25,13 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
+from pearl.server import app
 from pearl.server.http import CompletionWriter
 from pearl.server.metrics import ServerMetrics
 from pearl.server.timeline import Timeline
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import eventually
-from tests.served import BOUND, MODEL, Served, message, serving, text_of
+from tests.served import BOUND, MODEL, Served, body, message, serving, text_of
 
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=40)
 
@@ -168,6 +169,28 @@ def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.Monkey
                 len(first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks))
                 == 400
             )
+
+
+def test_a_stream_that_waits_is_kept_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With comments, before the first token too; clients skip them."""
+    monkeypatch.setattr(app, "SILENT_SECONDS", 0.05)
+    wanted = served.post().json()["choices"][0]["text"]
+    with ExitStack() as until_seen:
+        until_seen.enter_context(served.held())
+        with httpx.stream(
+            "POST", f"{served.url}/v1/completions", json=body() | {"stream": True}, timeout=BOUND
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": waiting"
+            until_seen.close()
+            events = [line for line in lines if line.startswith("data: {")]
+    assert text_of([json.loads(event[6:]) for event in events]) == wanted
+    asked: dict[str, Any] = {"seed": 5, "temperature": 1.0, "max_tokens": 8}
+    with ExitStack() as until_asked:
+        until_asked.enter_context(served.held())
+        chunks = served.client().completions.create(model=MODEL, prompt="123", stream=True, **asked)
+        until_asked.close()
+        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
 
 
 def test_usage_and_provenance(served: Served) -> None:

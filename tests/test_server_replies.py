@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pearl.server.http import without
 from pearl.server.listen import bind
 from pearl.text.tokenizer import FileTokenizer
 from pearl.text.tools import FORMATS
@@ -271,7 +272,7 @@ def test_each_message_of_harmony(
 
 
 def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
-    """Check the reply in chats and responses, whole and streamed, by characters and at once."""
+    """Check the reply in chats and responses, whole and streamed, by characters, some and all at once."""
     fields: dict[str, Any] = {"messages": [message("Hi")], "tools": tools, "max_tokens": None}
     if case.begun:
         fields["messages"].append(message(case.begun, "assistant"))
@@ -279,7 +280,7 @@ def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
     tokenizer = server.service.engine.tokenizer
     characters = tokens_of(tokenizer, case, by_character=True)
     tokens = tokens_of(tokenizer, case)
-    for script, step in ((characters, 1), (tokens, len(tokens))):
+    for script, step in ((characters, 1), (characters, 25), (tokens, len(tokens))):
         with server.saying(script, step):
             (choice,) = server.post("chat/completions", **fields).json()["choices"]
             chunks = server.events("chat/completions", **fields)
@@ -287,6 +288,8 @@ def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
                 functions = [{"type": "function", **tool["function"]} for tool in tools]
                 response = server.post("responses", tools=functions)
                 _check_response(response.json()["output"], case)
+                streamed = server.post("responses", tools=functions, stream=True)
+                assert _streamed_items(streamed.text) == without_ids(response.json()["output"])
         reply = choice["message"]
         calls = [call["function"] for call in reply.get("tool_calls", ())]
         assert (reply["content"] or "") == case.content
@@ -297,6 +300,31 @@ def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
         for key, text in (("content", case.content), ("reasoning_content", case.reasoning)):
             assert "".join(delta.get(key, "") for delta in deltas) == text
         assert [call["function"] for call in joined(chunks)] == calls
+
+
+def _streamed_items(stream: str) -> list[Any]:
+    """Return the items of a streamed response. A client that joins their events gets the same."""
+    items: list[Any] = []
+    for lines in stream.strip().split("\n\n"):
+        event = json.loads(lines.partition("data: ")[2])
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            items.append(event["item"])
+        elif kind == "content_part.added":
+            items[event["output_index"]]["content"].append(event["part"])
+        elif kind == "function_call_arguments.delta":
+            items[event["output_index"]]["arguments"] += event["delta"]
+        elif kind.endswith("text.delta"):
+            items[event["output_index"]]["content"][0]["text"] += event["delta"]
+    assert event["type"] == "response.completed"
+    output = event["response"]["output"]
+    assert without_ids(items, "status") == without_ids(output, "status")
+    return without_ids(output)
+
+
+def without_ids(items: list[Any], *others: str) -> list[Any]:
+    """Return items without their ids, which differ from reply to reply, and without `others`."""
+    return [without(item, "id", "call_id", *others) for item in items]
 
 
 def _check_response(items: list[Any], case: Case) -> None:

@@ -5,17 +5,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import openai
 import pytest
 
 from pearl.config import SamplingParams
+from pearl.engine import Piece
 from pearl.server import responses
 from pearl.server.errors import ApiError
+from pearl.server.http import ReplyText
 from pearl.server.requests import read_request
 from pearl.server.schemas import ChatCompletionRequest
+from pearl.text.calls import types_of
 from pearl.text.reply import ReplyParser, TagParser, parser_of
-from pearl.text.tools import FORMATS, forced_schema, format_of, in_words
+from pearl.text.tools import FORMATS, forced_schema, format_of, in_words, with_call_ids
 from tests.called import ADD, CALLS, NO_CALLS, POINT, SCHEMAS, TEXTS, TOOLS, joined
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
@@ -101,7 +106,17 @@ def test_arguments_come_as_they_are_written() -> None:
     parser = TagParser(None, None, FORMATS["hermes"], SCHEMAS)
     pieces = ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")
     calls = [call for piece in pieces for call in parser.feed([piece]).calls]
-    assert [call["function"]["arguments"] for call in calls] == ["{", '"x": "long', " text"]
+    assert [call["function"]["arguments"] for call in calls] == ["", '{"x": "long', " text"]
+    parser = TagParser(None, None, FORMATS["gemma"], SCHEMAS)
+    string = '<|"|>long<|"|>,'
+    pieces = ("<|tool_call>call:add{x:[", string, string * 100, "1]}<tool_call|>")
+    calls = [call for piece in pieces for call in parser.feed([piece]).calls]
+    assert [call["function"]["arguments"] for call in calls] == [
+        '{"x": [',
+        '"long", ',
+        '"long", ' * 100,
+        "1]}",
+    ]
     parser = TagParser(None, None, FORMATS["qwen3_coder"], SCHEMAS)
     pieces = ("<function=add>\n<parameter=x>\n", "long\n", "text</par", "t>")
     calls = [call for piece in pieces for call in parser.feed([piece]).calls]
@@ -111,6 +126,104 @@ def test_arguments_come_as_they_are_written() -> None:
         "\\ntext",
         "</part>",
     ]
+
+
+MALFORMED = {  # what a model forgot, and the arguments all the same
+    "hermes": ('<tool_call>{"name": "add", "arguments": {"x": ["a"</tool_call>', {"x": ["a"]}),
+    "hermes with a field of its own": (
+        '<tool_call>{"name": "add", "arguments": {"x": 1}, "why": "so"}</tool_call>',
+        {"x": 1},
+    ),
+    "hermes with single quotes": (
+        """<tool_call>{"name": "add", "arguments": {'x': "it's", 'y': None}}</tool_call>""",
+        {"x": "it's", "y": None},
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"x": {"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        {"x": {"a": 1}},
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=x>\na\n<parameter=y>\n1\n</function>\n</tool_call>",
+        {"x": "a", "y": 1},
+    ),
+    "seed": (
+        "<seed:tool_call><function=add><parameter=x>a\n</function>\n</seed:tool_call>",
+        {"x": "a"},
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">a\n'
+        '<parameter name="y">1</invoke>\n</minimax:tool_call>',
+        {"x": "a", "y": 1},
+    ),
+    "gemma": (
+        "<|tool_call>call:add{x:in Rome,y:[1,True<tool_call|>",
+        {"x": "in Rome", "y": [1, True]},
+    ),
+    "gemma with a quoted key": ('<|tool_call>call:add{<|"|>x<|"|>: 1}<tool_call|>', {"x": 1}),
+    "lfm2": (
+        "<|tool_call_start|>[add(x=true, y=[null])]<|tool_call_end|>",
+        {"x": True, "y": [None]},
+    ),
+    "qwen3_coder with a number that JSON has not": (
+        "<tool_call><function=add><parameter=y>NaN</parameter></function></tool_call>",
+        {"y": "NaN"},
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_a_model_forgot_costs_no_other_text(name: str, size: int) -> None:
+    """A bracket, a closing tag or a quote: all that came behind it was part of the arguments."""
+    text, arguments = MALFORMED[name]
+    content, calls = in_format(name, f"{text} Done.", size)
+    ((called, written),) = calls
+    assert (content, called, json.loads(written)) == ("Done.", "add", arguments)
+
+
+HALF = '"\\ud83d"'  # half a surrogate pair, as JSON and Python write it
+HALVES = {
+    "hermes": [f'<tool_call>{{"arguments": {{"x": {HALF}}}, "name": "add"}}</tool_call>'],
+    "hermes with a name of it": [f'<tool_call>{{"arguments": {{}}, "name": {HALF}}}</tool_call>'],
+    "lfm2": [f"<|tool_call_start|>[add(x={HALF})]<|tool_call_end|>"],
+    "glm": [f"<tool_call>add<arg_key>y</arg_key><arg_value>[{HALF}]</arg_value></tool_call>"],
+    "qwen3_coder": ["<function=a", "<tool_call>", ">\n<parameter=", "</tool_call>", ">\n1\n"],
+    "minimax": ["<minimax:tool_call>", '<invoke name="', "<minimax:tool_call>", '"></invoke>'],
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_any_call_can_be_sent(name: str) -> None:
+    """UTF-8 has no form for half a surrogate pair, nor for what stands for a special token within."""
+    format = FORMATS[name.partition(" ")[0]]
+    tokenizer = Mock(tokens=lambda: format.shown)
+    reply = ReplyText(0, parser_of(tokenizer, None, format, SCHEMAS))
+    for text in HALVES[name]:
+        token = format.shown.index(text) if text in format.shown else len(format.shown)
+        reply.feed(Piece(text, (token,), texts=(text,)))
+    reply.finish()
+    msgspec.json.encode(reply.message)
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string", "enum": None}, {"string"}),
+        ({"type": None, "anyOf": None, "enum": [None, "1"]}, {"string"}),
+        ({"type": ["integer", 3], "oneOf": {"type": "string"}}, {"integer"}),
+        ({"const": "1"}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, {"string", "null"}),
+        ({"$ref": "#/$defs/Circle"}, {"integer"}),
+        ({"$ref": "#/$defs/Nothing"}, set()),
+        (3, set()),
+    ],
+)
+def test_types_of_any_schema(schema: Any, types: set[str]) -> None:
+    """A reply ended in an error where its client's schema had a null."""
+    circle = {"anyOf": [{"$ref": "#/$defs/Circle"}, {"type": "integer"}]}
+    root = {"$defs": {"Zip": {"type": "string"}, "Circle": circle}}
+    assert types_of(schema, root) == types
 
 
 def test_a_template_shows_its_format(
@@ -196,6 +309,20 @@ def test_kimis_calls_have_the_ids_that_its_template_writes_for_their_names() -> 
     assert chat.messages[1]["tool_calls"][0]["id"] == "a"
 
 
+def test_mistrals_templates_get_ids_that_they_take() -> None:
+    """Nine letters and digits, whatever another model or a client has made of them."""
+    call = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": "{}"}}
+    history = [
+        message("Hi"),
+        message("", "assistant") | {"tool_calls": [call, call | {"id": "toolu_2"}]},
+        message("2", "tool") | {"tool_call_id": "toolu_2"},
+    ]
+    renamed = with_call_ids(history, FORMATS["mistral"])
+    ids = [entry["id"] for entry in renamed[1]["tool_calls"]]
+    assert ids == ["000000000", "000000001"]
+    assert renamed[2]["tool_call_id"] == ids[1]
+
+
 def test_references_of_a_schema_lead_to_the_same_place() -> None:
     (call,) = forced_schema([ADD], "arguments")["anyOf"]
     moved = call["properties"]["arguments"]["properties"]["at"]["$ref"]
@@ -248,6 +375,11 @@ def _check_chosen_calls(served: Served, fields: dict[str, Any]) -> None:
         assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
     (cut,) = served.post("chat/completions", **fields | {"max_tokens": 48}).json()["choices"]
     assert cut["finish_reason"] == "length"
+    limits = {"max_output_tokens": 48, "temperature": 1.0, "seed": 3}
+    items = served.post("responses", tools=FUNCTIONS, **limits).json()["output"]
+    statuses = [item["status"] for item in items]
+    assert statuses == ["completed"] * (len(items) - 1) + ["incomplete"]
+    assert len(items) > 1
     (held,) = served.post(
         "chat/completions", **fields, response_format={"type": "json_object"}
     ).json()["choices"]

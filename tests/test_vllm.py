@@ -37,8 +37,8 @@ from pearl.trace import chrome
 from pearl.trace.reading import read
 from pearl.trace.recorder import outside_recorder
 from pearl.trace.report import report, side_by_side
-from pearl.transport import connect
-from pearl.transport.base import Endpoint
+from pearl.transport import connect, listen
+from pearl.transport.base import MAX_BATCH, Endpoint
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from pearl.vllm import PearlProposer
@@ -436,6 +436,27 @@ def test_a_service_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
         steps.run(lambda: settle(proposer))
         assert steps.num_drafted > drafted_before
         proposer.close()
+
+
+def test_heartbeats_of_a_long_idle_time_do_not_pile_up(tmp_path: Path) -> None:
+    """While vLLM is idle nobody calls `receive`: after eight minutes the connection read nothing any more."""
+    tmp_path.chmod(0o700)
+    service = listen(f"ipc://{tmp_path}/draft", is_target=False)
+    hello = Hello(PROTOCOL_VERSION, Role.TARGET, VOCAB, CONTEXT)
+    link = ServiceLink(service.address, None, hello, lambda hello: "", timeout=60)
+    link.receive()
+    ((peer, _),) = collect(service, 1)
+    service.send(Hello(PROTOCOL_VERSION, Role.DRAFT, VOCAB, CONTEXT, slots=1), peer)
+    service.send(Heartbeat(0, "calibrated", 1, 0.001), peer)
+    eventually(lambda: link.receive(0.02) and link.is_ready, "the link is ready")
+    taken: list[DraftTokens] = []
+    link.take_tokens = lambda tokens: bool(taken.append(tokens))  # type: ignore[func-returns-value]
+    for step in range(2 * MAX_BATCH):
+        service.send(Heartbeat(step, "idle", 0), peer)
+    service.send(DraftTokens(1, 0, 3, (5,)), peer)
+    eventually(lambda: taken, "drafted tokens behind the heartbeats are read")
+    link.close()
+    service.close()
 
 
 def test_more_requests_than_slots(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _deltas(stream: Stream, parser: ReplyParser | None) -> Iterator[Delta]:
     """Yield reasoning and answer of each piece, and at the end what the parser has held back."""
     for piece in stream:
         if parser is None:
-            yield Delta(content=piece.text)
+            yield Delta.of_content(piece.text)
         else:
             yield parser.feed(piece.texts or (piece.text,), piece.tokens)
     if parser is not None:

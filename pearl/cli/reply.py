@@ -179,7 +179,7 @@ class MarkdownReply(_ScreenReply):
         tokens: Sequence[int] = (),
     ) -> None:
         if self._parser is None:
-            self._append(Delta(content="".join(texts)))
+            self._append(Delta.of_content("".join(texts)))
         else:
             self._append(self._parser.feed(texts, tokens))
         self._changed.set()

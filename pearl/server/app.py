@@ -51,6 +51,7 @@ from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
+SILENT_SECONDS = 15.0  # after which a comment shows a stream's client that the server is alive
 _LOOK_SECONDS = 1.0  # between two checks whether the server ends, while a timeline is idle
 
 
@@ -351,6 +352,7 @@ class _Reply:
         The headers go out with the first piece, so that an earlier error can have its own status code.
         """
         events = _EventStream(send)
+        waiting = asyncio.create_task(events.keep_alive())
         try:
             texts = await self._generate(prompts, events)
         except ApiError as error:
@@ -359,6 +361,8 @@ class _Reply:
             self.service.metrics.refused(error.status)
             await events.send(self.writer.error(error.body), more=False)
             return error.status, {}
+        finally:
+            waiting.cancel()
         counts = usage(texts, self.request.body.n)
         await events.send(self.writer.end(counts), more=False)
         return 200, counts
@@ -389,14 +393,27 @@ class _EventStream:
             (b"cache-control", b"no-cache"),
         ]
         self._sending = asyncio.Lock()
+        self._is_silent = False
         self.has_begun = False
 
     async def send(self, chunk: bytes, more: bool = True) -> None:
         if more and not chunk:
             return
         async with self._sending:
+            self._is_silent = False
             if not self.has_begun:
-                self.has_begun = True
                 head = {"type": "http.response.start", "status": 200, "headers": self._headers}
                 await self._send(head)
+                self.has_begun = True
             await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def keep_alive(self) -> None:
+        """Send a comment, which clients skip, whenever nothing was sent for `SILENT_SECONDS`.
+
+        Otherwise clients and proxies give up on a text that waits in the queue, or has a long prompt.
+        """
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(SILENT_SECONDS)
+            if self._is_silent:
+                await self.send(b": waiting\n\n")

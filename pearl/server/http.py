@@ -65,6 +65,7 @@ class ReplyText:
 
     Attributes:
         index: the text's place among the texts of the request, from 0.
+        reply: the text so far, split by the parser.
         result: the engine's result; it is set once the text has ended.
         wait_seconds: how long the text waited until it was sent to the engine's workers.
         reasoning_tokens: number of tokens of the reasoning. The tokens of the closing tag may count
@@ -82,17 +83,17 @@ class ReplyText:
         self.index = index
         self.reasoning_tokens = 0
         self._parser = parser
-        self._reply = Delta()  # all that was fed so far
+        self.reply = Delta()
         self._is_thinking = False
         self._held_tokens = 0  # whose text may still become reasoning or answer
 
-    def feed(self, piece: Piece) -> dict[str, Any]:
-        """Take the next piece of the text, and return the fields of the delta that it adds.
+    def feed(self, piece: Piece) -> Delta:
+        """Take the next piece of the text, and return what it adds to the reply.
 
         Text that may be the beginning of a tag or call is held back until a later piece.
         """
         if self._parser is None:
-            return self._taken(Delta(content=piece.text))
+            return self._taken(Delta.of_content(piece.text))
         if not piece.tokens:
             return self._taken(self._parser.feed([piece.text]))
         joined = Delta()
@@ -103,10 +104,10 @@ class ReplyText:
             joined += new
         return self._taken(joined)
 
-    def finish(self) -> dict[str, Any]:
-        """End the text, and return the fields of the last delta: the text that was held back."""
+    def finish(self) -> Delta:
+        """End the text, and return the text that was held back."""
         if self._parser is None:
-            return {}
+            return Delta()
         new = self._parser.finish()
         self._count(new)
         if self._is_thinking:
@@ -125,33 +126,33 @@ class ReplyText:
             self._held_tokens = 0
             self._is_thinking = not is_answer
 
-    def _taken(self, new: Delta) -> dict[str, Any]:
-        """Add `new` to the reply, and return the fields of `new` that are not empty."""
-        self._reply += new
-        return _fields(new)
+    def _taken(self, new: Delta) -> Delta:
+        self.reply += new
+        return new
 
     @property
     def message(self) -> dict[str, Any]:
         """The message, as far as the text has been generated."""
-        message = {"role": "assistant", "content": "", **_fields(self._reply)}
-        if self._reply.calls:
-            message["tool_calls"] = [without(call, "index") for call in self._reply.calls]
+        message = {"role": "assistant", "content": "", **fields_of(self.reply)}
+        if self.reply.calls:
+            message["tool_calls"] = [without(call, "index") for call in self.reply.calls]
         return message
 
     @property
     def finish_reason(self) -> str:
         """OpenAI's finish reason."""
         reason = finish_reason(self.result)
-        if reason == "stop" and self._reply.calls:
+        if reason == "stop" and self.reply.calls:
             return "tool_calls"
         return reason
 
 
-def _fields(new: Delta) -> dict[str, Any]:
+def fields_of(delta: Delta) -> dict[str, Any]:
+    """Return the fields of a chat's delta or message, without those that are empty."""
     fields = {
-        "reasoning_content": new.reasoning,
-        "content": new.content,
-        "tool_calls": new.calls,
+        "reasoning_content": delta.reasoning,
+        "content": delta.content,
+        "tool_calls": delta.calls,
     }
     return {name: value for name, value in fields.items() if value}
 
@@ -170,17 +171,17 @@ class ReplyWriter(Protocol):
         This may take long, so it is called outside the event loop.
         """
 
-    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+    def piece(self, text: ReplyText, piece: Piece, delta: Delta) -> bytes:
         """Return the events of a piece. The first piece's events include those that begin the text.
 
         Args:
-            delta: what the piece adds to the text's message.
+            delta: what the piece adds to the reply.
         """
 
-    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
+    def last(self, text: ReplyText, delta: Delta) -> bytes:
         """Return the events that end a text.
 
-        `delta`: the part of the message that was held back until the end.
+        `delta`: the part of the reply that was held back until the end.
         """
 
     def end(self, usage: dict[str, Any]) -> bytes:
@@ -222,16 +223,16 @@ class CompletionWriter(ReplyWriter):
             choices.append(choice)
         return encode({**self._head, "object": self._OBJECT, "usage": usage, "choices": choices})
 
-    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+    def piece(self, text: ReplyText, piece: Piece, delta: Delta) -> bytes:
         """Return the chunk for a piece; no bytes if the chunk would be of no use.
 
         A chunk is of use if the piece adds to the message, or if the piece has tokens whose details
         the client has requested.
         """
         has_details = self._include_provenance or piece.details
-        if not delta and not (has_details and piece.tokens):
+        if not delta.events and not (has_details and piece.tokens):
             return b""
-        fields = self._delta(delta or {"content": ""})
+        fields = self._delta(fields_of(delta) or {"content": ""})
         if self._include_provenance:
             provenance = []
             for token, source in zip(piece.texts, piece.provenance, strict=True):
@@ -240,8 +241,8 @@ class CompletionWriter(ReplyWriter):
         logprobs = self._logprobs(piece.tokens, piece.details)
         return self._chunk(text, fields, logprobs=logprobs)
 
-    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
-        return self._chunk(text, self._delta(delta), text.finish_reason)
+    def last(self, text: ReplyText, delta: Delta) -> bytes:
+        return self._chunk(text, self._delta(fields_of(delta)), text.finish_reason)
 
     def end(self, usage: dict[str, Any]) -> bytes:
         if not self._include_usage:
@@ -284,7 +285,7 @@ class ChatWriter(CompletionWriter):
     _OBJECT = "chat.completion"
     _CHUNK = "chat.completion.chunk"
 
-    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+    def piece(self, text: ReplyText, piece: Piece, delta: Delta) -> bytes:
         chunks = super().piece(text, piece, delta)
         if text.index not in self._begun:
             self._begun.add(text.index)

@@ -31,6 +31,7 @@ from pearl.server.schemas import (
     validate,
     warn_once,
 )
+from pearl.text.reply import Delta
 from pearl.text.tools import Call
 
 MOST_KEPT = 1000  # responses that can be continued
@@ -67,9 +68,19 @@ class ResponsesRequest(SharedRequest):
     )
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Variables of the chat template."
+    )
 
     _is_text = field_validator(
-        "input", "metadata", "reasoning", "text", "tools", "tool_choice", mode="before"
+        "input",
+        "metadata",
+        "reasoning",
+        "text",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        mode="before",
     )(check_text)
 
     @property
@@ -339,23 +350,23 @@ class _ResponseWriter(ReplyWriter):
         self._items: list[dict[str, Any]] = []
         self._number = 0
         self._events = b""  # not returned yet
-        self._status = "completed"  # of items, and of the response, once they have ended
+        self._status = "completed"  # of the next item that ends, and at last of the response
 
     def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
-        self.last(texts[0], texts[0].message)
+        self.last(texts[0], texts[0].reply)
         return json.dumps(self._ended(usage), ensure_ascii=False).encode()
 
-    def piece(self, text: ReplyText, piece: Piece, delta: dict[str, Any]) -> bytes:
+    def piece(self, text: ReplyText, piece: Piece, delta: Delta) -> bytes:
         if self._number == 0:
             for name in ("created", "in_progress"):
                 self._add(name, response=self._response("in_progress"))
         self._grow(delta)
         return self._written()
 
-    def last(self, text: ReplyText, delta: dict[str, Any]) -> bytes:
+    def last(self, text: ReplyText, delta: Delta) -> bytes:
+        self._grow(delta)
         if text.finish_reason == "length":
             self._status = "incomplete"
-        self._grow(delta)
         if not self._items:
             self._begin("message")
         self._close()
@@ -415,20 +426,25 @@ class _ResponseWriter(ReplyWriter):
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         self._add(name, **place, **fields)
 
-    def _grow(self, delta: dict[str, Any]) -> None:
-        self._grow_text("reasoning", delta.get("reasoning_content", ""))
-        self._grow_text("message", delta.get("content", ""))
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                self._begin("function_call", call)
-            arguments = call["function"]["arguments"]
-            if arguments:
-                self._items[-1]["arguments"] += arguments
-                self._add_of_item("function_call_arguments.delta", delta=arguments)
+    def _grow(self, delta: Delta) -> None:
+        for event in delta.events:
+            if event.call is not None:
+                self._grow_call(event.call)
+            elif event.kind == "reasoning":
+                self._grow_text("reasoning", event.text)
+            else:
+                self._grow_text("message", event.text)
+
+    def _grow_call(self, call: Call) -> None:
+        """Begin the item of a call, or add arguments to the item that the call has begun."""
+        if "id" in call:
+            self._begin("function_call", call)
+        arguments = call["function"]["arguments"]
+        if arguments:
+            self._items[-1]["arguments"] += arguments
+            self._add_of_item("function_call_arguments.delta", delta=arguments)
 
     def _grow_text(self, kind: str, text: str) -> None:
-        if not text:
-            return
         if not self._items or self._items[-1]["type"] != kind:
             self._begin(kind)
         self._items[-1]["content"][0]["text"] += text

@@ -14,6 +14,7 @@ import regex
 from msgspec import Struct
 
 from pearl.document import parse_json
+from pearl.printable import is_unicode
 from pearl.text.marks import ANY, Marks
 
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a function -> the JSON schema of its arguments
@@ -141,7 +142,7 @@ _NAME = r'"(?:name|tool_name)"'
 _ARGUMENTS = r'"(?:arguments|parameters)"'
 _OTHER = r'"(?:id|type|tool_call_id)"\s*:\s*"[^"]*"'
 _NAMED = rf'\{{\s*(?:{_OTHER}\s*,\s*)*{_NAME}\s*:\s*"([^"\n]+)"\s*,\s*{_ARGUMENTS}\s*:\s*(?=\{{)'
-_REST = rf"\s*(?:,\s*{_OTHER}\s*)*\}}"  # the rest of the object, after the arguments
+_REST = rf"\s*(?:,[^{{}}<{ANY}]*)?\}}"  # the rest of the object, after the arguments
 
 
 def read_object(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
@@ -189,7 +190,7 @@ def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) 
     start = yield from cursor.match(r"\{", lead)
     if start is None:
         return False
-    end = yield from _object_end(cursor, lead)
+    end = yield from _value_end(cursor, lead)
     if end is None:
         return False
     call = _call_in(cursor.readable(cursor.text[lead:end]))
@@ -199,14 +200,15 @@ def _read_whole_object(cursor: Cursor, lead: int, known: Schemas | None = None) 
     return True
 
 
-def _object_end(cursor: Cursor, start: int) -> Generator[None, None, int | None]:
+def _value_end(cursor: Cursor, start: int) -> Generator[None, None, int | None]:
+    """Return the index after a value that begins at `start`; None if the value has no end."""
     balance = _Balance()
     read = start
     while True:
         end = balance.find(cursor.text[read:])
-        if end is not None:
+        if end is not None and not balance.missing:
             return read + end
-        if cursor.is_last:
+        if end is not None or cursor.is_last:
             return None
         read = len(cursor.text)
         yield
@@ -220,7 +222,7 @@ def _call_in(text: str) -> Part | None:
     if not isinstance(fields, dict):
         return None
     name = fields.get("name", fields.get("tool_name"))
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not is_unicode(name):
         return None
     return Part("", name, _arguments_in(fields.get("arguments", fields.get("parameters"))))
 
@@ -236,11 +238,28 @@ def _arguments_in(arguments: Any) -> str:
             arguments = value
     if arguments is None:
         return "{}"
-    return json.dumps(arguments, ensure_ascii=False)
+    return _as_json(arguments)
+
+
+def _as_json(value: Any) -> str:
+    """Return a value as JSON, in which half a surrogate pair is an escape: UTF-8 has no form for it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if is_unicode(text) else json.dumps(value)
 
 
 def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
-    """Read a JSON value at the cursor, and yield its text piece by piece."""
+    """Read a JSON value at the cursor, and yield its text piece by piece.
+
+    If the model forgot to close brackets before the call's closing tag, they are closed here. An
+    object with single quotes is yielded as a whole.
+    """
+    single_quote = yield from cursor.match(r"\{\s*'")
+    if single_quote is not None:
+        end = yield from _value_end(cursor, 0)
+        if end is not None:
+            text = cursor.take(end)
+            yield Part(text, arguments=_arguments_in(cursor.readable(text)))
+            return
     balance = _Balance()
     while True:
         end = balance.find(cursor.text)
@@ -248,19 +267,29 @@ def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
         if length:
             text = cursor.take(length)
             yield Part(text, arguments=cursor.readable(text))
-        if end is not None or cursor.is_last:
+        if end is not None:
+            yield Part("", arguments=balance.missing)
+            return
+        if cursor.is_last:
             return
         yield None
+
+
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class _Balance:
     """Finds the end of a JSON or Python value that comes in pieces of text.
 
-    The value ends where every bracket outside strings has been closed.
+    The value ends where every bracket outside strings has been closed. It also ends before a tag
+    outside strings, with brackets missing: {"a": [1</tool_call> lacks "]}".
+
+    Attributes:
+        missing: the brackets that would close the value, the innermost first.
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.missing = ""
         self._quote = ""
         self._is_escaped = False
 
@@ -277,12 +306,14 @@ class _Balance:
                     self._quote = ""
             elif character in "\"'":
                 self._quote = character
-            elif character in "{[(":
-                self._depth += 1
+            elif character in _CLOSING:
+                self.missing = _CLOSING[character] + self.missing
             elif character in "}])":
-                self._depth -= 1
-                if not self._depth:
+                self.missing = self.missing[1:]
+                if not self.missing:
                     return index + 1
+            elif character == "<" or "\ud800" <= character <= "\udfff":  # a token of a tag
+                return index
         return None
 
 
@@ -317,10 +348,13 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         head: matches the text up to the first argument, or to `end` if there is none; its group is
             the function's name.
-        key: matches the text before an argument's value; its group is the argument's name.
+        key: matches the text before an argument's value; its first group is the argument's name.
+            The second group, if there is one, is "true" where the value is a string.
         value_end: matches the closing tag of a value, and looks ahead at the text after it, because
             a value may contain the closing tag.
         end: matches the end of the call.
+        unclosed: matches the end of a value without a closing tag, before the next argument or
+            before the end of the call.
         is_padded: whether each value stands between two line feeds that are not part of it.
         is_known: whether a call must name a function of the request.
     """
@@ -329,6 +363,7 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     value_end: str
     end: str
+    unclosed: str = NEVER
     is_padded: bool = False
     is_known: bool = False
 
@@ -336,7 +371,7 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
         head = yield from cursor.match(self.head, lead)
         if head is None or (self.is_known and head.group(1) not in schemas):
             return False
-        name = head.group(1)
+        name = cursor.readable(head.group(1))
         yield Part(cursor.take(head.end()), name)
         schema = schemas.get(name, {})
         opening = "{"
@@ -344,10 +379,13 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
             key = yield from cursor.match(self.key)
             if key is None:
                 break
-            name_text = json.dumps(key.group(1), ensure_ascii=False)
-            yield Part(cursor.take(key.end()), arguments=f"{opening}{name_text}: ")
+            key_name = cursor.readable(key.group(1))
+            yield Part(cursor.take(key.end()), arguments=f"{opening}{_as_json(key_name)}: ")
             opening = ", "
-            is_whole = yield from self._read_value(cursor, property_of(schema, key.group(1)))
+            types = types_of(property_of(schema, key_name), schema)
+            if key.lastindex == 2 and key.group(2) == "true" and (not types or "string" in types):
+                types = {"string"}
+            is_whole = yield from self._read_value(cursor, types)
             if not is_whole:
                 return True
         closing = "{}" if opening == "{" else "}"
@@ -361,110 +399,135 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
         yield Part(cursor.take(end.end()), arguments=closing)
         return True
 
-    def _read_value(self, cursor: Cursor, schema: Any) -> Reading:
-        """Read one value; return whether it is complete.
+    def _read_value(self, cursor: Cursor, types: set[str]) -> Reading:
+        """Read one value of any of these JSON types; return whether it is complete.
 
         A string is yielded piece by piece; any other value is yielded once it is complete.
         """
-        if types_of(schema) == {"string"}:
+        if types == {"string"}:
             return (yield from self._read_string(cursor))
-        pattern = cursor.compiled(self.value_end)
+        pattern = cursor.compiled(self._value_end)
         start = 0
         while True:
             match = pattern.search(cursor.text, start, partial=not cursor.is_last)
             if match is not None and not match.partial:
                 value = self._unpadded(cursor.readable(cursor.text[: match.start()]))
-                yield Part(cursor.take(match.end()), arguments=typed(value, schema))
+                yield Part(cursor.take(match.end()), arguments=typed(value, types))
                 return True
             if cursor.is_last:
-                text = cursor.take(self._cut_length(cursor))
+                text = cursor.take(_cut_length(cursor, self._value_end))
                 value = self._unpadded(cursor.readable(text))
-                yield Part(text, arguments=_cut(value, schema))
+                yield Part(text, arguments=_cut(value, types))
                 yield Part(cursor.take(len(cursor.text)))
                 return False
             start = len(cursor.text) if match is None else match.start()
             yield None
 
     def _read_string(self, cursor: Cursor) -> Reading:
-        pattern = cursor.compiled(self.value_end)
         quote = '"'
         if self.is_padded:
             padding = yield from cursor.match(r"\n")
             if padding is not None:
                 yield Part(cursor.take(1), arguments=quote)
                 quote = ""
-        while True:
-            match = pattern.search(cursor.text, partial=not cursor.is_last)
-            if cursor.is_last and match is None:
-                length = self._cut_length(cursor)
-            else:
-                length = len(cursor.text) if match is None else match.start()
-            text = cursor.take(length)
-            escaped = json.dumps(cursor.readable(text), ensure_ascii=False)[1:-1]
-            if text or quote:
-                yield Part(text, arguments=quote + escaped)
-                quote = ""
-            if match is not None and not match.partial:
-                yield Part(cursor.take(len(match.group())), arguments='"')
-                return True
-            if cursor.is_last:
-                yield Part(cursor.take(len(cursor.text)))
-                return False
-            yield None
+        return (yield from _read_string(cursor, self._value_end, quote))
 
-    def _cut_length(self, cursor: Cursor) -> int:
-        """Return the length of a value that is cut by the end of the reply.
-
-        The beginning of a closing tag is not counted.
-        """
-        match = cursor.compiled(self.value_end).search(cursor.text, partial=True)
-        return len(cursor.text) if match is None else int(match.start())
+    @property
+    def _value_end(self) -> str:
+        return f"{self.value_end}|{self.unclosed}"
 
     def _unpadded(self, value: str) -> str:
         return value.removeprefix("\n") if self.is_padded else value
 
 
-def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of the property `name`.
+def _read_string(cursor: Cursor, end: str, quote: str = "") -> Reading:
+    """Read a string up to a match of `end`, and yield it as JSON piece by piece.
 
-    If `schema` has only a reference for the property, such as {"$ref": "#/$defs/Point"}, return
-    the schema to which the reference points within `schema`.
+    Returns whether the string is complete. `quote`: the opening quote, if it was not yielded yet.
     """
+    pattern = cursor.compiled(end)
+    while True:
+        match = pattern.search(cursor.text, partial=not cursor.is_last)
+        if cursor.is_last and match is None:
+            length = _cut_length(cursor, end)
+        else:
+            length = len(cursor.text) if match is None else match.start()
+        text = cursor.take(length)
+        escaped = json.dumps(cursor.readable(text), ensure_ascii=False)[1:-1]
+        if text or quote:
+            yield Part(text, arguments=quote + escaped)
+            quote = ""
+        if match is not None and not match.partial:
+            yield Part(cursor.take(len(match.group())), arguments='"')
+            return True
+        if cursor.is_last:
+            yield Part(cursor.take(len(cursor.text)))
+            return False
+        yield None
+
+
+def _cut_length(cursor: Cursor, end: str) -> int:
+    """Return the length of a value that is cut by the end of the reply.
+
+    The beginning of a closing tag, which `end` matches, is not counted.
+    """
+    match = cursor.compiled(end).search(cursor.text, partial=True)
+    return len(cursor.text) if match is None else int(match.start())
+
+
+def property_of(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of the property `name`; {} if there is none."""
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    member = properties.get(name, {})
-    for _ in range(8):
-        reference = member.get("$ref") if isinstance(member, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        member = schema
-        for key in reference[2:].split("/"):
-            member = member.get(key, {}) if isinstance(member, Mapping) else {}
-    return member
+    return properties.get(name, {}) if isinstance(properties, Mapping) else {}
 
 
-def types_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; an empty set if the schema names no type."""
-    if not isinstance(schema, Mapping):
-        return set()
-    stated = schema.get("type", [])
-    types = {stated} if isinstance(stated, str) else set(stated)
-    for choice in ("anyOf", "oneOf", "allOf"):
-        for member in schema.get(choice, ()):
-            types |= types_of(member)
-    for value in schema.get("enum", ()):
-        if isinstance(value, str):
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema allows; an empty set if the schema names no type.
+
+    Clients send any schema, so a value of a wrong type, such as "enum": null, counts as missing.
+    `root`: the schema to which references such as "#/$defs/Point" refer.
+    """
+    types: set[str] = set()
+    pending = [schema]
+    read = set()  # the schemas that were read, because references may form a circle
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, Mapping) or id(schema) in read:
+            continue
+        read.add(id(schema))
+        stated = schema.get("type")
+        types.update(filter(_is_text, [stated, *_listed(stated)]))
+        if any(map(_is_text, [schema.get("const"), *_listed(schema.get("enum"))])):
             types.add("string")
+        pending.append(_referred(schema.get("$ref"), root))
+        for choice in ("anyOf", "oneOf", "allOf"):
+            pending += _listed(schema.get(choice))
     return types
 
 
-def typed(text: str, schema: Any) -> str:
-    """Convert a value that a model wrote as `text` to JSON of a type that the schema allows.
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
-    For example the text 3 becomes 3 if the schema says integer, and "3" if it says string.
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema within `root` that a reference names; None if it names none."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    member: Any = root
+    for key in reference[2:].split("/"):
+        member = member.get(key) if isinstance(member, Mapping) else None
+    return member
+
+
+def typed(text: str, types: set[str]) -> str:
+    """Convert a value that a model wrote as `text` to JSON of any of these types.
+
+    For example the text 3 becomes 3 if the types are {"integer"}, and "3" if they are {"string"}.
     """
-    types = types_of(schema)
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     value = value_in(text.strip())
@@ -475,7 +538,7 @@ def typed(text: str, schema: Any) -> str:
         value = text
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         value = int(value)
-    return json.dumps(value, ensure_ascii=False)
+    return _as_json(value)
 
 
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
@@ -495,13 +558,12 @@ def _fits(value: Any, types: set[str]) -> bool:
     return any(isinstance(value, _PYTHON_TYPES.get(name, ())) for name in types)
 
 
-def _cut(text: str, schema: Any) -> str:
+def _cut(text: str, types: set[str]) -> str:
     """Return as JSON a value whose end is missing, because the reply ended within the value.
 
     `text`: the part that has come. For example, `re` of a string becomes `"re`, without a closing
     quote.
     """
-    types = types_of(schema)
     if types and "string" not in types:
         return text.strip()
     return json.dumps(text, ensure_ascii=False)[:-1]
@@ -511,19 +573,40 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def value_in(text: str) -> Any:
-    """Parse a text as JSON or, if it is no JSON, as a Python literal; None if it is neither."""
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError):
-        pass
-    if text.lower() in _CONSTANTS:
-        return _CONSTANTS[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-        json.dumps(value)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None
-    return value
+    """Parse a text as JSON or, if it is no JSON, as a Python literal.
+
+    Returns None if it is neither, or has a number that JSON cannot write, such as NaN.
+    """
+    for parse in (parse_json, _literal_in):
+        try:
+            value = parse(text)
+            json.dumps(value, allow_nan=False)
+            return value
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            pass
+    return None
+
+
+def _literal_in(text: str) -> Any:
+    name = text.strip().lower()
+    if name in _CONSTANTS:
+        return _CONSTANTS[name]
+    return _literal(ast.parse(text.strip(), mode="eval").body)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal of Python, in which JSON's true, false and null may stand.
+
+    Raises `ValueError` for any other expression.
+    """
+    return ast.literal_eval(_JsonConstants().visit(node))
+
+
+class _JsonConstants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in _CONSTANTS:
+            return ast.Constant(_CONSTANTS[node.id])
+        return node
 
 
 # ---- calls in Python's notation ----
@@ -538,7 +621,7 @@ def read_python(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     head = yield from cursor.match(r"\[\s*([A-Za-z_][\w.-]*)\s*(?=\()", lead)
     if head is None or head.group(1) not in schemas:
         return False
-    end = yield from _object_end(cursor, lead)
+    end = yield from _value_end(cursor, lead)
     if end is None:
         return False
     calls = _calls_in(cursor.readable(cursor.text[lead:end]), schemas)
@@ -575,71 +658,72 @@ def _call_of(node: ast.expr, schemas: Schemas) -> Part:
     names = list(schemas[name].get("properties") or ())
     values = {}
     for key, value in zip(names, node.args, strict=False):
-        values[key] = ast.literal_eval(value)
+        values[key] = _literal(value)
     if len(values) < len(node.args):
         raise ValueError("the schema has fewer arguments")
     for word in node.keywords:
         if word.arg is None or word.arg in values:
             raise ValueError("an argument without a name, or twice")
-        values[word.arg] = ast.literal_eval(word.value)
-    return Part("", name, json.dumps(values, ensure_ascii=False))
+        values[word.arg] = _literal(word.value)
+    return Part("", name, _as_json(values))
 
 
 # ---- Gemma 4 ----
 
 _QUOTE = regex.escape('<|"|>')
-_GEMMA_END = rf"\}}\s*{regex.escape('<tool_call|>')}"
+_END = regex.escape("<tool_call|>")
+_GEMMA_KEY = (
+    rf"\s*+(?:(?P<close>[}}\]])|(?P<comma>,)|(?:{_QUOTE})?"
+    rf"(?P<key>(?:(?!{_QUOTE})[^\s{{}}\[\],:{ANY}])++)(?:{_QUOTE})?\s*+:)"
+)
+_GEMMA_VALUE = (
+    rf"\s*+(?:(?P<open>[{{\[])|(?P<close>[}}\]])|(?P<comma>,)|(?P<quote>{_QUOTE})"
+    rf"|(?P<word>(?:(?!{_END})[^{{}}\[\],{ANY}])++)(?=[}}\],]|{_END}))"
+)
 
 
 def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read a call such as call:add{a:1,b:<|"|>x<|"|>}.
 
-    The token <|"|> stands for the quotes of strings; keys have no quotes.
+    The token <|"|> stands for the quotes of strings; keys have no quotes. A value without quotes
+    that is no JSON is a string. If the model forgot to close brackets, they are closed here.
     """
     head = yield from cursor.match(r"call:([\w.-]+)\s*(?=\{)", lead)
     if head is None:
         return False
     yield Part(cursor.take(head.end()), head.group(1))
-    pattern = cursor.compiled(
-        rf"(?:{_QUOTE}.*?{_QUOTE}|[^<{ANY}])*?\}}(?=\s*{regex.escape('<tool_call|>')})"
-    )
+    missing = ""  # the brackets that close the arguments, the innermost first
+    expression = _GEMMA_VALUE
     while True:
-        match = pattern.match(cursor.text, partial=not cursor.is_last)
-        if match is not None and not match.partial:
-            arguments = _from_gemma(cursor, cursor.text[: match.end()])
-            yield Part(cursor.take(match.end()), arguments=arguments)
-            return True
-        if cursor.is_last:
-            text = cursor.take(len(cursor.text))
-            end = cursor.compiled(_GEMMA_END).search(text, partial=True)
-            length = len(text) if end is None else end.start() + 1
-            yield Part(text, arguments=_from_gemma(cursor, text[:length]))
-            return True
+        match = yield from cursor.match(expression)
         if match is None:
-            yield Part("", arguments="{}")
+            if cursor.is_last and (not cursor.text or cursor.is_cut(expression)):
+                yield Part(cursor.take(len(cursor.text)))
+            else:
+                yield Part("", arguments=missing)
             return True
-        yield None
-
-
-def _from_gemma(cursor: Cursor, text: str) -> str:
-    """Return arguments in Gemma's notation as JSON text.
-
-    If the end of the reply has cut the arguments, the JSON is cut at the same place.
-    """
-    pattern = cursor.compiled(
-        rf"{_QUOTE}(?P<string>.*?)(?P<end>{_QUOTE}|$)|(?P<key>[^\s{{}}\[\],:{ANY}]+)(?=\s*:)"
-    )
-
-    def as_json(match: Any) -> str:
-        words = match.group("string")
-        if words is None:
-            return json.dumps(cursor.readable(match.group("key")), ensure_ascii=False)
-        string = json.dumps(cursor.readable(words), ensure_ascii=False)
-        return string if match.group("end") else string[:-1]
-
-    if not text.endswith("}"):
-        half_quote = regex.search(_QUOTE, text, partial=True, pos=max(0, len(text) - 4))
-        if half_quote is not None:
-            text = text[: half_quote.start()]
-        text = regex.sub(r"(?<=[{,])\s*[\w.-]+$", "", text)  # a key that has no value yet
-    return str(pattern.sub(as_json, text))
+        kind = match.lastgroup
+        text = cursor.readable(match.group(kind))
+        source = cursor.take(match.end())
+        if kind == "quote":
+            yield Part(source, arguments='"')
+            is_whole = yield from _read_string(cursor, _QUOTE)
+            if not is_whole:
+                return True
+        elif kind == "key":
+            yield Part(source, arguments=f"{_as_json(text)}: ")
+        elif kind == "word":
+            yield Part(source, arguments=typed(text.strip(), set()))
+        elif kind == "comma":
+            yield Part(source, arguments=", ")
+        elif kind == "open":
+            yield Part(source, arguments=text)
+            missing = _CLOSING[text] + missing
+        else:
+            yield Part(source, arguments=missing[0])
+            missing = missing[1:]
+            if not missing:
+                return True
+        expression = _GEMMA_VALUE
+        if kind in ("open", "comma") and missing[0] == "}":
+            expression = _GEMMA_KEY

@@ -16,12 +16,14 @@ class ReasoningState:
     Attributes:
         is_begun: whether the text has begun with reasoning.
         is_over: whether the reasoning has ended, or the text has none.
+        is_blank: whether only white space has followed the reasoning.
     """
 
     def __init__(self, marks: Reasoning | None) -> None:
         self.is_over = marks is None
         self._marks = marks or Reasoning()
         self.is_begun = self._marks.is_open
+        self.is_blank = marks is not None
         self._lead = ""  # held back: it may become the opening mark
         self._tail = ""  # the end of the reasoning, in which a mark may have begun
         self._longest = max(map(len, self._marks.ends), default=0)
@@ -29,15 +31,17 @@ class ReasoningState:
     def feed(self, token: int, text: str) -> tuple[str, str]:
         """Take the next token, and the text that becomes final with it.
 
-        Returns the part of this text that is reasoning, and the part that is answer.
+        Returns the part of this text that is reasoning, and the part that is answer. White space
+        between the two counts as reasoning, because models always write it and clients do not get it.
         """
         if self.is_over:
-            return "", text
+            return self._parted("", text)
         if not self.is_begun:
             text = self._lead + text
             self._lead = ""
             self._begin(token, text.lstrip())
         if self.is_over:
+            self.is_blank = False
             return "", text
         if not self.is_begun:
             self._lead = text
@@ -45,7 +49,15 @@ class ReasoningState:
         if self._marks.end_tokens:
             self.is_over = token in self._marks.end_tokens
             return text, ""
-        return self._until_end(text)
+        return self._parted(*self._until_end(text))
+
+    def _parted(self, thought: str, answer: str) -> tuple[str, str]:
+        """Return both parts of a text, with white space before the first answer in the first part."""
+        if not self.is_blank:
+            return thought, answer
+        stripped = answer.lstrip()
+        self.is_blank = not stripped
+        return thought + answer[: len(answer) - len(stripped)], stripped
 
     def flush(self) -> str:
         """Return the text that is still held back; call it at the end of the text."""

@@ -45,17 +45,56 @@ class Event(NamedTuple):
 
 @dataclass
 class Delta:
-    """The parts of a reply that became certain with one piece of text."""
+    """What became certain with one piece of text, in the order of the reply.
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    Attributes:
+        events: reasoning, content and calls, without their sources. Adjacent events of one text or
+            of one call are joined.
+    """
+
+    events: list[Event] = field(default_factory=list)
+
+    @classmethod
+    def of_content(cls, text: str) -> Delta:
+        """Return a delta that is all content."""
+        delta = cls()
+        if text:
+            delta.append(Event("content", "", text))
+        return delta
 
     def __add__(self, later: Delta) -> Delta:
-        calls: list[Call] = []
-        for call in self.calls + later.calls:
-            _join(calls, call)
-        return Delta(self.reasoning + later.reasoning, self.content + later.content, calls)
+        joined = Delta(list(self.events))
+        for event in later.events:
+            joined.append(event)
+        return joined
+
+    def append(self, event: Event) -> None:
+        """Append an event, joined with the last event if both are of one text or one call."""
+        last_event = self.events[-1] if self.events else None
+        if last_event is None or last_event.kind != event.kind:
+            self.events.append(event)
+        elif last_event.call is None or event.call is None:
+            self.events[-1] = event._replace(text=last_event.text + event.text)
+        elif "id" in event.call:
+            self.events.append(event)
+        else:
+            self.events[-1] = event._replace(call=_continued(last_event.call, event.call))
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls, of which the first may continue a call of an earlier delta."""
+        return [event.call for event in self.events if event.call is not None]
+
+    def _text(self, kind: Kind) -> str:
+        return "".join(event.text for event in self.events if event.kind == kind)
 
 
 class ReplyParser(ABC):
@@ -137,12 +176,8 @@ class ReplyParser(ABC):
     def _delta(self) -> Delta:
         delta = Delta()
         for event in self.events:
-            if event.kind == "reasoning":
-                delta.reasoning += event.text
-            elif event.kind == "content":
-                delta.content += event.text
-            elif event.call is not None:
-                _join(delta.calls, event.call)
+            if event.text or event.call is not None:
+                delta.append(event._replace(source=""))
         return delta
 
     def _emit(self, kind: Kind, source: str) -> None:
@@ -173,12 +208,11 @@ class ReplyParser(ABC):
         self.events.append(Event("call", self._marks.readable(part.source), call=call))
 
 
-def _join(calls: list[Call], part: Call) -> None:
-    """Add `part` to `calls`: append its arguments to the last call, or append it as a new call."""
-    if "id" not in part and calls and calls[-1]["index"] == part["index"]:
-        calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-    else:
-        calls.append(part | {"function": dict(part["function"])})
+def _continued(call: Call, part: Call) -> Call:
+    """Return a call with the arguments of its next part appended."""
+    function = dict(call["function"])
+    function["arguments"] += part["function"]["arguments"]
+    return call | {"function": function}
 
 
 class TagParser(ReplyParser):
@@ -528,10 +562,11 @@ def parser_of(
     **options: Any,
 ) -> ReplyParser:
     """Return the parser for replies with these tags and calls; for the arguments see `ReplyParser`."""
-    is_harmony = tags is HARMONY or (format is not None and format.is_harmony)
     parser: type[ReplyParser] = TagParser
-    if is_harmony and not is_forced:
-        parser = HarmonyParser
+    if tags is HARMONY or (format is not None and format.is_harmony):
+        tags = HARMONY  # even without reasoning: its tokens, such as <|return|>, are in no text
+        if not is_forced:
+            parser = HarmonyParser
     return parser(tokenizer, tags, format, schemas, is_forced=is_forced, **options)
 
 

@@ -364,6 +364,8 @@ class TextStream:
             return self._push(token, "")
         shown = self._push(token, self._detokenizer.push(token))
         held = self._detokenizer.held
+        if self._reasoning.is_blank:
+            held = held.lstrip()
         if self._reasoning.is_over and self._matcher.completes(held):
             shown += self._matcher.push(held)
         return shown

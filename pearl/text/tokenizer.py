@@ -308,6 +308,8 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     stated = settings.get("chat_template") or []
     if isinstance(stated, str):
         templates = {"default": stated}
+    elif isinstance(stated, dict):
+        templates = dict(stated)
     else:
         templates = {entry["name"]: entry["template"] for entry in stated}
     for file in directory.glob("additional_chat_templates/*.jinja"):

@@ -89,7 +89,6 @@ class ServiceLink:
         events: list[object] = []
         try:
             for _, message in self._mail.receive(timeout):
-                self._silence.heard()
                 events += self._take(message)
             self._check_silence()
         except (TransportError, ProtocolError) as error:
@@ -97,9 +96,17 @@ class ServiceLink:
         return events
 
     def _arrived(self, _: Peer, message: Message) -> Message | None:
-        if self.take_tokens is None or not self.is_ready or not isinstance(message, DraftTokens):
+        """Handle what needs no call of `receive`, because vLLM may be idle for hours."""
+        allowance = 0.0
+        if isinstance(message, Heartbeat) and message.work == "prefill":
+            allowance = min(SLACK * message.seconds, 10 * self._timeout)
+        self._silence.heard(allowance)
+        if not self.is_ready:
             return message
-        self._silence.heard()
+        if isinstance(message, Heartbeat):
+            return None
+        if self.take_tokens is None or not isinstance(message, DraftTokens):
+            return message
         ends_wait = self.take_tokens(message)
         return _TAKEN if ends_wait else None
 
@@ -114,8 +121,6 @@ class ServiceLink:
                 self._back_off = _FIRST_RETRY_SECONDS
                 log.info("a draft service at %s drafts for this engine", self._address)
                 yield DraftJoined(self.context, message.seconds)
-            case Heartbeat(work="prefill"):
-                self._silence.heard(min(SLACK * message.seconds, 10 * self._timeout))
             case Error(-1, kind, text):
                 self.refusal = text
                 raise TransportError(f"the draft service refused: {kind}: {text}")
