@@ -183,14 +183,15 @@ def test_what_a_model_forgot_costs_no_other_text(name: str, size: int) -> None:
 
 
 HALF = '"\\ud83d"'  # half a surrogate pair, as JSON and Python write it
-HALVES = {
-    "hermes": [f'<tool_call>{{"arguments": {{"x": {HALF}}}, "name": "add"}}</tool_call>'],
-    "hermes with a name of it": [f'<tool_call>{{"arguments": {{}}, "name": {HALF}}}</tool_call>'],
-    "lfm2": [f"<|tool_call_start|>[add(x={HALF})]<|tool_call_end|>"],
-    "glm": [f"<tool_call>add<arg_key>y</arg_key><arg_value>[{HALF}]</arg_value></tool_call>"],
+HALVES = {  # the texts of each reply's tokens
+    "hermes": ["<tool_call>", f'{{"arguments": {{"x": {HALF}}}, "name": "add"}}', "</tool_call>"],
+    "hermes with a name of it": ["<tool_call>", f'{{"arguments": {{}}, "name": {HALF}}}'],
+    "lfm2": ["<|tool_call_start|>", f"[add(x={HALF})]", "<|tool_call_end|>"],
+    "glm": ["<tool_call>", "add", "<arg_key>", "y", "</arg_key>", "<arg_value>", f"[{HALF}]"],
     "qwen3_coder": ["<function=a", "<tool_call>", ">\n<parameter=", "</tool_call>", ">\n1\n"],
     "minimax": ["<minimax:tool_call>", '<invoke name="', "<minimax:tool_call>", '"></invoke>'],
 }
+HALVES["glm"] += ["</arg_value>", "</tool_call>"]
 
 
 @pytest.mark.parametrize("name", HALVES)

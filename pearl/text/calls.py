@@ -496,17 +496,16 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
             continue
         read.add(id(schema))
         stated = schema.get("type")
-        types.update(filter(_is_text, [stated, *_listed(stated)]))
-        if any(map(_is_text, [schema.get("const"), *_listed(schema.get("enum"))])):
-            types.add("string")
+        for name in [stated, *_listed(stated)]:
+            if isinstance(name, str):
+                types.add(name)
+        for value in [schema.get("const"), *_listed(schema.get("enum"))]:
+            if isinstance(value, str):
+                types.add("string")
         pending.append(_referred(schema.get("$ref"), root))
         for choice in ("anyOf", "oneOf", "allOf"):
             pending += _listed(schema.get(choice))
     return types
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _listed(value: Any) -> list[Any]:
