@@ -138,6 +138,9 @@ def test_functions_are_kept_and_other_tools_left_out(warnings: pytest.LogCapture
     chat = request.prompts[0].messages
     roles = ["system", "system", "user", "user", "assistant", "tool"]
     assert [entry["role"] for entry in chat] == roles
+    alone, _ = Responses(SETUP).read(codex(input=[*HISTORY[2:4], *HISTORY[7:], said("And?")]))
+    roles = [entry["role"] for entry in alone.prompts[0].messages]
+    assert roles == ["system", "user", "user"], "no empty turn for what is left out"
     (call,) = chat[4]["tool_calls"]
     assert (chat[4]["content"], call["function"]["name"]) == ("Reading.", "mcp__files__read")
 

@@ -171,8 +171,10 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 content = _content(item.get("content"))
                 messages.append({"role": item.get("role"), "content": content})
             case "reasoning":
-                message = _assistant(messages, "content", "tool_calls", "reasoning_content")
-                message["reasoning_content"] = _reasoning(item)
+                thought = _reasoning(item)
+                if thought:  # it is encrypted otherwise, and may be all of its turn
+                    message = _assistant(messages, "content", "tool_calls", "reasoning_content")
+                    message["reasoning_content"] = thought
             case "function_call":
                 name = chat_name(item.get("namespace"), str(item.get("name")))
                 function = {"name": name, "arguments": item.get("arguments")}
