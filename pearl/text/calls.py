@@ -242,8 +242,11 @@ def _arguments_in(arguments: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value as JSON, in which half a surrogate pair is an escape: UTF-8 has no form for it."""
-    text = json.dumps(value, ensure_ascii=False)
+    """Return a value as JSON, in which half a surrogate pair is an escape: UTF-8 has no form for it.
+
+    Raises `ValueError` for a number that JSON cannot write, such as NaN.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_unicode(text) else json.dumps(value)
 
 
@@ -703,26 +706,32 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
             return True
         kind = match.lastgroup
         text = cursor.readable(match.group(kind))
-        source = cursor.take(match.end())
+        if kind == "open":
+            missing = _CLOSING[text] + missing
+        elif kind == "close":
+            text = missing[0]
+            missing = missing[1:]
+        yield Part(cursor.take(match.end()), arguments=_gemma_json(kind, text))
         if kind == "quote":
-            yield Part(source, arguments='"')
             is_whole = yield from _read_string(cursor, _QUOTE)
             if not is_whole:
                 return True
-        elif kind == "key":
-            yield Part(source, arguments=f"{_as_json(text)}: ")
-        elif kind == "word":
-            yield Part(source, arguments=typed(text.strip(), set()))
-        elif kind == "comma":
-            yield Part(source, arguments=", ")
-        elif kind == "open":
-            yield Part(source, arguments=text)
-            missing = _CLOSING[text] + missing
-        else:
-            yield Part(source, arguments=missing[0])
-            missing = missing[1:]
-            if not missing:
-                return True
+        if not missing:
+            return True
         expression = _GEMMA_VALUE
         if kind in ("open", "comma") and missing[0] == "}":
             expression = _GEMMA_KEY
+
+
+def _gemma_json(kind: str, text: str) -> str:
+    """Return the JSON of a part of Gemma's arguments; `kind` is the name of its group."""
+    match kind:
+        case "key":
+            return f"{_as_json(text)}: "
+        case "comma":
+            return ", "
+        case "quote":
+            return '"'
+        case "word":
+            return typed(text.strip(), set())
+    return text
