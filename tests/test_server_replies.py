@@ -284,7 +284,7 @@ def _check_replies(server: Served, case: Case, tools: list[Any]) -> None:
         with server.saying(script, step):
             (choice,) = server.post("chat/completions", **fields).json()["choices"]
             chunks = server.events("chat/completions", **fields)
-            if not case.begun:
+            if not case.begun and step > 1:
                 functions = [{"type": "function", **tool["function"]} for tool in tools]
                 response = server.post("responses", tools=functions)
                 _check_response(response.json()["output"], case)
