@@ -72,8 +72,8 @@ class Format(Struct, frozen=True, forbid_unknown_fields=True):
         shown: names that may be special tokens of a vocabulary. Only these special tokens are
             decoded to their names; all others are decoded to nothing.
         call_id: the form of the ids of calls in a conversation; empty if the template needs none.
-            It is needed if the template writes a call's id in place of its function. It contains
-            {name} and {number}, which counts the calls from 0.
+            It is needed if the template writes a call's id in place of its function, or refuses ids
+            of another form. It may contain {name} and {number}, which counts the calls from 0.
         is_harmony: whether calls are messages of the harmony format, which `pearl.text.reply`
             reads.
     """
