@@ -135,7 +135,10 @@ def _own_runner(
         split_fused(layers[0], forward, settings)
         rounding = rounding_for(model)
         if rounding:
-            model = model.to(torch.bfloat16)
+            # Only parameters: transformers keeps a rope's frequencies in buffers, and rounded
+            # frequencies would turn later positions by other angles.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
     context = context_of(spec, model, config.max_context)
     positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # as the runners allocate
     in_own_dtype = on_gpu or native.computes(model.model.embed_tokens.weight)
