@@ -1,7 +1,9 @@
 """The fast forward of the Llama family: the contract, and that it computes what transformers computes."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,7 +27,7 @@ from pearl.models.transformers.runner import HFRunner
 from tests.forwards import KINDS
 from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
-from tests.tiny import CPU, on_cpu, tiny_model
+from tests.tiny import CPU, changed_model, on_cpu, tiny_model
 
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
@@ -93,6 +95,19 @@ def test_logits_equal_those_of_transformers(kind: str) -> None:
     close(logits(load(kind)), logits(reference(kind, "float32")))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_and_biases_count(kind: str) -> None:
+    """They begin as ones and zeros, with which an exchange of two of them shows nowhere."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 or "bias" in name:
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+    wanted = logits(HFRunner(deepcopy(model), 64))
+    close(logits(CpuRunner(model, 64)), wanted)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), pairwise(KINDS, ["bfloat16", "float16"]))
 def test_rounding_is_no_worse_than_that_of_transformers(kind: str, dtype: str) -> None:
     """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
@@ -113,6 +128,13 @@ def test_others_keep_the_forward_of_transformers() -> None:
     assert not has_own_forward(
         AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64)
     )
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_experts_of_another_activation_are_left_to_transformers(kind: str, tmp_path: Path) -> None:
+    """Our experts compute SiLU, and did so for these too."""
+    model = changed_model(tmp_path / "model", kind, hidden_act="gelu_pytorch_tanh")
+    assert isinstance(on_cpu(model, max_context=64), HFRunner)
 
 
 def test_quantised_models_are_left_to_transformers() -> None:
@@ -223,6 +245,25 @@ def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(large: Callable[[int], N
     assert rounding_for(narrow.float()) == "int4", "the same weights"
     large(weights + 1)
     assert rounding_for(narrow) == ""
+
+
+@pytest.mark.skipif(native.library() is None, reason="our products are not built")
+@pytest.mark.parametrize("kind", ["gemma3-short", "phi4-mini"])
+def test_a_draft_that_is_rounded_has_the_rope_of_its_checkpoint(
+    kind: str, large: Callable[[int], None]
+) -> None:
+    """transformers keeps frequencies in buffers, which were rounded to bfloat16 with the weights."""
+    large(0)
+    model = str(tiny_model(kind, dtype="bfloat16"))
+    target, draft = (
+        load_runner(ModelConfig(model, role=role, max_context=256), CPU)
+        for role in ("target", "draft")
+    )
+    assert draft.weights == "int4"
+    assert isinstance(target, ForwardRunner)
+    assert isinstance(draft, ForwardRunner)
+    for name, tables in target._ropes.items():
+        assert all(map(torch.equal, tables, draft._ropes[name]))
 
 
 @pytest.mark.parametrize(

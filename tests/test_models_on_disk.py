@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,11 +21,12 @@ from pearl.models.checkpoints import checkpoint, recipes
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.stored import kind_of
 from pearl.models.cpu import native
 from pearl.models.families import QUANTISED
 from pearl.models.forward.runner import ForwardRunner
 from tests.gguf_files import write_gguf
-from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
+from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model, tiny_wrapper
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMIT = "0123456789012345678901234567890123456789"
@@ -270,6 +273,27 @@ def test_show_says_which_forward_computes_a_model(kind: str) -> None:
     assert (about["forward"] == "own") == isinstance(runner, ForwardRunner)
     assert (about["why"] is None) == isinstance(runner, ForwardRunner)
     assert about["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("model", "forward"),
+    [
+        (tiny_model, "own"),
+        (partial(tiny_model, "gemma3-short"), "transformers"),
+        (partial(tiny_wrapper, "qwen2_5_vl"), "transformers"),
+    ],
+)
+def test_where_quantised_weights_are_read(
+    model: Callable[[], Path], forward: str, tmp_path: Path
+) -> None:
+    """Only straight from the files: neither those of a Gemma nor of a model of pictures."""
+    directory = tmp_path / "model"
+    shutil.copytree(model(), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert kind_of(directory).forward == forward
+    assert describe(str(directory), print)["forward"] == forward
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes all sizes")

@@ -180,6 +180,20 @@ def is_of_own_forward(config: Config) -> bool:
     return any(family.model_type == model_type for family in FAMILIES)
 
 
+def reads_weights(config: Config) -> bool:
+    """Return whether our own forward can read the weights that a config.json describes as they are stored.
+
+    It can unless they are quantised by a method that is not in `QUANTISED`, or belong to a multimodal
+    model or to a family that transformers has to load.
+    """
+    scheme = config.get("quantization_config")
+    if not isinstance(scheme, Mapping):
+        return True
+    family = OWN_FORWARD.get((config.get("architectures") or ("",))[0])
+    is_read = family is not None and family.forward.reads_directly
+    return is_read and scheme.get("quant_method") in QUANTISED
+
+
 def forward_of(architecture: str, config: Config) -> Forward | None:
     """Return how our own forward computes a model; None if it does not, see `not_computed`."""
     if not_computed(architecture, config):
@@ -199,11 +213,13 @@ def not_computed(
     """
     if architecture not in OWN_FORWARD:
         return f"our own forward has no family {architecture}"
-    if activation_of(config) not in activations:
-        return f"its activation {activation_of(config)!r} is not computed"
+    forward = OWN_FORWARD[architecture].forward
+    activation = activation_of(config)
+    is_silu = ACTIVATIONS.get(activation or "") == "silu"  # the only one of `forward.experts`
+    if activation not in activations or (forward.has_experts and not is_silu):
+        return f"its activation {activation!r} is not computed"
     if config.get("quantization_config"):
         return "it is quantised (quantization_config)"
-    forward = OWN_FORWARD[architecture].forward
     return _rope_not_computed(forward, config) or _attention_not_computed(forward, config)
 
 

@@ -17,7 +17,13 @@ from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, langua
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
 from pearl.models.cpu import native
-from pearl.models.families import OWN_FORWARD, QUANTISED, Config, not_computed, weight_shapes
+from pearl.models.families import (
+    OWN_FORWARD,
+    Config,
+    not_computed,
+    reads_weights,
+    weight_shapes,
+)
 from pearl.models.heads import kinds as heads
 from pearl.models.own_forward import has_own_forward
 from pearl.text.reasoning import tags_of
@@ -146,7 +152,7 @@ def of_model(path: Path) -> dict[str, Any]:
     config: Any = language_model_of(path)
     if config is None:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    method = (vars(config).pop("quantization_config", None) or {}).get("quant_method", "")
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return _facts(
@@ -154,22 +160,22 @@ def of_model(path: Path) -> dict[str, Any]:
         parameters=sum(weight.numel() for weight in model.parameters()),
         context=context_of(str(path), model, None),
         vocabulary=config.vocab_size,
-        why=_why_general(model, method),
+        why=_why_general(model, config_in(path)),
     )
 
 
-def _why_general(model: Any, method: str) -> str:
+def _why_general(model: Any, stored_config: Config) -> str:
     """Return why a model runs through transformers; "" if our own forward computes it.
 
     Args:
-        method: the method by which its weights are quantised; "" if they are not.
+        stored_config: the checkpoint's config.json.
     """
-    family = OWN_FORWARD.get(type(model).__name__)
-    if family is None:
+    if type(model).__name__ not in OWN_FORWARD:
         return "our own forward does not compute its family"
     if not has_own_forward(model, _here()):
         return _NOT_HERE
-    if method and not (method in QUANTISED and family.forward.reads_directly):
+    if not reads_weights(stored_config):
+        method = stored_config["quantization_config"].get("quant_method")
         return f"our own forward does not read its weights, quantised by {method}"
     return ""
 

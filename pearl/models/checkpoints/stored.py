@@ -13,7 +13,7 @@ from pearl.cache import cache_directory
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.hub import HubName
-from pearl.models.families import QUANTISED, is_of_own_forward
+from pearl.models.families import is_of_own_forward, reads_weights
 from pearl.models.heads.kinds import describes_head
 
 _GGUF_KIND = re.compile(r"(?i)(?<![a-z0-9])(I?Q\d\w*?|MXFP4|BF16|F16|F32)(?=[.-]|$)")
@@ -108,7 +108,7 @@ def kind_of(directory: Path) -> Kind:
         weights = str(config.get("dtype") or config.get("torch_dtype") or "")
     if describes_head(config):
         return Kind(weights, "head")
-    is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
+    is_own = is_of_own_forward(config) and reads_weights(config)
     return Kind(weights, "own" if is_own else "transformers")
 
 
