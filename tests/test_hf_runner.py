@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM
 
@@ -369,3 +370,35 @@ def test_a_damaged_directory_is_a_model_error(tmp_path: Path) -> None:
         (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
         with pytest.raises(ModelError, match="could not be loaded"):
             on_cpu(directory)
+
+
+_INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "head_dim": 8} | {
+    "swa_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Apertus1p5", {"output_vocab_size": 200, "tie_word_embeddings": False}),
+        ("Inkling2", _INKLING | {"unpadded_vocab_size": 200}),
+    ],
+)
+def test_a_model_may_have_fewer_logits_than_tokens(family: str, sizes: dict[str, object]) -> None:
+    """Which `config.vocab_size` does not tell: rows were of another width than the runner said."""
+    config = getattr(transformers, f"{family}TextConfig")(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **sizes,
+    )
+    runner = HFRunner(AutoModelForCausalLM.from_config(config), 32)
+    assert feed_chain(runner, [3, 4], 1).shape == (1, runner.vocab_size)

@@ -33,6 +33,8 @@ _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
 # Least median of these cosines in half precision: in some rows rounding may choose other experts.
 _ALIKE_IN_HALF = 0.97
+# Settings that bound the number of logits: those of Inkling, and of Apertus 1.5, are of the first tokens alone.
+_NUM_LOGITS = ("vocab_size", "unpadded_vocab_size", "output_vocab_size")
 # Most tokens of a forward of a model with recurrent state. The state is copied before each forward.
 PIECE = 512
 
@@ -66,7 +68,8 @@ class HFRunner(ModelRunner):
         self._cache = Cache(layers=layers)
         self._length = 0
         self.context = context
-        self.vocab_size: int = config.vocab_size
+        sizes = [getattr(config, name, None) for name in _NUM_LOGITS]
+        self.vocab_size: int = min(filter(None, sizes))
         # With a device map the outermost hook moves the logits back to the input's device.
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self.weights = str(model.dtype).removeprefix("torch.")
