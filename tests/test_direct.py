@@ -205,6 +205,8 @@ def test_shards(tmp_path: Path) -> None:
                 }
             },
         ),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}),
+        ("qwen3-moe", {"norm_topk_prob": ...}),  # transformers takes false
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("qwen2", {"use_sliding_window": True, "layer_types": ...}),  # in which layers?
     ],

@@ -50,7 +50,10 @@ _NEEDED = (
     "hidden_act",
     "tie_word_embeddings",
 )
-_NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit")
+_NEEDED_BY = {  # in addition, by the model type
+    "gpt_oss": ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit"),
+    "qwen3_moe": ("num_experts_per_tok", "norm_topk_prob"),
+}
 _DTYPES = ("float32", "bfloat16", "float16")
 _BLOCKS = "_blocks"  # suffixes of tensors in MXFP4
 _SCALES = "_scales"
@@ -442,20 +445,16 @@ def _config(directory: Path) -> dict[str, Any]:
         family = OWN_FORWARD[config["architectures"][0]]
     except (LookupError, TypeError):
         raise Unsupported("its architecture is none that our own forward computes") from None
-    has_experts = family.forward.clamps_experts
-    needed = [*_NEEDED]
-    if has_experts:
-        needed += _NEEDED_BY_EXPERTS
-    for name in needed:
+    for name in (*_NEEDED, *_NEEDED_BY.get(family.model_type, ())):
         if config.get(name) is None:
             raise Unsupported(f"its config.json has no {name}")
     if config.get("model_type") != family.model_type:
         raise Unsupported(f"its model_type is not {family.model_type!r}")
-    if has_experts and "quantization_config" in config:
+    if family.forward.clamps_experts and "quantization_config" in config:
         _drop_mxfp4(config)
-    # With auto_map the model has code of its own. transformers prefers the other setting to the
-    # rope's own.
-    for name in ("auto_map", "original_max_position_embeddings"):
+    # With auto_map the model has code of its own. transformers prefers the next setting to the
+    # rope's own. The last one overrides settings of single layers.
+    for name in ("auto_map", "original_max_position_embeddings", "per_layer_config"):
         if name in config:
             raise Unsupported(f"its config.json has {name}")
     rope = parameters_of_rope(config)
