@@ -98,6 +98,17 @@ def test_it_computes_its_definition(kind: str, tmp_path: Path) -> None:
         )
 
 
+def test_logits_are_scaled_as_the_target_s(tmp_path: Path) -> None:
+    """Inkling divides the states before its output head by a number: guesses were drawn as if there were none."""
+    path, _ = with_layer("glm4-moe", tmp_path / "model")
+    head: Any = load_head(str(path), on_cpu(path, features="last", dtype="float32"), print)
+    states = torch.randn(3, 32)
+    with torch.inference_mode():
+        plain = head.logits(states)
+        head._model.config.logits_mup_width_multiplier = 4.0
+        torch.testing.assert_close(head.logits(states), plain / 4)
+
+
 def test_no_text_changes(tmp_path: Path) -> None:
     path, _ = with_layer("glm4-moe", tmp_path / "model")
     with Engine(str(path), "none", head=str(path)) as engine:

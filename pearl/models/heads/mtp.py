@@ -62,7 +62,7 @@ class MtpHead(ChainHead):
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """See `ChainHead.logits`."""
-        logits: torch.Tensor = self._model.shared_head(outputs)
+        logits: torch.Tensor = self._model._project_to_logits(outputs)
         return logits[:, : len(self.ids)].float()
 
 
