@@ -11,11 +11,11 @@ import torch
 
 from pearl.config import ModelConfig
 from pearl.errors import ConfigError, DistillError, ModelError
-from pearl.lab.distill.answers import RecordedAnswer, answer
+from pearl.lab.distill.answers import RecordedAnswer, _sample, answer
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.learning import Learner, generator
 from pearl.lab.distill.loss import DIVERGENCES, head_loss
-from pearl.lab.distill.pair import check_head
+from pearl.lab.distill.pair import _from_layers, check_head
 from pearl.lab.distill.prompts import training_prompts
 from pearl.lab.distill.run import Distillation, locked
 from pearl.models.checkpoints.loading import load_model, load_runner
@@ -400,6 +400,13 @@ def test_drawn_tokens_have_the_recorded_frequencies() -> None:
     assert {a.tokens[0] for a in drawn[1::2]} == {ids[0]}
 
 
+def test_a_low_temperature_draws_the_likeliest() -> None:
+    """Of a flat distribution all powers were 0, and the least likely token was drawn."""
+    ids, probs = torch.arange(4).expand(9, 4), torch.tensor([0.3, 0.2, 0.1, 0.05]).expand(9, 4)
+    drawn = _sample(ids, probs, [0.01, 0.0, 0.02] * 3, generator(0, "cold"))
+    assert drawn.tolist() == [0] * 9
+
+
 def divergence(p: torch.Tensor, q: torch.Tensor, name: str) -> torch.Tensor:
     """Of two distributions, by definition; fkl without the first one's entropy."""
     middle = (p + q) / 2
@@ -479,6 +486,17 @@ def test_a_head_that_does_more_is_refused() -> None:
     loaded.lm_head.bias = torch.nn.Parameter(torch.linspace(-5, 5, loaded.config.vocab_size))
     with pytest.raises(ModelError, match="does more to its logits"):
         check_head(loaded)
+
+
+def test_a_layer_is_computed_as_in_its_target() -> None:
+    """It had the window, the rope, or none, of the target's layer that has its number in the draft."""
+    layers = (1, 3, 2)
+    loaded = load_model(ModelConfig(str(tiny_model("smollm3"))), CPU)
+    loaded.config.layer_types = ["full_attention", "sliding_attention", *["full_attention"] * 2]
+    loaded.config.no_rope_layers = [1, 0, 1, 0]
+    draft = _from_layers(loaded, layers)
+    assert draft.config.layer_types == ["sliding_attention", "full_attention", "full_attention"]
+    assert [layer.self_attn.use_rope for layer in draft.model.layers] == [0, 0, 1]
 
 
 def test_agreement_is_what_a_look_at_each_token_says(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pearl.errors import ModelError
 from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.pair import Teacher, load_teacher
@@ -58,6 +59,31 @@ def test_the_last_states_are_those_before_the_last_norm(tmp_path: Path) -> None:
             wanted = outputs.hidden_states[layer][0].bfloat16()
             torch.testing.assert_close(states[:, number], wanted, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(logits, outputs.logits[0], rtol=5e-2, atol=5e-2)
+
+
+def test_a_target_that_does_more_to_its_logits_is_refused(tmp_path: Path) -> None:
+    """Its answers were drawn, and its heads trained, by other logits than its own."""
+    with pytest.raises(ModelError, match="does more to its logits than multiply"):
+        load_teacher(settings(tmp_path, target=str(tiny_model("granite-scaled", chat=True))), print)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+@pytest.mark.parametrize("target", ["llama-tied", "gemma3-short"])
+def test_the_trainer_has_the_target_s_logits(kind: str, target: str, tmp_path: Path) -> None:
+    """A Gemma's norm multiplies by 1 + its weights: it was left out for EAGLE-3, and where a head begins."""
+    heads = pytest.importorskip("pearl.lab.distill.heads")
+    config = settings(tmp_path, head=kind, target=str(tiny_model(target, chat=True)), head_tokens=0)
+    teacher = load_teacher(config, print)
+    teacher.model.base_model.norm.weight.normal_(std=0.3)
+    counts = RecordedAnswer([5], [40, 7], torch.zeros(2, 4).int(), torch.zeros(2, 4).half())
+    write_states(teacher, [counts], (0, 1), tmp_path / "states", Quiet())
+    model = heads._new_model(config, tmp_path / "states", (0, 1))
+    (states,) = states_of(teacher, TEXTS[:1], (0, 1))
+    wanted = teacher.model(torch.tensor(TEXTS[:1])).logits[0]
+    for norm in (model.verifier_norm, model.norm):
+        logits = model.verifier_lm_head(norm(states[:, -1].float()))
+        torch.testing.assert_close(logits, wanted, rtol=5e-2, atol=5e-2)
 
 
 def written(directory: Path) -> Teacher:

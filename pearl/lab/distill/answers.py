@@ -167,7 +167,9 @@ def _sample(
     if not any(temperatures):
         return ids[:, 0]
     temperature = torch.tensor(temperatures)[:, None]
-    weights = probs.clamp_min(1e-30).pow(1 / temperature.clamp_min(1e-2)).cumsum(-1)
+    # Relative to the likeliest, whose power is 1: at a low temperature all others may round to 0.
+    shares = (probs / probs[:, :1]).clamp_min(1e-30)
+    weights = shares.pow(1 / temperature.clamp_min(1e-2)).cumsum(-1)
     points = torch.rand(len(ids), 1, generator=generator) * weights[:, -1:]
     ranks = torch.searchsorted(weights, points, right=True).clamp_max(ids.shape[1] - 1)
     return ids.gather(1, torch.where(temperature > 0, ranks, 0))[:, 0]

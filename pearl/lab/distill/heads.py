@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 from speculators.models.eagle3.data import shift_batch
+from speculators.models.utils import resolve_verifier_norm_class
 from speculators.train import checkpointer
 from speculators.train import trainer as speculators_trainer
 from speculators.train.cli import create_transformer_layer_config
@@ -197,12 +198,26 @@ def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> An
         selector_rank=config.markov_rank,
         xpress_rank=config.markov_rank,
     )
-    with torch.no_grad():
-        model.norm.weight.copy_(model.verifier_norm.weight)
+    _take_last_norm(model)
     if kind.sees_states:
         _pass_states_on(model)
         _attend_to_the_last_states(model, states, counts)
     return model
+
+
+@torch.no_grad()
+def _take_last_norm(model: Any) -> None:
+    """Let the head's last norm begin as the target's, and compute the target's as its family does.
+
+    A Gemma's norm multiplies by 1 + weights. speculators computes that for block drafters, and
+    multiplies by the weights alone for EAGLE-3 and P-EAGLE.
+    """
+    width = model.hidden_size
+    eps = model.config.transformer_layer_config.rms_norm_eps
+    norm = resolve_verifier_norm_class(model.config)(width, eps=eps)
+    norm.load_state_dict(model.verifier_norm.state_dict())
+    model.norm.weight.copy_(norm(torch.ones(width)))
+    model.verifier_norm = norm.requires_grad_(False)
 
 
 @torch.no_grad()

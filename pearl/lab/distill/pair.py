@@ -32,6 +32,8 @@ from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.placement import place
 
 _MARK = "\u2042"  # stands for a user's message, to find it in the text of a chat template
+# Settings of config.json that have an entry for each layer.
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Teacher:
 def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     """Load the target and its tokenizer.
 
-    Raises `ModelError` if the target cannot be loaded, or if it has no end-of-sequence token.
+    Raises `ModelError` if the target cannot be loaded, has no end-of-sequence token, or computes its
+    logits in another way than `check_head` expects.
     """
     name = config.target
     trust = config.trust_remote_code
@@ -81,6 +84,7 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     device = place(EngineConfig(target=name, draft="none", target_device=config.device), "target")
     settings = ModelConfig(name, dtype=config.dtype, trust_remote_code=trust)
     model = load_model(settings, device, progress).eval().requires_grad_(False)
+    check_head(model)
     return Teacher(name, model, tokenizer, defaults.eos)
 
 
@@ -103,7 +107,6 @@ def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
         # Embeddings and head of the target's shape are not trained.
         embeddings(draft).requires_grad_(False)
         head(draft).requires_grad_(False)
-    check_head(teacher.model)
     check_head(draft)
     return draft
 
@@ -125,14 +128,16 @@ def _existing(name: str, trust: bool, teacher: Teacher) -> PreTrainedModel:
 
 def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
     """Make a draft from these layers of the target, numbered from 0, and from all other weights of the target."""
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(layers)
-    config.dtype = torch.float32
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(layers)]
     prefix, count = _layer_list(target)
     if max(layers) >= count:
         raise ModelError(f"the target has layers 0 to {count - 1}; there is no layer {max(layers)}")
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(layers)
+    config.dtype = torch.float32
+    for name in _PER_LAYER:
+        settings = getattr(config, name, None)
+        if settings:
+            setattr(config, name, [settings[layer] for layer in layers])
     kind: Any = type(target)
     draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
     target_weights = target.state_dict()
