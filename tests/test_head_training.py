@@ -120,6 +120,7 @@ def test_a_block_drafter_begins_by_attending_to_the_last_states(tmp_path: Path) 
     rotated = import_module("speculators.models.dflash.model_definitions").apply_rotary_pos_emb
     written(tmp_path)
     states = tmp_path / "states"
+    torch.manual_seed(0)  # as `heads.train` does
     model = heads._new_model(settings(tmp_path, head="dflash"), states, LAYERS)
     layer = model.layers[0]
     attention = layer.self_attn
