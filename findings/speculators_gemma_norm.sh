@@ -39,7 +39,7 @@ with torch.no_grad():
 errors = {}
 for name, options in (
     ("dflash", {"block_size": 4}),
-    ("eagle3", {"norm_before_residual": False}),
+    ("eagle3", {"norm_before_residual": False, "ttt_steps": 2}),
     ("peagle", {"norm_before_residual": False, "num_depths": 4}),
 ):
     drafter = SpeculatorModel.registry[name].from_training_args(
