@@ -4,7 +4,7 @@
 #   launch/two_agents.sh "Explain gravity to a beginner."
 #   launch/two_agents.sh --dry-run "..."                                         # only show the two commands
 #
-# The agents meet on loopback, at a port that is free now. Two hosts are refused until their connection can be secured.
+# The agents meet on loopback, at a port that is free now. For two hosts: launch/two_hosts.sh.
 set -euo pipefail
 python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi

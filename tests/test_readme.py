@@ -1,5 +1,6 @@
 """The pages say what the code does: diagrams are the tables, commands can be given, links and names lead somewhere."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from pearl.protocol import drafter, request_machine
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
-from tests.conftest import ran
+from tests.conftest import output, ran
 from tests.layers import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -279,6 +280,19 @@ def problem(command: str) -> str:
 def test_every_command_can_be_given() -> None:
     wrong = [(*one, fault) for one in COMMANDS if (fault := problem(one[1]))]
     assert not wrong, wrong
+
+
+def test_launchers_give_flags_that_exist() -> None:
+    """As they show with --dry-run. Slurm's calls that for two hosts."""
+    values = {"PYTHON": "python", "RANK": "0", "HOST": "10.0.0.1", "KEYS": "/dev/null"}
+    given = {}
+    for launcher in (ROOT / "launch").glob("*.s[hb]*"):
+        shown = output("bash", launcher, "--dry-run", env=os.environ | values).splitlines()[0]
+        if " -m pearl " in shown:
+            given[launcher.name] = shlex.split(shown.partition(" -m pearl ")[2])
+    assert len(given) == 5
+    for words in given.values():
+        parsed(words)
 
 
 def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
