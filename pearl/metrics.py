@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts, Tally
 from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
@@ -36,9 +35,9 @@ class Statistics(Tally):
         draft_acceptance_rate: accepted / drafted tokens, as in vLLM. Drafted tokens that were
             discarded after an earlier rejection count too.
         acceptance_rate: accepted / judged draft tokens, the alpha of the papers.
-        mean_run_length: committed tokens per run, including the correction or bonus token at its
-            end. In theory this is 1 / (1 - alpha). A run may last over many steps, so this is not
-            vLLM's mean acceptance length; `tokens_per_step` is.
+        mean_run_length: (accepted draft tokens + runs) / runs, so that the token that ends a run
+            counts. In theory this is 1 / (1 - alpha). A run may last over many steps, so this
+            is not vLLM's mean acceptance length; `tokens_per_step` is.
         expected_rejections: sum over the judged positions of the probability that the token is
             rejected. For rule ratio this probability is the total variation distance between the
             draft's and the target's distribution. None if the rule gives no such probabilities.
@@ -155,14 +154,12 @@ class Sums:
 
     @property
     def accepted_per_run(self) -> float | None:
-        """Mean number of accepted draft tokens per finished run."""
-        accepted = 0
-        runs = 0
-        for text in self.texts:
-            for length, count in text.run_histogram.items():
-                accepted += length * count
-                runs += count
-        return _ratio(accepted, runs)
+        """Accepted draft tokens / runs.
+
+        The accepted tokens of a run that a text's end cuts off count too. Without them the mean
+        would be too small, because long runs are the ones that are cut off.
+        """
+        return _ratio(self.total("num_accepted_draft_tokens"), self.total("num_runs"))
 
     @property
     def mean_run_length(self) -> float | None:
@@ -385,7 +382,6 @@ def fold(
 ) -> Statistics:
     """Return the statistics of one finished request."""
     speedup = _speedup(counts, watch)
-    runs = counts.provenance[Provenance.CORRECTED] + counts.provenance[Provenance.BONUS]
     tally = {field.name: getattr(counts, field.name) for field in fields(Tally)}
     tally["run_histogram"] = dict(sorted(counts.run_histogram.items()))
     tally["provenance"] = {source: n for source, n in counts.provenance.items() if n}
@@ -395,7 +391,7 @@ def fold(
         num_generated_tokens=watch.generated,
         draft_acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_draft_tokens),
         acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_judged_draft_tokens),
-        mean_run_length=_ratio(counts.num_accepted_draft_tokens + runs, runs),
+        mean_run_length=_ratio(counts.num_accepted_draft_tokens + counts.num_runs, counts.num_runs),
         tokens_per_step=_ratio(watch.generated - counts.num_prefill_tokens, counts.steps),
         queue_seconds=max(0.0, watch.begun - watch.submitted),
         seconds=max(0.0, watch.last - watch.submitted),

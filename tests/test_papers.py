@@ -34,6 +34,7 @@ from pearl.lab.studies.theory import (
     sd_tokens_per_step,
 )
 from pearl.lab.studies.workload import decode, independent
+from pearl.metrics import Sums
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.window import expected_rate
 from tests.conftest import TOY, Quiet, ran
@@ -478,6 +479,18 @@ def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: f
         assert found.accepted_per_run == pytest.approx(a / (1 - a), rel=0.01)
         assert expected_rate(5, a, 1.0, 5.0, 5.0) == pytest.approx(pearl_tokens_per_step(a, 5) / 5)
     assert pearl_tokens_per_step(1.0, window) == sd_tokens_per_step(1.0, window - 1) == window
+
+
+@pytest.mark.parametrize("tokens", [60, 1000])
+def test_long_runs_count_however_short_the_texts_are(tokens: int) -> None:
+    """A run that a text's end cuts off was left out: of runs of 40 tokens, texts of 60 had 20."""
+    found = decode(independent(0.975, 20_000 // tokens, tokens, 1), STEADY, FIXED)
+    assert found.mean_run_length == pytest.approx(40, rel=0.1)
+    assert found.mean_run_length == pytest.approx(1 / (1 - found.acceptance_rate))
+    text = found.texts[0]
+    assert Sums(texts=[text]).mean_run_length == text.mean_run_length, (
+        "as in the text's own figures"
+    )
 
 
 def test_the_papers_other_forms() -> None:

@@ -31,7 +31,7 @@ class Tally:
             tokens were discarded after an earlier rejection.
         num_accepted_draft_tokens: draft tokens that were accepted.
         run_histogram: maps a length to the number of runs of accepted tokens that had this length.
-            A correction or a bonus token ends a run.
+            A rejection or a bonus token ends a run.
         provenance: number of committed tokens by `Provenance`.
         num_guesses: guesses that the target was fed. Of these, `provenance["guessed"]` were
             committed.
@@ -91,6 +91,11 @@ class Tally:
     def steps(self) -> int:
         """Number of target forwards after the prefill."""
         return sum(self.target_steps.values()) - self.target_steps.get(Phase.PREFILL, 0)
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs that a rejection or a bonus token has ended."""
+        return sum(self.run_histogram.values())
 
 
 @dataclass

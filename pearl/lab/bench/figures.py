@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from statistics import fmean, pstdev
+from statistics import pstdev
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Figures:
         itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
         acceptance: accepted / judged draft tokens.
         tokens_per_run: mean tokens of a run, including the correction or bonus.
-        accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
+        accepted_in_runs: mean of the accepted tokens of a run, and their standard deviation over the
+            runs that have ended.
         tokens_per_step: tokens committed per forward of the target, without the prefill and its
             token.
         window: the window in the last text, in tokens.
@@ -185,13 +186,14 @@ def _speedups(samples: Sequence[TaskSample], base: Sequence[TaskSample]) -> dict
 
 
 def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
+    mean = totals.accepted_per_run
     runs = []
     for text in totals.texts:
         for length, count in text.run_histogram.items():
             runs += [length] * count
-    if not runs:
+    if mean is None or not runs:
         return None
-    return fmean(runs), pstdev(runs)
+    return mean, pstdev(runs)
 
 
 def _rejections(totals: Sums) -> Rejections | None:
