@@ -122,6 +122,17 @@ def test_a_row_does_not_profit_from_the_cache_of_the_one_before(engine: Engine) 
         assert cached == [0, 0, 3]
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_no_row_finds_its_prompt_in_a_slot(slots: int) -> None:
+    """In another slot than the one that forgot it: all rows but the first began with the prompt computed."""
+    plan = replace(
+        plan_of([row_of(AR), row_of("ngram")], [Task("x", 1, ("123456",))]),
+        config=EngineConfig(target=TOY, draft="none", slots=slots),
+    )
+    samples = measure(plan, Quiet()).samples
+    assert [sample.texts[0].num_cached_tokens for sample in samples] == [0, 0]
+
+
 # ---- the order of work, with fake engines ----
 
 
@@ -136,6 +147,7 @@ class FakeEngine:
     """Decodes at given speeds: sd by its gamma, the others 20 tokens per second."""
 
     log: ClassVar[list[tuple[str, int | None, int]]] = []  # method, gamma, seed
+    rules: ClassVar[list[str | None]] = []
     prompts: ClassVar[list[list[int]]] = []
     gammas: ClassVar[dict[int, float]] = {g: 30.0 - (g - 6) ** 2 for g in range(1, 12)}
 
@@ -151,6 +163,7 @@ class FakeEngine:
 
     def generate(self, prompt: list[int], params: SamplingParams) -> list[Text]:
         self.log.append((params.method, params.gamma, params.seed or 0))
+        self.rules.append(params.rule)
         self.prompts.append(list(prompt))
         rate = self.gammas.get(params.gamma or 0, 1.0) if params.method == "sd" else 20.0
         more = {
@@ -168,7 +181,7 @@ class FakeEngine:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setattr(runner, "Engine", FakeEngine)
     monkeypatch.setattr(runner, "forget", lambda *_: None)
-    for name, value in (("log", []), ("prompts", [])):
+    for name, value in (("log", []), ("rules", []), ("prompts", [])):
         monkeypatch.setattr(FakeEngine, name, value)
     return FakeEngine
 
@@ -207,6 +220,9 @@ def test_gamma_is_found_by_trying(fake: type[FakeEngine]) -> None:
     rows = [row_of(SD), row_of(SD, "3", gamma=3), row_of(SD, "stops", draft_stop="heuristic")]
     assert measure(plan_of(rows, ABC), Quiet()).gamma == 6
     assert [gamma for _, gamma, _ in fake.log[-3:]] == [6, 3, None]
+    fake.rules.clear()
+    measure(plan_of([row_of("ssd", rule="coupled", branches=2)], ABC), Quiet())
+    assert set(fake.rules) == {"coupled"}, "by the rule of the row"
 
 
 def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeEngine]) -> None:
@@ -290,6 +306,8 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     assert [row["name"] for row in made["rows"]] == METHODS
     assert all(row["tokens_per_step"] for row in made["rows"])
     assert " times the target on " in demo.by_kind(made)
+    adaptive = {text["row"] for text in made["texts"] if text["texts"][0]["ways"]}
+    assert adaptive == {AUTO}, "the method of the file is not that of the row"
 
 
 def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_path: Path) -> None:
@@ -328,8 +346,13 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
 
 
 def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
-    """The target alone, each way of auto, and auto; no forward is shorter than its pace."""
+    """The target alone, each way of auto, and auto; no forward is shorter than its pace.
+
+    The file's method was that of the row auto, too: then nothing was known of any way.
+    """
+    (tmp_path / "it.yaml").write_text("method: pearl\n")
     arguments = ("--target", TOY, "--draft", TOY, "--target-pace", 0.008, "--draft-pace", 0.002)
+    arguments += ("--config", tmp_path / "it.yaml")
     done = ran(
         "calibrate", *arguments, "--limit", 1, "--max-tokens", 60, "--json", tmp_path / "it.json"
     )
@@ -340,6 +363,7 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     assert 0.2 < made["acceptance"] < 0.8, "0.5 is the toy's"
     assert made["profile"]["t_draft"] > 0
     assert all(seconds >= 0.008 for _, seconds in made["profile"]["t_target"])
+    assert made["profile"]["ways"]
     assert {made["profile"]["best"], *(way for way, _, _ in made["profile"]["ways"])} <= set(WAYS)
 
 
@@ -412,3 +436,5 @@ def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
     assert advice(pearl=(1.01, 0.0))[1] == "--draft none --method ar"
     assert "not told apart from ngram" in advice(ngram=(1.4, 0.05), pearl=(1.44, 0.05))[0]
     assert "told apart" not in advice(ngram=(1.2, 0.05), pearl=(1.44, 0.05))[0]
+    unsure = advice(ngram=(1.4, 0.05), pearl=(1.5, 0.6))
+    assert unsure[1] == "--draft none --method ngram", "what may be noise hides nothing"

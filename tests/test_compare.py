@@ -52,7 +52,7 @@ def test_ways_of_ones_own_have_their_own_rules(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text(f"target: {TOY}\ndraft: {TOY}\nrule: coupled\n")
     (tmp_path / "it.jsonl").write_text('{"prompt": "123"}\n')
     path = tmp_path / "it.json"
-    asked = (
+    asked: tuple[object, ...] = (
         "--config",
         tmp_path / "it.yaml",
         "--prompts",
@@ -62,8 +62,11 @@ def test_ways_of_ones_own_have_their_own_rules(tmp_path: Path) -> None:
         "--json",
         path,
     )
-    ran("bench", "sd", "sd,gamma=3", *asked)
-    assert [row["rule"] for row in json.loads(path.read_text())["rows"]] == ["", "ratio", "ratio"]
+    ran("bench", "sd", "sd,gamma=3", *asked, "--temperature", 1)
+    document = json.loads(path.read_text())
+    assert [row["rule"] for row in document["rows"]] == ["", "ratio", "ratio"]
+    seen = {text["row"] for text in document["texts"] if text["texts"][0]["expected_rejections"]}
+    assert seen == {"sd", "sd,gamma=3"}, "ratio alone sees the draft's distributions"
 
 
 @pytest.mark.parametrize(

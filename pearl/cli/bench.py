@@ -16,9 +16,9 @@ import click
 from pearl.cli.commands import example
 from pearl.cli.console import Bars, print_table, shown
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
+from pearl.cli.prompt_sets import json_option, measured_with, read_sets, reported
 from pearl.config import Settings
-from pearl.config.option_names import DECODING_NAMES
+from pearl.config.option_names import DECODING_NAMES, sampling_of
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.distill.prompts import read_turns
@@ -151,7 +151,10 @@ def _benched(
     if ways:
         rows = named_rows(ways, rows_for(config))
     else:
-        rows = rows_for(config, options.rule or next(iter(RULES)))
+        rule = options.rule or next(iter(RULES))
+        for name, value in options.parameters:
+            rule += f",{name}={value}"
+        rows = rows_for(config, rule)
     for row in rows:
         config.check_options(row.options)
     toys = is_emulated(config)
@@ -160,7 +163,7 @@ def _benched(
         config,
         rows,
         read_sets(prompts, limit or size.prompts, toys),
-        sampling_of(options, size.max_tokens, size.temperature),
+        measured_with(options, size.max_tokens, size.temperature),
         raw=raw,
         together=not devices_of(config)[0].gpus,
         gamma=options.gamma,
@@ -277,7 +280,7 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
 
     log_to_stderr(settings.engine.log_level, "front")
     toys = is_emulated(settings.engine)
-    params = sampling_of(settings.options, _CALIBRATED, 1.0 if toys else 0.0)
+    params = measured_with(settings.options, _CALIBRATED, 1.0 if toys else 0.0)
     tasks = read_sets([prompts] if prompts else [], limit, toys, default=("questions",))
     conditions = Conditions()
     with Bars() as bars:
@@ -312,7 +315,7 @@ def _print_calibration(calibration: Calibration, conditions: Conditions, file: P
             f"window c = {calibration.c}; gamma of sd and ssd {calibration.gamma}; "
             f"acceptance {calibration.acceptance:.2f}"
         )
-    notes.append(f"[bold]{calibration.advice}[/bold]\n  {calibration.flags}\n{conditions}")
+    notes.append(f"{calibration.advice}\n  {calibration.flags}\n{conditions}")
     if conditions.are_noisy:
         notes.append("not kept: calibrate again when the machine has nothing else to do")
     if file is not None:
@@ -370,7 +373,7 @@ def check_bits(
     from pearl.lab.bench.exactness import PROMPTS, check_pair
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
-    params = settings.options.with_seed()
+    params = sampling_of(settings.options).with_seed()
     params = params.changed(
         max_tokens=params.max_tokens or _CHECKED,
         stop=(),  # the reference knows no stop strings

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from pearl.config import RequestOptions
+from pearl.config.option_names import sampling_of
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
@@ -76,12 +77,14 @@ def _name_and_file(prompt_set: str) -> tuple[str, Path | None]:
     return name, Path(file)
 
 
-def sampling_of(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
-    """Return the options, with defaults for those that are not set.
+def measured_with(options: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
+    """Return the options of a benchmark's rows, with defaults for those that are not set.
 
-    The defaults are the arguments `max_tokens` and `temperature`, and seed 0.
+    The defaults are the arguments `max_tokens` and `temperature`, and seed 0. Options of drafting
+    and judging, which a configuration file may set for other commands, are left out: each row has
+    its own.
     """
-    return options.changed(
+    return sampling_of(options).changed(
         temperature=temperature if options.temperature is None else options.temperature,
         seed=options.seed or 0,
         max_tokens=options.max_tokens or max_tokens,

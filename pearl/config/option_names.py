@@ -47,6 +47,14 @@ def by_flag(options: RequestOptions, is_given: bool = False) -> dict[str, Any]:
     return values
 
 
+def sampling_of(options: RequestOptions) -> RequestOptions:
+    """Return a copy in which all options of drafting and judging have their defaults."""
+    values = by_flag(options, is_given=True)
+    for name in DECODING_NAMES:
+        values.pop(name, None)
+    return options_of(values)
+
+
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
     """Return the options in a flat mapping, as flags and files have them.
 

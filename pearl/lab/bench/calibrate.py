@@ -133,22 +133,26 @@ def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
 def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
     """Return which method to use, as a sentence and as command-line flags.
 
-    It is the fastest method, or the target alone if the speedup of the fastest method may be noise.
-    The sentence also names the methods that may be just as fast, because their confidence intervals
+    It is the fastest of the methods whose speedup cannot be noise, or the target alone if there are
+    none. The sentence also names the methods that may be just as fast, because their confidence intervals
     overlap with that of the fastest method.
     """
-    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
-    name = max(speedups, key=lambda name: speedups[name].value)
-    best_speedup = speedups[name]
-    if best_speedup.low <= 1 or best_speedup.value <= _MIN_SPEEDUP:
+    speedups = {}  # of the methods that pay
+    for row in rows:
+        speedup = row.speedup
+        if speedup is not None and speedup.low > 1 and speedup.value > _MIN_SPEEDUP:
+            speedups[row.name] = speedup
+    if not speedups:
         words = "nothing is faster than the target alone here"
         if config.has_draft:
             words += ", which leaves the other device free"
         return words, "--draft none --method ar"
+    name = max(speedups, key=lambda name: speedups[name].value)
+    best_speedup = speedups[name]
     words = f"{name}: {best_speedup.value:.2f} times as fast as the target alone"
     ties = []
     for rival, speedup in speedups.items():
-        if rival != name and speedup.high > best_speedup.low and speedup.low > 1:
+        if rival != name and speedup.high > best_speedup.low:
             ties.append(rival)
     if ties:
         words += f"; on these texts not told apart from {', '.join(ties)}"

@@ -75,7 +75,8 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     the other.
 
     Args:
-        rule: acceptance rule of the rows; `auto` chooses its own.
+        rule: acceptance rule of the rows, as in `parse_settings`, such as "opt,epsilon=0.1"; `auto`
+            chooses its own.
     """
     names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
     if config.head is not None:

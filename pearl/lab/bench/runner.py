@@ -178,10 +178,11 @@ class _Run:
     def _config(self, row: Row) -> EngineConfig:
         """Return the configuration of the engine that decodes a row."""
         config = self._plan.config
-        if row.system == PAIR:
-            return config.model_copy(update={"trace": None})
-        device = device_of_row(row, config).name
-        return config.model_copy(update={"trace": None, "draft": "none", "target_device": device})
+        # One slot, because a slot that holds a prompt for an earlier row would answer at once.
+        own: dict[str, Any] = {"trace": None, "slots": 1}
+        if row.system != PAIR:
+            own |= {"draft": "none", "target_device": device_of_row(row, config).name}
+        return config.model_copy(update=own)
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
         for row in self._rows_on(engines):
@@ -204,18 +205,21 @@ class _Run:
             if options.gamma or options.method not in (SD, SSD) or options.draft_stop != FIXED_STOP:
                 continue
             if self._measured.gamma is None:
-                self._measured.gamma = self._plan.gamma or self._fastest_gamma(pair)
+                self._measured.gamma = self._plan.gamma or self._fastest_gamma(pair, row)
             self._rows[i] = replace(row, options=options.changed(gamma=self._measured.gamma))
 
-    def _fastest_gamma(self, pair: Engine) -> int:
-        """Try gammas 1, 2, ... until the two after the fastest were slower; return the fastest."""
+    def _fastest_gamma(self, pair: Engine, row: Row) -> int:
+        """Try gammas 1, 2, ... until the two after the fastest were slower; return the fastest.
+
+        `row`: a row of sd or ssd, whose other options the trial has too.
+        """
         count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
         # Sorted by number, so that the first task of each set is one of these tasks.
         tasks = sorted(self._plan.tasks, key=attrgetter("number"))[:count]
         rates = self._measured.gammas
         best = 1
         for gamma in range(1, _MOST_GAMMA + 1):
-            params = self._plan.params.changed(method="sd", gamma=gamma)
+            params = self._plan.params_of(row).changed_method(SD).changed(gamma=gamma)
             texts = []
             for task in tasks:
                 for turn in self._decode_turns(pair, task, params):
