@@ -9,6 +9,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -288,11 +289,12 @@ def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None
 
 
 def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
-    """And the parts of an earlier run, cut off, stay where they are."""
+    """Of the text that it was writing, too. And the parts of an earlier run, cut off, stay where they are."""
     path = tmp_path / "t.json"
     recorder(part_path(path, "target", 1)).close()
     part_path(path, "draft", 2).write_bytes(b"broken")
     with Engine(TOY, TOY, trace=str(path), target_pace=0.01, draft_pace=0.0025) as engine:
+        engine.generate([[1, 2, 3]], SHORT)
         stream = engine.stream([1, 2, 3], LONG, method="pearl")
         for _ in range(100):
             next(stream)
@@ -306,9 +308,26 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
     }
     trace = read(path)
     found = report(trace)
-    assert found.tokens > 20
+    assert found.requests == 2
+    assert found.tokens > 100
     assert [w["ended"] for w in trace.metadata["workers"]] == [False, True]
     assert any("target did not end by itself" in note for note in found.notes)
+
+
+def test_two_engines_with_one_file_keep_their_own_parts(tmp_path: Path) -> None:
+    """The one that was closed first made its trace of the other's, which then had none."""
+    path = tmp_path / "t.json"
+    tokens = []
+    first = Engine(TOY, "none", trace=str(path))
+    with closing(first), Engine(TOY, "none", trace=str(path)) as second:
+        second.generate([[1, 2, 3]], SHORT.changed(max_tokens=30))
+        first.generate([[1, 2, 3]], SHORT)
+        first.close()
+        tokens.append(report(read(path)).tokens)
+        second.generate([[1, 2, 3]], SHORT.changed(max_tokens=30))
+    tokens.append(report(read(path)).tokens)
+    assert tokens == [20, 60]
+    assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
 
 
 def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_chart_has_the_bars_of_both_workers(run: tuple[Outcome, Path]) -> None
     assert chart(read(run[1])).end < 70
     for start, seconds in ((-1.0, None), (1e9, None), (0.0, 0.0)):
         with pytest.raises(ConfigError, match="nothing to show"):
-            chart(read(run[1]), start, seconds)
+            charts([read(run[1])], start, seconds)
 
 
 def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:

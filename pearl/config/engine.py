@@ -18,6 +18,7 @@ from pearl.spec.control import ON_ONE_HOST, is_control
 from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 
+_EMBEDDED = "embedded"
 _EMBEDDED_DRAFT = "embedded-draft"
 MAX_SLOTS = 64  # most requests decoded at once; half of `MAX_REQUESTS` in `pearl.worker.fronts`
 
@@ -56,7 +57,7 @@ class EngineConfig(Section):
 
     # `default` is passed by name, for type checkers without pydantic's plugin.
     target: str = Field(
-        default="embedded",
+        default=_EMBEDDED,
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
@@ -275,6 +276,19 @@ class EngineConfig(Section):
                 "and name its file with --disco"
             )
         return None
+
+    def located(self) -> dict[str, Any]:
+        """Return the settings as JSON values, with absolute paths of models.
+
+        So processes with other working directories can read and compare them.
+        """
+        values = self.model_dump(mode="json")
+        for name in ("target", "draft", "head"):
+            spec = values[name]
+            is_name = spec in (None, _EMBEDDED, _EMBEDDED_DRAFT) or is_toy(spec)
+            if not is_name and os.path.exists(spec):
+                values[name] = os.path.abspath(spec)
+        return values
 
     def model(self, role: ModelRole) -> ModelConfig:
         """Return the settings of one model, including those that both models share."""

@@ -4,20 +4,20 @@
 """
 
 import logging
-import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pearl.cache import Progress
 from pearl.config import EngineConfig, ModelRole
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
-from pearl.engine.registry import ROLES, read_card, write_card
+from pearl.engine.registry import read_card, write_card
 from pearl.errors import ConfigError, TraceError, TransportError
 from pearl.trace.chrome import merge
-from pearl.trace.recorder import being_written, part_paths
+from pearl.trace.recorder import being_written, part_paths, run_of
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.keys import channel_keys
 from pearl.worker.settings import WorkerSettings
@@ -148,12 +148,8 @@ class LocalLauncher:
         """
         if self.draft:
             self.draft.keep()
-        config = self.config.model_dump(mode="json")
-        for role in ROLES:
-            if os.path.exists(config[role]):  # other fronts may have other working directories
-                config[role] = os.path.abspath(config[role])
         places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
-        write_card(self.directory, self.target.address, config, places)
+        write_card(self.directory, self.target.address, self.config.located(), places)
 
     @property
     def _workers(self) -> list[Worker]:
@@ -194,7 +190,7 @@ class LocalLauncher:
             path = Path(self.config.trace)
             deadline = time.monotonic() + _PART_SECONDS
             # A draft that another process launched may still be writing its part.
-            while being_written(path) and time.monotonic() < deadline:
+            while being_written(self._parts(path)) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             try:
                 self._merge(path)
@@ -207,18 +203,34 @@ class LocalLauncher:
         If the merge fails, remove the workers' files and any earlier trace at `path`, and raise
         `TraceError`.
         """
-        parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
+        parts = self._parts(path)
         try:
             if not all(part.stat().st_size for part in parts):
                 raise TraceError(
                     f"cannot write the trace {path}: a worker's part of it did not fit the disk"
                 )
-            merge(path)
+            merge(path, str(self.directory))
         except TraceError:
             path.unlink(missing_ok=True)
             for part in parts:
                 part.unlink(missing_ok=True)
             raise
+
+    def _parts(self, trace: Path) -> list[Path]:
+        """Return the workers' parts of the trace.
+
+        Another engine may write parts of a trace in the same file. Those are left alone.
+        """
+        parts = []
+        for part in part_paths(trace):
+            with suppress(FileNotFoundError):  # the other engine may remove its own at any time
+                status = part.stat()
+                is_ours = run_of(part) == str(self.directory)
+                if not status.st_size:  # the disk was full
+                    is_ours = status.st_mtime >= self._began
+                if is_ours:
+                    parts.append(part)
+        return parts
 
     def _end(self, seconds: float) -> None:
         """End the workers and remove the engine's directory. A second call does nothing.

@@ -40,11 +40,14 @@ REJECTION = "verdict: rejection"
 Event = dict[str, Any]
 
 
-def merge(trace: Path) -> None:
+def merge(trace: Path, run: str | None = None) -> None:
     """Make the file `trace` from the parts in its directory, and remove them.
 
-    Only the latest run is merged; parts of earlier runs, and other files, are kept. If the draft
-    ran on another host and its part has not been copied here yet, the target's part is also kept.
+    Only one run is merged; parts of other runs, and other files, are kept. If the draft ran on
+    another host and its part has not been copied here yet, the target's part is also kept.
+
+    Args:
+        run: the run to merge, see `WorkerHeader`; None for the latest.
 
     Raises `TraceError` if there are no parts, or the file cannot be written.
     """
@@ -56,7 +59,10 @@ def merge(trace: Path) -> None:
                 parts.append(Part(path))
             except TraceError as error:
                 why = str(error)
-        targets = [part for part in parts if part.header.role == "target"]
+        targets = []
+        for part in parts:
+            if part.header.role == "target" and run in (None, part.header.run):
+                targets.append(part)
         if not targets:
             raise TraceError(f"there is nothing to make {trace} of: {why}")
         target = max(targets, key=_opened)

@@ -158,7 +158,8 @@ def charts(
     If `seconds` is None, the span is the first steps of the run with the shortest steps.
     """
     start = start or 0.0
-    seconds = seconds or min(_first_steps(trace, start) for trace in traces)
+    if seconds is None:
+        seconds = min(_first_steps(trace, start) for trace in traces)
     return [chart(trace, start, seconds) for trace in traces]
 
 

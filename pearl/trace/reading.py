@@ -113,13 +113,8 @@ def read(path: Path) -> RunTrace:
                 raise TraceError(f"{path} is damaged: its metadata lacks {name}")
         trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
-        if not trace.requests:  # a killed target: a request is recorded at its end
-            for piece in trace.target:
-                if piece.name == "open":
-                    end = trace.target[-1].end
-                    request = Slice("request, cut off", "whole", piece.start, end, {})
-                    trace.requests.append(request)
-                    break
+        if not all(worker["ended"] for worker in metadata["workers"] if worker["role"] == "target"):
+            _add_cut_off(trace)
         if not trace.requests:
             raise TraceError(
                 f"{path} holds no request: nothing was generated while it was recorded"
@@ -174,6 +169,19 @@ def _sort(events: list[Event], trace: RunTrace) -> None:
     for loop in loops.values():
         trace.draft += _outermost(loop)
     trace.draft.sort(key=attrgetter("start"))
+
+
+def _add_cut_off(trace: RunTrace) -> None:
+    """Add the requests that were running when the target was killed: one is recorded at its end."""
+    opened = [piece.start for piece in trace.target if piece.name == "open"]
+    for request in trace.requests:
+        began = next((start for start in opened if start >= request.start), None)
+        if began is not None:
+            opened.remove(began)
+    for start in opened:
+        end = trace.target[-1].end
+        trace.requests.append(Slice("request, cut off", "whole", start, end, {}))
+    trace.requests.sort(key=attrgetter("start"))
 
 
 def _slice(event: Event) -> Slice:

@@ -14,7 +14,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -194,9 +194,9 @@ def part_paths(trace: Path) -> list[Path]:
     return sorted(filter(Path.is_file, paths))
 
 
-def being_written(trace: Path) -> bool:
-    """Return whether a worker that writes a part of `trace` is still alive on this machine."""
-    for path in part_paths(trace):
+def being_written(parts: Iterable[Path]) -> bool:
+    """Return whether a worker that writes one of `parts` is still alive on this machine."""
+    for path in parts:
         pid = path.name.removesuffix(".part").rpartition("-")[2]
         if Path("/proc", pid).exists():
             return True
@@ -290,6 +290,14 @@ class Part:
                 yield item
             elif isinstance(item, PartEnd):
                 self.has_ended = True
+
+
+def run_of(path: Path) -> str:
+    """Return the run that a part belongs to; "" if the file is no part."""
+    try:
+        return Part(path).header.run
+    except TraceError:
+        return ""
 
 
 def records_since(path: Path, offset: int) -> tuple[list[TraceRecord], int]:
