@@ -183,6 +183,10 @@ class Person:
         return "\n".join(self._visible)
 
     @property
+    def hides_cursor(self) -> bool:
+        return self._screen.cursor.hidden
+
+    @property
     def _visible(self) -> list[str]:
         """The lines on the screen; they are read once until the program writes again."""
         if self._read_lines is None:

@@ -18,7 +18,8 @@ from pearl.cli.cards import find_card, table
 from pearl.engine import Engine
 from pearl.engine.registry import read_card, running_engines, stop
 from pearl.errors import ConfigError, TargetLost
-from tests.conftest import BOUND, TOY, wanted
+from tests.conftest import BOUND, TOY, ran, wanted
+from tests.tiny import tiny_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
@@ -113,6 +114,20 @@ def test_engines_are_served_listed_and_stopped(runtime: Path, pearl_here: Run) -
     assert not list(runtime.glob("pearl-*")), "no directory is left"
     for server in (one, other, third):
         server.stderr.close()
+
+
+def test_a_client_may_name_the_same_model_as_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a path relative to its directory: both may have one configuration file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").symlink_to(tiny_model())
+    asked = ("--max-tokens", 2, "--temperature", 0, "--raw", "the")
+    with Engine("mine", "none", max_context=64) as engine:
+        connected = ("generate", "--connect", engine.directory, *asked)
+        ran(*connected, "--target", "mine", "--draft", "none")
+        with pytest.raises(ConfigError, match="has max_context 64, not 32: leave that out"):
+            ran(*connected, "--max-context", 32)
 
 
 def test_a_program_is_not_stopped_for_an_engine_that_is_gone(toy: Engine, runtime: Path) -> None:

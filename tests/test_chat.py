@@ -16,11 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pearl import SamplingParams
+from pearl import RequestOptions, SamplingParams
+from pearl.cli.chat import ChatSession, save_last_chat
 from pearl.cli.slash_commands import COMMANDS
 from pearl.colours import SOURCES
 from pearl.engine import Engine
-from tests.conftest import AS_PUBLISHED, CHARACTERS, TOY, output, started_in, wanted
+from pearl.text.conversation import Conversation
+from tests.conftest import (
+    AS_PUBLISHED,
+    CHARACTERS,
+    TOY,
+    files_of_at_most,
+    output,
+    ran,
+    started_in,
+    wanted,
+)
 from tests.screen import CTRL_C, CTRL_D, Person, home
 
 __all__ = ["home"]  # a fixture
@@ -152,6 +163,16 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
         person.process.send_signal(number)
         assert person.leaves() == 128 + number
         assert person.echoes
+
+
+def test_a_command_that_is_ended_shows_the_cursor_again(home: dict[str, str]) -> None:
+    """While a spinner hid it. And it leaves nothing of an engine."""
+    command = [sys.executable, "-m", "pearl", "generate", "1", *TOYS]
+    with Person(command, home) as person:
+        person.until(lambda: person.hides_cursor, "a spinner")
+        person.process.send_signal(signal.SIGTERM)
+        assert person.leaves() == 128 + signal.SIGTERM
+        assert not person.hides_cursor
 
 
 def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
@@ -367,6 +388,40 @@ def test_files_an_editor_completion_and_the_last_conversation(
         2,
         True,
     )
+
+
+def test_a_system_prompt_stands_before_that_of_a_saved_chat(
+    attached: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "it.json"
+    path.write_text('{"target": "any", "system": "old", "turns": []}')
+    systems = []
+    monkeypatch.setattr(
+        ChatSession, "answer", lambda self, message: systems.append(self.conversation.system)
+    )
+    without_raw = [word for word in attached if word != "--raw"]
+    for more in ((), ("--system", "new")):
+        ran("chat", *without_raw, "--load", path, "-q", "1", *more)
+    assert systems == ["old", "new"]
+
+
+def test_a_full_disk_keeps_the_chat_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Engine
+) -> None:
+    """It was emptied before the new one was written, which nobody saw."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = tmp_path / "pearl" / "last-chat.json"
+    session = ChatSession(toy, RequestOptions(), Conversation(toy.tokenizer, raw=True))
+    session.conversation.add("a" * 100, "b")
+    save_last_chat(session)
+    before = path.read_text()
+    session.conversation.add("c" * 100, "d")
+    with files_of_at_most(len(before)):
+        save_last_chat(session)
+    assert path.read_text() == before
+    save_last_chat(session)
+    assert "cccc" in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 # ---- no terminal ----

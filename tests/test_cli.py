@@ -157,11 +157,19 @@ def test_mistakes_are_refused_with_what_to_do(
         ("bench fast", "'fast'"),
         ("bench --prompts a=/x --prompts a=/y", "/x"),
         ("paper pearl --pair GPT", "no pair is called 'GPT'"),
+        ("paper pearl --pair Llama --pair GPT", "no pair is called 'GPT'"),
+        ("paper pearl --simulate-only --pair DeepSeek --table 2", "table 2 does not have DeepSeek"),
+        ("paper theory --figures /dev/null/x", "--figures: cannot make /dev/null/x"),
+        (f"generate 1 --connect {toy.directory} --trace {tmp_path}/t", "--trace records an engine"),
+        ("chat --raw --system x", "which --raw does not use"),
+        ("chat --load x --continue", "give one of them"),
         ("paper sssd --prompts /nowhere.jsonl", "/nowhere.jsonl"),
         ("paper Pearl", "No such command"),
         ("serve --http 0.0.0.0:0", "takes an API key"),
         ("serve --http nonsense", "HOST:PORT"),
-        ("serve --http-model name", "go with --http"),
+        ("serve --http-model name", "--http-model goes with --http"),
+        ("serve --tool-parser auto", "--tool-parser goes with --http"),
+        ("serve --temperature 0.5", "--temperature goes with --http"),
         ("serve --http 127.0.0.1:0 --draft none --method pearl", "needs a draft"),
         (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template: chat with --raw"),
         (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
@@ -403,6 +411,23 @@ def test_what_is_lost_is_told_once_with_what_to_do(
     assert advice in run.stderr
     assert "Traceback" not in run.stderr
     assert len(run.stderr.splitlines()) < 8, run.stderr
+
+
+def test_tables_and_bars_show_brackets_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A way to decode, a set of prompts and a path may have any; they were markup, and [/a] an error."""
+    console.print_table(
+        ["way", "set [/a]"], [["ngram,regex=[a-z]", "1"]], "note [b] :smile:\x1b[2J"
+    )
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert all(text in shown for text in ("set [/a]", "ngram,regex=[a-z]", "note [b] :smile:"))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.Bars() as bars:
+        bars.begin("reading [/c]", 1)
+        bars.advance(1, "[/d]")
+    assert "reading [/c]" in capsys.readouterr().err
 
 
 # ---- keys ----

@@ -19,7 +19,7 @@ from pearl.config import (
     load_settings,
     read_file,
 )
-from pearl.config.option_names import bounds_of, type_of
+from pearl.config.option_names import bounds_of, sampling_of, type_of
 from pearl.config.option_values import MAX_GRAMMAR
 from pearl.config.options import OPTIONS
 from pearl.engine import Engine
@@ -236,6 +236,28 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     target = {"device": "auto", "dtype": "auto", "pace": None}
     expected = {"role": "target", "spec": "embedded", **target, **both}
     assert asdict(config.model("target")) == expected
+
+
+def test_models_are_located_and_names_stay_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies in the working directory under such a name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("embedded", "toy", "mine"):
+        (tmp_path / name).mkdir()
+    assert EngineConfig().located()["target"] == "embedded"
+    assert EngineConfig(target="toy").located()["draft"] == "toy"
+    located = EngineConfig(target="mine", draft="none", head="mine").located()
+    assert (located["target"], located["draft"]) == (str(tmp_path / "mine"), "none")
+    assert located["head"] == str(tmp_path / "mine")
+
+
+def test_what_is_measured_keeps_how_tokens_are_drawn_and_no_more() -> None:
+    drawn = {"temperature": 0.5, "stop": ("x",), "logit_bias": ((1, 2.0),), "presence_penalty": 1.0}
+    options = RequestOptions(
+        method="sd", window="fixed", rule="opt", parameters={"epsilon": 0.1}, gamma=4, **drawn
+    )
+    assert sampling_of(options) == RequestOptions(**drawn)
 
 
 def test_data_types_have_short_names_too() -> None:

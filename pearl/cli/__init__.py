@@ -6,6 +6,7 @@ The engine and `pearl.lab` compute all figures and texts that are printed.
 import errno
 import io
 import os
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -96,6 +97,11 @@ def _escape_unencodable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _end(number: int, _: object) -> None:
+    """End the command in an orderly way, so that a hidden cursor is shown again."""
+    sys.exit(128 + number)
+
+
 def _explained(error: click.ClickException) -> str:
     """Return what is wrong with the arguments, and which help to read.
 
@@ -115,7 +121,7 @@ def main() -> None:
 
     Other exit codes:
         130: Ctrl-C.
-        143: SIGTERM, for commands that end in an orderly way after it.
+        143: SIGTERM.
         1: a broken pipe (click's own code).
         4: output cannot be written, because the disk is full or standard output is closed.
     """
@@ -124,6 +130,7 @@ def main() -> None:
     text = ""
     _open_closed_streams()
     _escape_unencodable()
+    signal.signal(signal.SIGTERM, _end)
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()

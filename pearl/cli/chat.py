@@ -193,7 +193,7 @@ def status(result: Result, context: int, stats: bool) -> Text:
     epilog=example("pearl chat --target my-model --draft my-small-model --show-draft"),
 )
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
-@click.option("--system", default="", help="System prompt.")
+@click.option("--system", help="System prompt.")
 @click.option(
     "--load",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -222,7 +222,7 @@ def status(result: Result, context: int, stats: bool) -> Text:
 def chat(
     settings: Settings,
     question: str | None,
-    system: str,
+    system: str | None,
     load: Path | None,
     goes_on: bool,
     raw: bool,
@@ -236,6 +236,10 @@ def chat(
 
     If standard input is not a terminal, each of its lines is a message, and only the replies are printed.
     """
+    if system and raw:
+        raise ConfigError(
+            "--system is for a chat template, which --raw does not use: leave one out"
+        )
     saved = _saved_chat(load, goes_on)
     config = settings.engine
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
@@ -243,9 +247,11 @@ def chat(
             update={"log_level": "error"}
         )  # a warning would break the display
     with open_engine(config, SafeConsole(stderr=True), connect) as engine:
-        conversation = Conversation(engine.tokenizer, raw, system)
+        conversation = Conversation(engine.tokenizer, raw)
         if saved is not None:
             conversation.load(saved)
+        if system is not None:
+            conversation.system = system
         session = ChatSession(
             engine,
             settings.options,
@@ -261,8 +267,10 @@ def chat(
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
     """Return the saved conversation that --load or --continue asks for; None if neither is given.
 
-    Raises `ConfigError` if the file cannot be read, or holds no conversation.
+    Raises `ConfigError` if both are given, or if the file cannot be read or holds no conversation.
     """
+    if load is not None and goes_on:
+        raise ConfigError("--load and --continue are two conversations: give one of them")
     if load is not None:
         path = load
     elif goes_on:
@@ -290,7 +298,7 @@ def _talk(session: ChatSession, question: str | None) -> None:
             try:
                 _run_interactive(session, reader)
             finally:
-                _save_last_chat(session)
+                save_last_chat(session)
     else:
         for line in text_input("replace", newline=None):
             if line.strip():
@@ -341,12 +349,15 @@ def _greet(session: ChatSession) -> None:
         session.console.print(reminder, style="dim")
 
 
-def _save_last_chat(session: ChatSession) -> None:
+def save_last_chat(session: ChatSession) -> None:
     """Save the conversation for --continue, unless it is empty.
 
-    Errors of the file system are ignored, because the chat is ending.
+    Errors of the file system are ignored, because the chat is ending; the conversation before this
+    one is then kept.
     """
     if session.conversation.turns and session.remembers:
         text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):
-            private_file(_LAST_CHAT).write_text(text, encoding="utf-8")
+            written = private_file(f"{_LAST_CHAT}.new")
+            written.write_text(text, encoding="utf-8")
+            written.replace(written.with_name(_LAST_CHAT))

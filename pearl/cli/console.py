@@ -46,8 +46,8 @@ class SafeConsole(Console):
     It shows control characters as symbols, and ignores rich's markup.
     """
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -103,11 +103,11 @@ class Bars:
     def __init__(self) -> None:
         self._console = SafeConsole(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(separator=" of "),
             TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -164,8 +164,8 @@ def _knows_width() -> bool:
     return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
-def _table_console() -> Console:
-    return Console(highlight=False, width=None if _knows_width() else _WIDTH)
+def _table_console() -> SafeConsole:
+    return SafeConsole(width=None if _knows_width() else _WIDTH)
 
 
 def print_lines(*lines: str) -> None:

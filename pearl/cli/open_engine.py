@@ -19,9 +19,6 @@ from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
-_OF_THE_COMMAND = {"log_level", "trace"}  # settings that need not be those of a running engine
-
-
 connect_option = click.option(
     "--connect",
     is_flag=False,
@@ -66,8 +63,13 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
     """Return a running engine.
 
     Raises `ConfigError` if no engine or several match `name`, if a setting that the user gave
-    differs from the engine's, or under torchrun, where no engine can be connected to.
+    differs from the engine's, for a trace, or under torchrun, where no engine can be connected to.
     """
+    if config.trace is not None:
+        raise ConfigError(
+            "--trace records an engine from its start to its end: give it to the command that "
+            "starts the engine, such as pearl serve, and not with --connect"
+        )
     if torchrun.rank() is not None:
         raise ConfigError("--connect does not work under torchrun: the engine is already running")
     directory = Path(find_card(name).directory)
@@ -92,9 +94,9 @@ def _start(config: EngineConfig, console: Console) -> Engine:
 
 def _check_same(config: EngineConfig, engine: Engine) -> None:
     """Close the engine and raise `ConfigError` if a setting that the user gave differs from the running engine's."""
-    settings = config.model_dump()
-    running_settings = engine.config.model_dump()
-    for name in sorted(config.model_fields_set - _OF_THE_COMMAND):
+    settings = config.located()
+    running_settings = engine.config.located()
+    for name in sorted(config.model_fields_set - {"log_level"}):
         if settings[name] != running_settings[name]:
             engine.close()
             raise ConfigError(

@@ -5,6 +5,7 @@ This file has arguments and output only; `pearl.lab.studies` measures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -33,9 +34,15 @@ _EMULATED_QUICK = {"tokens": 60, "texts": 1}
 
 
 def _check_figures(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Raise `ConfigError` before any work begins if --figures is given without matplotlib."""
+    """Raise `ConfigError` before any work begins if figures cannot be drawn there."""
     if path is not None:
         check_drawing()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--figures: cannot make {path}: {error.strerror}") from None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"--figures: cannot write in {path}")
     return path
 
 
@@ -99,6 +106,9 @@ def of_pearl(
     with Bars() as bars:
         cells, descriptions = emulate(selected, tables or tuple(TABLES), bars, **settings)
     conditions.stop()
+    if not cells:
+        titles = "; ".join(pair.title for pair in selected)
+        raise ConfigError(f"the paper's table {', '.join(tables)} does not have {titles}")
     document = {"kind": "paper", "emulated": True, "settings": settings, **conditions.as_dict()}
     if reported(to, document | {"tables": cells, "pairs": descriptions}):
         texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0"
@@ -112,20 +122,19 @@ def of_pearl(
 def _pairs(names: Sequence[str]) -> list[Pair]:
     """Return the pairs whose title contains one of `names`; all pairs if `names` is empty.
 
-    Raises `ConfigError` if no title matches.
+    Raises `ConfigError` for a name that no title contains.
     """
     all_pairs = pairs()
     if not names:
         return all_pairs
-    selected = []
-    for pair in all_pairs:
-        title = pair.title.lower()
-        if any(name.lower() in title for name in names):
-            selected.append(pair)
-    if not selected:
-        titles = "; ".join(pair.title for pair in all_pairs)
-        raise ConfigError(f"no pair is called {names[0]!r}; there are {titles}")
-    return selected
+    selected = {}
+    for name in names:
+        matches = [pair for pair in all_pairs if name.lower() in pair.title.lower()]
+        if not matches:
+            titles = "; ".join(pair.title for pair in all_pairs)
+            raise ConfigError(f"no pair is called {name!r}; there are {titles}")
+        selected |= {pair.title: pair for pair in matches}
+    return [pair for pair in all_pairs if pair.title in selected]
 
 
 def _optimal_lengths() -> Report:

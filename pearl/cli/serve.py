@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from pearl.cli.commands import example
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.open_engine import open_engine
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.config import Settings
+from pearl.config import EngineConfig, Settings
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, installing
 from pearl.text.reasoning import TAGS, check_tags
@@ -89,8 +87,7 @@ def serve(
     """
     door = None
     if http is None:
-        if door_options["model"] is not None or door_options["origins"]:
-            raise ConfigError("--http-model and --cors go with --http HOST:PORT")
+        _refuse_unread(click.get_current_context())
     else:
         settings.engine.check_options(settings.options)
         check_tags(door_options["reasoning_tags"])
@@ -101,7 +98,6 @@ def serve(
         closing(door) if door else nullcontext(),
         open_engine(settings.engine, SafeConsole(stderr=True)) as engine,
     ):
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:
             if door is None:
@@ -112,6 +108,22 @@ def serve(
                 door.serve(engine, settings.options)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
+
+
+def _refuse_unread(context: click.Context) -> None:
+    """Raise `ConfigError` for a flag that only --http reads.
+
+    A configuration file may set the options of requests, because other commands read it too.
+    """
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        is_flag = source is click.core.ParameterSource.COMMANDLINE
+        if is_flag and name not in (*EngineConfig.model_fields, "config"):
+            raise ConfigError(
+                f"{option.opts[0]} goes with --http HOST:PORT: without it each client sets its own "
+                "sampling and decoding, and there is nothing else to serve"
+            )
 
 
 def _bind(address: str, key: str | None, **options: Any) -> Door:
