@@ -169,7 +169,8 @@ def test_a_command_that_is_ended_shows_the_cursor_again(home: dict[str, str]) ->
     """While a spinner hid it. And it leaves nothing of an engine."""
     command = [sys.executable, "-m", "pearl", "generate", "1", *TOYS]
     with Person(command, home) as person:
-        person.until(lambda: person.hides_cursor, "a spinner")
+        person.sees("starting the workers")
+        assert person.hides_cursor
         person.process.send_signal(signal.SIGTERM)
         assert person.leaves() == 128 + signal.SIGTERM
         assert not person.hides_cursor
