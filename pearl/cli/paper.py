@@ -127,7 +127,7 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
     all_pairs = pairs()
     if not names:
         return all_pairs
-    selected = {}
+    selected: dict[str, Pair] = {}
     for name in names:
         matches = [pair for pair in all_pairs if name.lower() in pair.title.lower()]
         if not matches:
