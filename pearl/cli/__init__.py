@@ -98,7 +98,7 @@ def _escape_unencodable() -> None:
 
 
 def _end(number: int, _: object) -> None:
-    """End the command in an orderly way, so that a hidden cursor is shown again."""
+    """End the command in an orderly way: its engine is closed, and a hidden cursor is shown again."""
     sys.exit(128 + number)
 
 

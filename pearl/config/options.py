@@ -349,7 +349,10 @@ class RequestOptions(Record, frozen=True):
         return values
 
     def overridden_by(self, options: RequestOptions) -> Self:
-        """Return a copy in which the fields that `options` sets have the values of `options`."""
+        """Return a copy in which the fields that `options` sets have the values of `options`.
+
+        A field of `options` that has its default counts as not set.
+        """
         return self.changed(**options.given())
 
     def changed_method(self, name: str) -> Self:

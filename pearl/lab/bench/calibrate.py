@@ -133,9 +133,9 @@ def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
 def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
     """Return which method to use, as a sentence and as command-line flags.
 
-    It is the fastest of the methods whose speedup cannot be noise, or the target alone if there are
-    none. The sentence also names the methods that may be just as fast, because their confidence intervals
-    overlap with that of the fastest method.
+    It is the fastest of the methods whose speedup is not noise, or the target alone if there is
+    none. The sentence also names the methods of these that may be just as fast, because their
+    confidence intervals overlap with that of the fastest method.
     """
     speedups = {}  # of the methods that pay
     for row in rows:
