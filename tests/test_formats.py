@@ -177,7 +177,19 @@ def dense(fields: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def packed_in(bits: int, symmetric: bool = True) -> Callable[[torch.Tensor], Written]:
+def whole_in_words(fields: torch.Tensor, bits: int) -> torch.Tensor:
+    """[rows, n] unsigned numbers as words of 32 bits, each with as many whole numbers as fit."""
+    per_word = 32 // bits
+    missing = -fields.shape[1] % per_word
+    runs = torch.nn.functional.pad(fields.long(), (0, missing)).unflatten(1, (-1, per_word))
+    return (runs << torch.arange(per_word) * bits).sum(-1).to(torch.int32)
+
+
+def packed_in(
+    bits: int,
+    symmetric: bool = True,
+    pack: Callable[[torch.Tensor, int], torch.Tensor] = dense,
+) -> Callable[[torch.Tensor], Written]:
     """compressed-tensors' integers of so many bits, in groups of 32."""
 
     def write(weight: torch.Tensor) -> Written:
@@ -195,12 +207,12 @@ def packed_in(bits: int, symmetric: bool = True) -> Callable[[torch.Tensor], Wri
             (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2 * half - 1)
         )
         parts = {
-            "weight_packed": dense(steps.flatten(1), bits),
+            "weight_packed": pack(steps.flatten(1), bits),
             "weight_scale": scales,
             "weight_shape": torch.tensor(weight.shape),
         }
         if not symmetric:
-            parts["weight_zero_point"] = dense(zeros.T, bits).T
+            parts["weight_zero_point"] = pack(zeros.T, bits).T
         return parts, ((steps - zeros[..., None]) * scales.float()[..., None]).view(weight.shape)
 
     return write
@@ -350,6 +362,16 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
         packed_in(3, symmetric=False),
         compressed("pack-quantized", num_bits=3, symmetric=False),
         "4 bits",
+    ),
+    "3 bits with zero points, before 0.18": (
+        packed_in(3, symmetric=False, pack=whole_in_words),
+        compressed("pack-quantized", num_bits=3, symmetric=False),
+        "4 bits",
+    ),
+    "6 bits, before 0.18": (
+        packed_in(6, pack=whole_in_words),
+        compressed("pack-quantized", num_bits=6),
+        "8 bits",
     ),
     "W4A4": (nibbles_in_bytes, compressed("int-quantized", num_bits=4), "4 bits"),
     "gptq without g_idx": (gptq_in(4), {"quant_method": "gptq", "bits": 4}, "4 bits"),

@@ -40,6 +40,14 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def unpacked_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Split words of 32 bits [rows, n] into unsigned fields, uint8 [rows, count].
+
+    A word holds as many whole fields as fit, from the lowest bit on.  Its other bits are unused.
+    """
+    return fields(words, bits)[:, :count].contiguous()
+
+
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Split words of 32 bits [rows, n] into unsigned fields, uint8 [rows, count].
 
@@ -47,7 +55,7 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     begin in one word and end in the next.
     """
     if 32 % bits == 0:
-        return fields(words, bits)[:, :count].contiguous()
+        return unpacked_words(words, bits, count)
     missing = -words.shape[1] % bits
     words = torch.nn.functional.pad(words, (0, missing)).long() & 0xFFFFFFFF
     runs = words.unflatten(1, (-1, bits))  # 32 fields in `bits` words
@@ -196,16 +204,26 @@ def _float8(scales: str, tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
 
 
 def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    """Read integers in words of 32 bits.
+
+    compressed-tensors packs integers of 3, 5, 6 and 7 bits without gaps since 0.18. Earlier
+    versions did not split an integer between two words, and needed more words for a row.
+    """
     words = tensors.of("weight_packed")
     scales = tensors.of("weight_scale")
     outputs, inputs = tensors.of("weight_shape").tolist()
-    _check_shape("weight_packed", words, (outputs, -(-inputs * recipe.bits // 32)), recipe)
-    steps = unpacked(words, recipe.bits, inputs)
+    dense_shape = (outputs, -(-inputs * recipe.bits // 32))
+    unpack = unpacked
+    if words.shape != dense_shape and words.shape == (outputs, -(-inputs // (32 // recipe.bits))):
+        unpack = unpacked_words
+    else:
+        _check_shape("weight_packed", words, dense_shape, recipe)
+    steps = unpack(words, recipe.bits, inputs)
     zeros = None
     if recipe.is_symmetric:
         tensors.skip("weight_zero_point")
     else:  # zero points are packed along the outputs
-        zeros = unpacked(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
+        zeros = unpack(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
     return _integers(steps, recipe.bits, scales, zeros)
 
 
