@@ -2,10 +2,11 @@
 # Is `pack-quantized` of compressed-tensors one layout in all versions?
 #
 # Expected: yes, for config.json names the format and the number of bits, and no version of the layout. Seen: integers of
-# 3, 5, 6 and 7 bits have two. In 0.17.0 a word of 32 bits holds as many whole integers as fit (ten of 3 bits); in 0.20.1
-# (and from 0.18.0 on) they follow one another without gaps, over the ends of words. 0.20.1 decompresses a module that 0.17.0 wrote, without an
-# error or a warning, to other weights. Only the shape of weight_packed tells the layouts apart: 64 inputs of 3 bits take
-# 7 words or 6. Integers of 2, 4 and 8 bits are the same in both.
+# 3, 5, 6 and 7 bits have two. In 0.17.0 a word of 32 bits holds as many whole integers as fit (ten of 3 bits); in 0.20.1,
+# and from 0.18.0 on, they follow one another without gaps, over the ends of words. 0.20.1 decompresses a module that
+# 0.17.0 wrote, without an error or a warning, to other weights: 192 of 256 of 3 bits. Only the shape of weight_packed tells
+# the layouts apart: 64 inputs of 3 bits take 7 words or 6. Integers of 2, 4 and 8 bits are the same in both.
+# Exits with 1 if that changes.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,11 +2,11 @@
 # How many draft tokens does llama.cpp (xllamacpp 2026.10.11549, b11549) accept of sampled text, if the target drafts for
 # itself?
 #
-# Expected: all of them, for speculative sampling accepts a token with p(x) / q(x), which is 1 here. Seen: a third. The draft
-# proposes its likeliest token, and the target accepts it only if its own draw is that token; no probability of the draft is
-# used. So the acceptance rate is the target's probability of its likeliest token, whatever the draft. A seed gives the
-# same text with a draft and without. An acceptance rate of llama.cpp's at a temperature cannot be compared with that of
-# an engine that samples its drafts. SmolLM2 135M from PyPI; exits with 1 if that changes. A minute, 0.2 GB.
+# Expected: all of them, for speculative sampling accepts a token with p(x) / q(x), which is 1 here. Seen: a third (.30). A
+# drafted token is accepted only if the target's own draw is that token; no probability of the draft is used. So a seed
+# gives the same text with a draft and without, and the acceptance rate is the target's probability of what is drafted, however
+# good the draft. At a temperature it cannot be compared with the rate of an engine that follows the papers.
+# SmolLM2 135M from PyPI; exits with 1 if that changes. A minute, 0.2 GB.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
