@@ -20,6 +20,7 @@ from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
 from pearl.protocol.events import Odds, Sample, Sampled
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.request import Counts
+from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, find
 from pearl.spec.stops import CAP
@@ -272,6 +273,21 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
     else:
         assert foreseen
         assert bonuses or gamma == 5, "all five are seldom right"
+
+
+@pytest.mark.parametrize("method", ["sd", "ssd", "pearl-no-post-verify"])
+def test_draft_tokens_that_come_during_the_prefill_change_no_window(method: str) -> None:
+    """The draft has read a long prompt before the target has, which may read it in more parts in company."""
+    pair = first_order(TARGET, DRAFT)
+    branches = 7 if method == "ssd" else 0
+    asked = resolved(method, "fixed", 3, branches=branches)
+    prompt = (1, 2, 0) * (PREFILL_CHUNK // 2)
+    for seed in range(6):
+        texts = []
+        for timing in TIMINGS:
+            found = decoded(pair, 3, asked, drawn_by(1.0, seed=seed), 12, timing, prompt)
+            texts.append((found.tokens, found.provenance))
+        assert texts == texts[:1] * len(TIMINGS), seed
 
 
 # ---- how often a draft is right ----

@@ -28,8 +28,9 @@ def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
     """
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
     count = min(len(sequence.tokens) - sequence.fed, chunk - sequence.fed % chunk)
-    if sequence.piece > 1 and sequence.fed < sequence.prompt:
-        # Tokens after the prompt need forwards of another size.
+    if sequence.fed < sequence.prompt:
+        # Tokens after the prompt need forwards of another size. Besides, windows must not depend on
+        # how many draft tokens come during the prefill.
         count = min(count, sequence.prompt - sequence.fed)
     return count
 
