@@ -16,6 +16,7 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.acceptance_estimates import Seen
+from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Open
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -372,3 +373,26 @@ def test_slow_tokens_are_counted_by_request(requests: int) -> None:
             health.took(request, 0.5, speeds)
     with pytest.raises(DraftLost, match=r"500 ms a token, where 1\.0 ms are usual"):
         health.took(0, 0.5, speeds)
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_forward_for_many_requests_may_take_long(requests: int) -> None:
+    """Thirty times as long as one for a single request is slow for one request, and usual for eight."""
+    settings = TargetSettings(EngineConfig(target="toy", draft="toy"), 32, CONTEXT, DIGEST)
+    executor = Mock(needs_rows=Mock(return_value=False))
+    link = DraftLink(settings, executor, None, Mock(), Mock(), Mock())
+    link.health.calibrated(0.01)
+    coordinator = Coordinator(Mock())
+    for request in range(requests):
+        coordinator.running[request] = Mock(request=Mock(block=1))
+
+    def drafted() -> None:
+        for start in range(20):
+            for request in range(requests):
+                link.receive(DraftTokens(request, 0, start, (1,), 0.3), coordinator)
+
+    if requests == 1:
+        with pytest.raises(DraftLost, match="300 ms a token"):
+            drafted()
+    else:
+        drafted()

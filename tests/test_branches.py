@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
+from pearl.drafting.draft_text import DraftText
 from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.studies.simulate import Outcome, Timing
@@ -99,6 +100,30 @@ def test_sd_whose_draft_prepares_waits_less() -> None:
     assert ahead.seconds < 0.9 * plain.seconds
     # A round that was foreseen costs the target's forward alone; another the window's three draft forwards too.
     assert ahead.seconds == pytest.approx(plain.seconds - 3 * known, rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["pearl", "ssd"])
+def test_the_drafts_index_misses_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that was fed by a forward for branches alone, and is followed by the target's own."""
+    real = DraftText.guess
+    hedges = 0
+
+    def guess(text: DraftText, command: Draft) -> tuple[list[int], list[float]]:
+        nonlocal hedges
+        guessed = real(text, command)
+        assert text.index is not None
+        assert len(text.index) == command.start + len(command.tokens)
+        hedges += command.hedge > 0
+        return guessed
+
+    monkeypatch.setattr(DraftText, "guess", guess)
+    asked = resolved(method, "stream", 4, "coupled", branches=7, draft_lookup=8)
+    if method == "pearl":
+        asked = asked.changed(look_ahead=8)
+    pair = alpha_pair(VOCAB, 0.6, order=1)
+    timing = Timing(1.0, lambda _: 12.0)
+    simulated(pair, VOCAB, asked, drawn_by(1.0, seed=5), 100, timing, PROMPT)
+    assert hedges
 
 
 # ---- what is prepared ----
@@ -207,11 +232,8 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
     proposer = OpenProposer(runner, VOCAB)
     proposer.model.times = NoTimes()
-    proposer.open(
-        Open(
-            PROMPT, resolved(rule="coupled", branches=5, sampling=drawn_by(1.0, seed=4)), request=1
-        )
-    )
+    options = resolved(rule="coupled", branches=5, sampling=drawn_by(1.0, seed=4))
+    proposer.open(Open(PROMPT, options, request=1))
     known: list[int] = []
     text, pending = list(PROMPT), 0
     for _ in range(20):
@@ -248,6 +270,10 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
                 text, pending = [*text[:at], token, *tokens], len(tokens)
                 known = text[: min(at, len(known))]
                 proposer.rollback(len(known), 1)
+    proposer.open(Open(PROMPT, options, request=2))
+    branches = proposer.text(2).branches
+    assert branches is not None
+    assert len(branches.slots) == runner.capabilities.slots - 1, "the next text has as many"
 
 
 class Fixed(Counting):

@@ -20,6 +20,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
     Draft,
+    Drafted,
     DraftJoined,
     Forward,
     Forwarded,
@@ -27,8 +28,10 @@ from pearl.protocol.events import (
     Phase,
     Rollback,
     Sampled,
+    Send,
+    Wait,
 )
-from pearl.protocol.messages import Begin, Submit
+from pearl.protocol.messages import Begin, Finish, Submit
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Batch, Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Cores, ForwardTimes, Speeds
@@ -215,6 +218,30 @@ def test_the_draft_reads_long_prefixes_in_small_parts_too() -> None:
     assert len(begun(2, (2,) * 2000).tokens) == SHARED_CHUNK
 
 
+def test_a_request_that_begins_again_keeps_its_slot_of_the_draft() -> None:
+    """Its forward may still run there. Another slot may hold more of the text, of an equal request before it."""
+    drafter = Drafter(64, slots=2)
+
+    def begun(number: int, prefix: tuple[int, ...]) -> list[object]:
+        until = len(prefix) + 4
+        options = resolved(rule="coupled")
+        return drafter.handle(Begin(number, 0, prefix, until, extend_digest(0, prefix), options))
+
+    begun(1, (1, 2, 3, 4, 5, 6))
+    drafter.handle(Drafted((7,), request=1))
+    (_, draft) = begun(2, (1, 2, 3))
+    drafter.handle(Drafted((4,), request=1))
+    drafter.handle(Finish(1))
+    drafter.handle(Drafted((8,), request=1))
+    drafter.handle(Finish(2))
+    assert begun(2, (1, 2, 3, 4, 5))[1:] == [], "it drafts once its forward has ended"
+    (again,) = drafter.handle(Drafted((9,), request=2))
+    assert isinstance(draft, Draft)
+    assert isinstance(again, Draft)
+    assert (draft.start, draft.tokens) == (0, (1, 2, 3))
+    assert (again.start, again.tokens) == (3, (4, 5)), "the token 9 was of an earlier prefix"
+
+
 def test_a_request_gets_the_slot_that_has_read_most_of_its_prompt() -> None:
     scheduler = Scheduler(slots=3)
     for slot, text in enumerate(([1, 2, 3], [4, 5, 6], [4, 5, 7, 8])):
@@ -282,6 +309,34 @@ def test_what_is_due_is_computed_before_another_request_takes_its_slot() -> None
     batch.commands.append(Draft(3, (7,), 4, request=1))
     assert batch.precedes(opened)
     assert not batch.precedes(Rollback(3, request=1))
+
+
+def test_a_forward_with_a_part_of_a_prompt_measures_no_token() -> None:
+    """It takes tens of times as long, for which the target would give the draft up after eight such tokens."""
+    _, model = alpha_pair(32, 0.5)
+    proposer = VirtualProposer(ToyRunner(32, model), 32, lambda fed: 0.01 * fed, texts=2)
+    executor = DraftExecutor(proposer)
+    drafter = Drafter(4096, slots=2)
+    options = resolved(rule="coupled")
+    commands: list[object] = []
+    for number, prefix in enumerate(((1, 2), (3,) * 200)):
+        until = len(prefix) + 4
+        digest = extend_digest(0, prefix)
+        commands += drafter.handle(Begin(number, 0, prefix, until, digest, options))
+    seconds = []
+    while len(seconds) < 8:
+        drafts = []
+        for command in commands:
+            if isinstance(command, Draft):
+                drafts.append(command)
+            elif isinstance(command, Send):
+                seconds.append(command.message.seconds)
+            elif not isinstance(command, Wait):
+                executor.execute(command)
+        commands = []
+        for event in executor.draft(drafts):
+            commands += drafter.handle(event)
+    assert max(seconds) == pytest.approx(0.01), "of a forward of one token"
 
 
 # ---- what fails alone ----

@@ -157,7 +157,8 @@ class DraftText:
         """Guess which tokens the draft model will draw next; return (tokens, chances).
 
         The chance of a token is the probability that this guess and all guesses before it are
-        right.
+        right. A command that drafts only branches gets no guesses, but the index has to see its
+        tokens too.
         """
         if self.index is None:
             return [], []

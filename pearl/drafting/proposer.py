@@ -108,7 +108,7 @@ class ModelProposer:
             text.index = text_index(prompt, self._datastore, prediction=options.predicted)
         text.ranks = options.sends_runners_up
         if options.branches and self.runner.capabilities.together and not options.withholds:
-            spare_slots = self._spare(text.slot)
+            spare_slots = self._spare(text)
             if spare_slots:
                 text.branches = Branches(self.runner, spare_slots, self._foresight)
 
@@ -123,15 +123,16 @@ class ModelProposer:
             slots[text.place] = text.slot
         return slots
 
-    def _spare(self, slot: int) -> list[int]:
-        """Return free slots for the branches of the text in `slot`.
+    def _spare(self, text: DraftText) -> list[int]:
+        """Return free slots for the branches of a text that is not in `_texts` yet.
 
         Each text gets an equal share of the slots that are not for texts.
         """
-        occupied = {slot, *self._slots.values()}
-        for text in self._texts.values():
-            if text.branches is not None:
-                occupied |= text.branches.slots
+        slots = self._slots | {text.place: text.slot}
+        occupied = set(slots.values())
+        for other in self._texts.values():
+            if other.branches is not None:
+                occupied |= other.branches.slots
         num_slots = self.runner.capabilities.slots
         share = max(1, (num_slots - self._max_texts) // self._max_texts)
         return [spare for spare in range(num_slots) if spare not in occupied][:share]
@@ -247,9 +248,11 @@ class ModelProposer:
         logits = iter(self._forward(feeds))
         forwarded.record()
         fed = sum(step.tokens for step in steps)
+        has_prompt = any(step.command.prompt for step in steps)
         for step in steps:
             step.marks = (began, forwarded, make_mark(self.device))
             step.fed = fed
+            step.has_prompt = has_prompt
             step_logits = list(islice(logits, len(step.feeds)))
             try:
                 step.draw(step_logits)
@@ -282,5 +285,6 @@ class ModelProposer:
             seconds=seconds,
             draw=draw if drafted.tokens else 0.0,
             fed=launched.fed,
+            has_prompt=launched.has_prompt,
             request=launched.command.request,
         )

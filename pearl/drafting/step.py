@@ -132,6 +132,7 @@ class Step:
         marks: the times before the forward, between the forward and the draws, and after the draws.
             The code that runs the step records them.
         fed: number of tokens that the forward was fed, including those of other requests.
+        has_prompt: whether any of these tokens belong to a prefix that a request began with.
         following: the token drawn, [1] on the device, if the host does not know it yet. The next
             forward can be fed this tensor. None if the host knows the token.
         failure: the error that kept the step from drawing; it is raised when the step is collected.
@@ -146,6 +147,7 @@ class Step:
     feeds: list[Feed] = field(default_factory=list)
     marks: Sequence[Any] = ()
     fed: int = 0
+    has_prompt: bool = False
     following: torch.Tensor | None = None
     failure: NumericalError | None = None
     is_paused: bool = False
@@ -272,6 +274,10 @@ class Step:
             text.last_drawn = row.position, (token,)
             if self.is_paused or (i < len(self.guesses) and token != self.guesses[i]):
                 break
+        if text.index is not None:
+            # Now, because guesses that turned out right are not among the next command's tokens.
+            text.index.cut(self.end)
+            text.index.extend(read_draw(row.draw) for row in self._drafted)
 
     def collect(self) -> Drafted:
         """Return the step's proposal. The device must have finished the draws.
@@ -301,10 +307,6 @@ class Step:
             (top,) = read_shortlist(self._top)
             row = replace(row, top=top)
         self._take([row])
-        index = self.text.index
-        if index is not None:  # the next forward may have been launched before this token was known
-            index.cut(self.end)
-            index.extend([read_draw(row.draw)])
 
 
 def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 1) -> Step:
@@ -316,11 +318,8 @@ def plan(text: DraftText, command: Draft, other_tokens: int = 0, sharing: int = 
     """
     tokens = text.unfed(command)
     text.read_states()
-    guesses: list[int] = []
-    chances: list[float] = []
     rows = int(command.bonus)
-    if not command.hedge:
-        guesses, chances = text.guess(command)
+    guesses, chances = text.guess(command)
     chosen = []
     if len(tokens) <= PROMPT_PIECE and (command.budget or command.hedge):
         chosen = choose(text, command, chances, len(tokens), other_tokens, sharing)

@@ -74,6 +74,7 @@ class DraftMachine(Machine):
         self.state = DrafterState.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
+        self.last_request = -1  # the request that the slot was last given to
         # The request that the running forward is for; `begun` may be a later one.
         self.computing = -1
         self.epoch = 0
@@ -102,6 +103,7 @@ class DraftMachine(Machine):
                 "that does not match its digest"
             )
         self.begun = begin
+        self.last_request = begin.request
         self.epoch = begin.epoch
         self.draft_until = begin.draft_until
         self._lost = self._paused = self._is_hedged = False
@@ -170,7 +172,7 @@ class DraftMachine(Machine):
         else:
             self._withheld = -1
         seconds = 0.0  # unknown: the forward of a whole prefix is no measure of a token's time
-        if self._in_flight == 1:
+        if self._in_flight == 1 and not event.has_prompt:
             seconds = (self._searched + event.seconds) / max(1, len(event.tokens))
         self._searched = 0.0
         message = DraftTokens(
@@ -391,7 +393,7 @@ class Drafter:
             if machine.begun is not None and machine.begun.request == number:
                 return machine.handle(event)
         if type(event) is Begin:
-            return self._free(event.tokens).handle(event)
+            return self._free(event).handle(event)
         return self.machines[0].handle(event)  # no slot has this request, as with a late verdict
 
     def _computing(self, event: Drafted) -> DraftMachine:
@@ -400,16 +402,23 @@ class Drafter:
                 return machine
         return self.machines[0]
 
-    def _free(self, prefix: Sequence[int]) -> DraftMachine:
-        """Return the machine of the free slot whose KV cache holds the longest part of the prefix.
+    def _free(self, begin: Begin) -> DraftMachine:
+        """Return the machine of a free slot for a request.
+
+        If the request had a slot before, this is the same slot, in which a forward for the request
+        may still be running. Otherwise it is the slot whose KV cache holds the longest part of the
+        prefix.
 
         If no slot is free, the target has ended a running request, and the `Finish` message is
         still on its way. The draft cannot know which request has ended. So each such call returns
         the machine of the next slot in turn.
         """
         free = [machine for machine in self.machines if machine.begun is None]
+        for machine in free:
+            if machine.last_request == begin.request:
+                return machine
         if free:
-            return max(free, key=lambda machine: machine.sequence.held(prefix))
+            return max(free, key=lambda machine: machine.sequence.held(begin.tokens))
         self._turn = (self._turn + 1) % len(self.machines)
         return self.machines[self._turn - 1]
 

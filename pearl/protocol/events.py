@@ -143,6 +143,7 @@ class Drafted(OfRequest, frozen=True):
             so far, including those that were sent before.
         fed: number of tokens fed in the forward, including those of other requests; 0 if unknown.
         seen: see `DraftTokens.runners_up`.
+        has_prompt: whether any part of a prefix was fed in the forward, of this request or another.
     """
 
     tokens: tuple[int, ...] = ()
@@ -155,6 +156,7 @@ class Drafted(OfRequest, frozen=True):
     branches: tuple[Proposal, ...] = ()
     fed: int = 0
     seen: tuple[Seen, ...] = ()
+    has_prompt: bool = False
 
 
 # ---- commands ----

@@ -168,14 +168,15 @@ class DraftLink:
         if message is None:
             return
         # Tokens of a block of n may take n times as long, because they come from a search of n
-        # levels, and each level takes one forward of many rows, or many forwards.
-        levels = 1
+        # levels, and each level takes one forward of many rows, or many forwards. A forward for n
+        # requests may take n times as long, too.
+        share = max(1, len(coordinator.running))
         if message.request in coordinator.running:
-            levels = coordinator.running[message.request].request.block
+            share *= coordinator.running[message.request].request.block
         self._handle(message)
         # This comes last, because `took` may raise `DraftLost`, and the tokens are good
         # nevertheless.
-        self.health.took(message.request, message.seconds / levels, coordinator.speeds)
+        self.health.took(message.request, message.seconds / share, coordinator.speeds)
 
     def _receive_heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> None:
         """Handle a heartbeat.
