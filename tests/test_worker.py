@@ -5,28 +5,39 @@ What only real processes can show is in test_processes.py and test_faults.py.
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from pearl.config import ModelConfig
+from pearl.config import EngineConfig, ModelConfig
 from pearl.decoding.distribution import PackedRow, pack
+from pearl.drafting.proposer import ModelProposer
 from pearl.errors import RemoteProtocolError, RequestError
+from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.calibrate import FED
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
+from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Forward, Judge, Open, Phase
+from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Cores
 from pearl.spec import methods
-from pearl.worker.draft import MAX_UNANNOUNCED
+from pearl.trace.tracer import Tracer
+from pearl.transport.codec import decode, encode
+from pearl.worker.draft import MAX_UNANNOUNCED, DraftWorker
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.draft_rows import RowPacker, packed
 from pearl.worker.fronts import Fronts
+from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
@@ -46,7 +57,7 @@ from tests.loops import (
     sparse,
     submission,
 )
-from tests.memory_transport import MemoryRows
+from tests.memory_transport import MemoryHub, MemoryRows
 from tests.options import drawn_by, resolved
 from tests.pairwise import pairwise
 from tests.replace import replace
@@ -290,18 +301,19 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops) -> None:
     [
         ({"prompt": (), "limit": 5}, "empty"),
         ({"prompt": (1, 32), "limit": 5}, "token id 32"),
+        ({"predicted": (1, 32)}, "prediction holds token id 32"),
         ({"limit": CONTEXT + 1}, "context"),
         ({"limit": 3}, "limit 3"),
     ],
 )
 def test_impossible_request_is_refused_before_any_work(
-    loops: MakeLoops, change: dict[str, int], said: str
+    loops: MakeLoops, change: dict[str, object], said: str
 ) -> None:
     pair = loops(expects_draft=False)
     front = pair.front()
     pair.target_model.fed.clear()  # the forwards that were timed at the start
     with pytest.raises(RequestError, match=said):
-        front.ask(replace(submission(20, "ar"), **change))  # type: ignore[arg-type]
+        front.ask(replace(submission(20, "ngram", look_ahead=8), **change))  # type: ignore[arg-type]
     assert not pair.target_model.fed
     assert front.ask(submission(20, "ar", request=2)).reason is m.FinishReason.LENGTH
 
@@ -425,6 +437,121 @@ def test_rows_of_who_is_not_the_draft_are_not_unpacked(
         stranger.send(one)
     front.until(m.Finished)
     assert not unpacked
+
+
+def test_a_front_is_welcomed_however_many_sizes_of_forwards_there_were() -> None:
+    """With several slots a forward is fed any number of tokens, up to thousands."""
+    settings = TargetSettings(EngineConfig(target="toy", draft="none"), 32, CONTEXT, DIGEST)
+    worker = TargetWorker(
+        MemoryHub().listener,
+        TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0])),
+        settings,
+        lambda: None,
+        lambda: True,
+        Tracer(),
+    )
+    speeds = worker._coordinator.speeds
+    for fed in range(1, 5000):
+        speeds.observe_target(fed, fed / 1000)
+    welcome = decode(encode(worker._introduction))
+    assert isinstance(welcome, m.Welcome)
+    assert len(welcome.t_target) < 300
+    for fed in (1, 63, 64, 65, 1000, 4999):
+        assert speeds.t_target(fed) == pytest.approx(fed / 1000, rel=0.04)
+
+
+# ---- the draft's loop ----
+
+
+class _Target:
+    """A target that the test plays, with a draft of two slots in a thread."""
+
+    def __init__(self, proposer: ModelProposer) -> None:
+        self._hub = MemoryHub()
+        self._ended = threading.Event()
+        hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST)
+        worker = DraftWorker(
+            self._hub.connect(),
+            hello,
+            lambda welcome: (DraftExecutor(proposer), RowPacker()),
+            lambda: None,
+            self._ended.is_set,
+            BOUND,
+            Tracer(),
+            slots=2,
+        )
+        self._run = ThreadPoolExecutor(1).submit(worker.run)
+        ((self._peer, _),) = self._hub.listener.receive(BOUND)
+        self.send(m.Welcome(m.PROTOCOL_VERSION, 32, 64, 64, 1e-3, (), 4))
+
+    def send(self, *messages: m.Message) -> None:
+        for message in messages:
+            self._hub.listener.send(message, self._peer)
+
+    def drafted(self, request: int) -> m.DraftTokens:
+        """Return the next draft tokens of a request; those of others are lost."""
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            for _, message in self._hub.listener.receive(0.2):
+                if isinstance(message, m.DraftTokens) and message.request == request:
+                    return message
+        raise AssertionError(f"no tokens of request {request}")
+
+    def close(self) -> None:
+        self._ended.set()
+        self._run.result(BOUND)
+
+
+def begin(request: int, prefix: tuple[int, ...] = PROMPT, tokens: int = 1) -> m.Begin:
+    options = resolved(rule="coupled")
+    until = len(prefix) + tokens
+    return m.Begin(request, 0, prefix, until, extend_digest(0, prefix), options)
+
+
+def test_the_draft_reports_the_waits_of_each_request() -> None:
+    """Not those of requests that began before it, whether they have ended or not."""
+    proposer = ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), 32, texts=2)
+    with closing(_Target(proposer)) as target:
+        target.send(begin(1))
+        first_token = target.drafted(1).tokens
+        target.send(begin(2))
+        assert target.drafted(2).waited == 0, "request 1 waits, and request 2 has just begun"
+        prefix = PROMPT + first_token
+        digest = extend_digest(0, prefix)
+        target.send(m.Verdict(1, 0, len(PROMPT), first_token, len(prefix) + 1, digest))
+        assert target.drafted(1).waited > 0
+
+
+def test_hidden_states_that_come_with_their_request_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a draft computes, a `Begin` may wait together with the states that follow it."""
+    calls: list[str] = []
+    proposer = ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), 32, texts=2)
+    monkeypatch.setattr(proposer, "see", lambda states: calls.append("see"))
+    opens = proposer.open
+
+    def opened(command: Open) -> None:
+        calls.append("open")
+        opens(command)
+
+    monkeypatch.setattr(proposer, "open", opened)
+    worker = DraftWorker(
+        MemoryHub().connect(),
+        m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST),
+        Mock(),
+        Mock(),
+        Mock(),
+        BOUND,
+        Tracer(),
+    )
+    worker._executor = DraftExecutor(proposer)
+    worker._thread = worker._executor  # type: ignore[assignment]
+    worker.on_message(b"", begin(1))
+    worker.on_message(b"", m.HiddenStates(1, 0, b""))
+    while worker._commands:
+        worker._carry_out(worker._commands.popleft())
+    assert calls == ["open", "see"]
 
 
 # ---- distributions ----

@@ -92,11 +92,14 @@ class ForwardTimes:
     def observe(self, fed: int, seconds: float) -> None:
         """Update the estimates with a forward of `fed` tokens that took `seconds`.
 
-        The first forward of a size may include preparation of kernels or memory. So its time is
-        capped (see `_bound`), and is discarded if the second forward of that size takes less.
+        Sizes of 64 tokens and more are rounded, so that there are few hundred sizes however many
+        requests share a forward. The first forward of a size may include preparation of kernels or
+        memory. So its time is capped (see `_bound`), and is discarded if the second forward of that
+        size takes less.
         """
         if seconds <= 0:
             return
+        fed = _rounded(fed)
         expected = self._known.get(fed) or min(self._bound(fed), seconds)
         if fed in self._once:
             expected = min(expected, seconds)
@@ -187,6 +190,12 @@ class ForwardTimes:
         scale = here / there if here and there else 1.0
         scaled = {size: self.like.seconds(size) * scale for size in self.like._known}
         return scaled | self._known
+
+
+def _rounded(fed: int) -> int:
+    """Round a size of 64 or more up to one of the 32 sizes up to the next power of two."""
+    step = 1 << max(0, fed.bit_length() - 6)
+    return -(-fed // step) * step
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], fed: int) -> float:

@@ -45,7 +45,7 @@ from pearl.protocol.messages import (
 from pearl.protocol.scheduler import Batch
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
-from pearl.transport.base import Endpoint, Fault, Peer
+from pearl.transport.base import Endpoint, Fault, Peer, Received
 from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,14 @@ class DraftWorker:
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
-        self._waited = 0.0  # seconds, in the current request
+        self._waited = 0.0  # seconds of all waits so far
+        # Request -> `_waited` when the request began.
+        self._waited_before: dict[int, float] = {}
 
     def run(self) -> None:
         """Run the loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
-            mailbox = TracedMailbox(
-                self.tracer,
-                self._endpoint,
-                outgoing=lambda message: packed(message, self._waited),
-            )
+            mailbox = TracedMailbox(self.tracer, self._endpoint, outgoing=packed)
             self._mail = self._open.enter_context(mailbox)
             self._greet()
             while not self._stopping():
@@ -131,9 +129,10 @@ class DraftWorker:
         """
         began = time.monotonic()
         awaits_verdict = self._drafter.state is not DrafterState.IDLE
-        self._receive(_IDLE_SECONDS)
+        received = self._mail.receive(_IDLE_SECONDS)
         if awaits_verdict:
             self._waited += time.monotonic() - began
+        self._take_all(received)
 
     # ---- messages ----
 
@@ -143,8 +142,8 @@ class DraftWorker:
     def _send(self, message: Message) -> None:
         self._mail.send(message)
 
-    def _receive(self, timeout: float) -> None:
-        for peer, message in self._mail.receive(timeout):
+    def _take_all(self, received: Sequence[Received]) -> None:
+        for peer, message in received:
             self.on_message(peer, message)
 
     def on_message(self, peer: Peer, message: Message | Fault) -> None:
@@ -152,7 +151,7 @@ class DraftWorker:
             case Begin() | Verdict() | Finish():
                 self._handle(message)
             case HiddenStates() if self._executor is not None:
-                self._execute(message)
+                self._commands.append(message)  # behind the `Open` of their request
             case Trace():
                 self._record(message)
             case Ping(sent):
@@ -222,8 +221,10 @@ class DraftWorker:
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
-        if isinstance(event, Begin) and self._drafter.state is DrafterState.IDLE:
-            self._waited = 0.0
+        if isinstance(event, Begin):
+            self._waited_before.setdefault(event.request, self._waited)
+        elif isinstance(event, Finish):
+            self._waited_before.pop(event.request, None)
         self._commands.extend(self.tracer.decide(self._drafter, event))
 
     def _carry_out(self, command: object) -> None:
@@ -246,7 +247,8 @@ class DraftWorker:
         """Send drafted tokens with their distributions, while the next forward runs."""
         assert self._packer is not None
         start = self.tracer.clock()
-        message, announced = self._packer.prepare(message)
+        waited = self._waited - self._waited_before.get(message.request, self._waited)
+        message, announced = self._packer.prepare(message.changed(waited=waited))
         self.tracer.note("busy", "pack", start)
         self._send(message)
         self._packer.send(announced)
@@ -266,7 +268,8 @@ class DraftWorker:
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = (time.monotonic() - began) / tokens
-        self._receive(0)  # a verdict that came during the forward may make these tokens obsolete
+        # A verdict that came during the forward may make these tokens obsolete.
+        self._take_all(self._mail.receive(0))
         for event in events:
             self._handle(event)
 

@@ -54,19 +54,15 @@ class RowPacker:
             self._channel.close()
 
 
-def packed(message: Message, waited: float = 0.0) -> Message:
-    """Return the message as it is sent, with its distributions as bytes.
-
-    Args:
-        waited: the seconds that the draft has waited so far; see `DraftTokens.waited`.
-    """
-    if not isinstance(message, DraftTokens) or not (message.rows or waited):
+def packed(message: Message) -> Message:
+    """Return the message as it is sent, with its distributions as bytes."""
+    if not isinstance(message, DraftTokens) or not message.rows:
         return message
     rows = list(message.rows)
     for index, row in enumerate(rows):
         if isinstance(row, torch.Tensor):
             rows[index] = pack(row)
-    return message.changed(rows=tuple(rows), waited=waited)
+    return message.changed(rows=tuple(rows))
 
 
 def _on_host(probs: torch.Tensor) -> torch.Tensor:

@@ -184,6 +184,7 @@ class DraftService(DraftWorker):
         self._mail.send(message, served.peer)
         if isinstance(message, Error):  # nothing more is drafted for this request
             del self.served[request]
+            self._waited_before.pop(request, None)
 
     # ---- requests ----
 

@@ -175,6 +175,9 @@ def _problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | N
     for token, _ in options.logit_bias:
         if token >= vocab:
             return f"logit_bias names token id {token}, the model has ids up to {vocab - 1}"
+    largest = max(options.predicted, default=0)
+    if largest >= vocab:
+        return f"prediction holds token id {largest}, the model has ids up to {vocab - 1}"
     context = settings.context
     if submit.limit > context or submit.limit <= len(submit.prompt):
         return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {context}"
