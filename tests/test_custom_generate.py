@@ -1,5 +1,6 @@
 """`launch/hub` behind transformers' own `generate`: its arguments, its texts, our methods."""
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,3 +135,10 @@ def test_a_recurrent_pair_is_rolled_back() -> None:
     for _ in range(2):
         found = generate(target, inputs=PROMPT, max_new_tokens=30, assistant_model=draft)
         assert torch.equal(found, target.generate(PROMPT, max_new_tokens=30))
+
+
+def test_a_draft_whose_logits_are_not_finite_changes_no_text() -> None:
+    broken = deepcopy(DRAFT)
+    broken.get_output_embeddings().weight.data.fill_(torch.nan)
+    text = ours(max_new_tokens=20, assistant_model=broken)
+    assert torch.equal(text, TARGET.generate(PROMPT, max_new_tokens=20))

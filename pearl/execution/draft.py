@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pearl.drafting.proposer import ModelProposer
+from pearl.drafting.step import Step
 from pearl.errors import NumericalError
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
@@ -25,17 +26,17 @@ class DraftExecutor:
             case HiddenStates():
                 self.proposer.see(command)
             case Draft():
-                return self.proposer.collect(self.proposer.launch(command))
+                return self._collect(self.proposer.launch(command))
             case _:
                 raise AssertionError(command)
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """Compute one forward for several requests; return the event that answers each command."""
-        events = []
-        for launched in self.proposer.launch_together(commands):
-            try:
-                events.append(self.proposer.collect(launched))
-            except NumericalError as error:  # concerns only this request
-                events.append(Drafted(failure=str(error), request=launched.command.request))
-        return events
+        return list(map(self._collect, self.proposer.launch_together(commands)))
+
+    def _collect(self, launched: Step) -> Drafted:
+        try:
+            return self.proposer.collect(launched)
+        except NumericalError as error:  # concerns only this request
+            return Drafted(failure=str(error), request=launched.command.request)

@@ -13,8 +13,17 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Failed, Send, Wait
-from pearl.protocol.messages import Committed, Submit
+from pearl.protocol.events import (
+    Deliver,
+    DraftDropped,
+    DraftGone,
+    DraftJoined,
+    End,
+    Failed,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import Committed, Error, Submit
 
 
 def decode(
@@ -23,8 +32,9 @@ def decode(
     """Decode one request; yield messages with the tokens that are committed.
 
     Both KV caches must be empty. Speeds are learned from this request alone. If the two models are
-    on devices of different kinds, the rule must not need draft distributions. Raises `ForwardError`
-    if a result cannot be used.
+    on devices of different kinds, the rule must not need draft distributions. If a result of the
+    draft cannot be used, the target goes on alone. Raises `ForwardError` if a result of the target
+    cannot be used.
     """
     executor = TargetExecutor(target)
     coordinator = Coordinator(executor, piece=target.capabilities.prompt_piece)
@@ -40,6 +50,8 @@ def decode(
         actor, event = events.popleft()
         for command in (coordinator, drafter)[actor].handle(event):
             match command:
+                case Send(Error(request, _, why)):
+                    events.append((0, DraftGone(why, request)))
                 case Send(message):
                     events.append((1 - actor, message))
                 case Deliver(Committed() as message):
