@@ -151,7 +151,7 @@ class DraftWorker:
             case Begin() | Verdict() | Finish():
                 self._handle(message)
             case HiddenStates() if self._executor is not None:
-                self._commands.append(message)  # behind the `Open` of their request
+                self._commands.append(message)  # after the `Open` of its request
             case Trace():
                 self._record(message)
             case Ping(sent):
