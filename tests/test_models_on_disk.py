@@ -255,9 +255,18 @@ def test_the_only_gguf_file_of_a_repository_needs_no_name(caches: None, pull: Ru
     ],
 )
 def test_what_cannot_be_pulled_is_one_line_with_what_to_do(
-    pull: Run, model: str, words: str
+    caches: None,
+    hub: str,
+    pearl_here: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    words: str,
 ) -> None:
-    done = pull(model, **({"HF_HUB_OFFLINE": "1"} if model == "offline/model" else {}))
+    files = "{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", f"{hub}/{files}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", model == "offline/model")
+    done = pearl_here("pull", model)
     assert done.returncode == 3
     assert words in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -59,8 +59,7 @@ class Start(NamedTuple):
 GENERATE = ["generate", "hello\n", "--max-tokens", "1", "--profile", "none", "--log-level", "debug"]
 STARTS = {
     "toy": Start([*GENERATE, "--target", "toy", "--draft", "toy"], {"torch"}, {"tokenizers"}),
-    "checkpoint": Start([*GENERATE, "--target", "TINY", "--draft", "TINY"], {"torch"}, set()),
-    "gguf": Start([*GENERATE, "--target", "FILE", "--draft", "FILE"], {"torch"}, set()),
+    "checkpoint, gguf": Start([*GENERATE, "--target", "TINY", "--draft", "FILE"], {"torch"}, set()),
     "show": Start(["show", "FILE"], KERNELS, set()),
 }
 

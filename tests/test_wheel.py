@@ -42,7 +42,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(source),
     )
     (wheel,) = place.glob("*.whl")
-    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    install = ("install", "--no-deps", "--no-index", "--no-compile", "--target", str(site))
+    run(*pip, *install, str(wheel))
     shutil.rmtree(source)
     return site
 
