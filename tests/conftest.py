@@ -48,8 +48,8 @@ from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
 from pearl.spec import methods
+from tests import warm
 from tests.loops import loops
-from tests.warm import Nursery
 
 if TYPE_CHECKING:
     from tests.served import Served
@@ -263,18 +263,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_workers() -> Iterator[None]:
-    """Make engines of this process fork their workers from a process that has imported torch."""
+def warm_programs() -> Iterator[None]:
+    """Have the programs of the tests forked from a process that has imported torch."""
     if (
         torch.cuda.is_available()
     ):  # an import may look for GPUs, and who is forked after that cannot use them
         yield
         return
-    nursery = Nursery()
+    nursery, end = warm.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pearl.engine.processes.Popen", nursery.start)
+        patch.setattr(subprocess.Popen, "_execute_child", nursery.execute_child)
         yield
-    nursery.close()
+    end()
 
 
 @pytest.fixture(autouse=True)
@@ -292,8 +292,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the test's engines start their workers as new processes, as for users."""
-    monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)
+    """Make the test start its programs, and these their workers, as new processes, as for users."""
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", warm.AS_NEW_PROCESS)
 
 
 @pytest.fixture

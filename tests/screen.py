@@ -23,6 +23,7 @@ import pyte
 import pytest
 
 from tests.conftest import eventually, started_in
+from tests.warm import take_terminal
 
 BOUND = 120.0  # seconds; far more than anything takes
 
@@ -92,7 +93,7 @@ class Person:
             stderr=slave,
             env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
         )
         os.close(slave)
 

@@ -29,6 +29,7 @@ from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
 from pearl.worker.settings import WorkerSettings
 from tests.conftest import BOUND, TOY, children, eventually, gone, greedy_text
+from tests.warm import FORKED
 
 PROMPT = [1, 2, 5]
 LONG_TOY = "toy:vocab=32,alpha=0.5"  # room for a million tokens
@@ -42,7 +43,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 # ---- nothing is left behind ----
 
-SCRIPT = """
+SCRIPT = (
+    FORKED
+    + """
 import json, sys
 from pearl.config import SamplingParams
 from pearl.engine import Engine
@@ -53,6 +56,7 @@ print(json.dumps([str(engine.directory), *workers]), flush=True)
 sys.stdin.readline()
 {body}
 """
+)
 STREAM = """
 with engine:
     for piece in engine.stream([1, 2, 5], endless):
@@ -101,7 +105,7 @@ def check_nothing_left(front: subprocess.Popen[str], directory: Path, workers: l
     ids=["closed", "forgotten", "dropped", "exception", "in mid-text", "without a word"],
 )
 def test_nothing_is_left_after_a_front_that_ends(
-    temporary: Path, body: str, code: int, says: str
+    anew: None, temporary: Path, body: str, code: int, says: str
 ) -> None:
     front, directory, workers = start_front(body)
     said = check_nothing_left(front, directory, workers)
@@ -133,7 +137,9 @@ def test_nothing_is_left_after_a_front_that_is_ended(
     assert said.count("KeyboardInterrupt") == (number == signal.SIGINT)
 
 
-def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
+def test_nothing_is_left_where_the_front_is_killed_while_models_load(
+    anew: None, temporary: Path
+) -> None:
     front = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(body="")], stdout=subprocess.DEVNULL
     )
@@ -243,7 +249,7 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
         assert said == {lost(lambda: engine.generate(PROMPT, greedy(5)))}
 
 
-def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
+def test_device_names_pin_the_workers(temporary: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = cores[0], cores[-1]
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
@@ -377,7 +383,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
         assert engine.generate([PROMPT], greedy(60))[0].tokens == expected
 
 
-def test_a_fork_that_ends_harms_nothing(temporary: Path) -> None:
+def test_a_fork_that_ends_harms_nothing(anew: None, temporary: Path) -> None:
     """Its copy of the engine is dropped, and the interpreter's own end comes."""
     front, directory, workers = start_front(
         "import gc, os, sys\nif (child := os.fork()) == 0:\n  del engine\n  gc.collect()\n  sys.exit(7)\n"

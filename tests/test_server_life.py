@@ -58,7 +58,7 @@ def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)]
 )
-def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
+def test_the_command_serves_until_a_signal(anew: None, number: signal.Signals, code: int) -> None:
     command = [
         sys.executable,
         "-m",

@@ -60,7 +60,7 @@ def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, in
     def look() -> bool:
         for process in started_in(Path(directory)):
             try:
-                if process.cmdline()[-1:] == ["pearl.worker"]:
+                if "pearl.worker" in process.cmdline():
                     rank = psutil.Process(process.ppid()).environ().get("RANK")
                     assert rank is not None
                     name = last if int(rank) == count - 1 else f"target rank {rank}"

@@ -1,198 +1,296 @@
-"""Worker processes for tests, forked from a process that has imported torch and transformers.
+"""Python programs for tests, forked from a process that has imported what they need.
 
-The imports take 2 seconds of computing for a worker of a toy, and 5 for one of a checkpoint. The
-tests start hundreds of workers. A forked worker differs only in how it came about: it has the
-parent, the session, the environment, the files and the command of one that was started as a new
-process.
+The imports take a second of computing for a worker of a toy, 5 seconds for one of a checkpoint, 3
+for torchrun, and half a second for a front; a fork takes less than a tenth. The tests start
+hundreds of these processes. A forked program has the parent, the session, the environment, the
+files and the command of a new process (see test_warm), and the programs that it starts are forked,
+too. The memory of what was imported is not freed at its end.
 
-Some workers are still started as new processes: those of fronts that are processes of their own
-(`pearl`, torchrun, scripts), those whose environment may change what an import does, and those of
-tests with the fixture `anew`.
+Some programs are still started as new processes: those whose environment may change what an import
+does, those that a shell or another program starts, and those of tests with the fixture `anew`.
 """
 
+import atexit
 import ctypes
+import fcntl
 import gc
+import io
 import json
 import os
-import select
+import resource
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
-from contextlib import suppress
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from pearl.device import Device
-from pearl.engine.processes import environment_for
-
-_PR_SET_CHILD_SUBREAPER = 36
-# By no import.
-_READ_LATE = {
-    "PEARL_FAULT",
-    "PEARL_CACHE",
-    "PEARL_DIRECTORY",
-    "PYTEST_CURRENT_TEST",
-    "TMPDIR",
-    "XDG_RUNTIME_DIR",
+AS_NEW_PROCESS = subprocess.Popen._execute_child
+FORKED = "# forked from tests.warm\n"  # begins the code that `python -c` may run in a fork
+_FAULTY = str(Path(__file__).parents[1] / "scripts" / "faulty.py")
+_FRONT = ("pearl.cli.chat", "pearl.cli.generate", "pearl.cli.serve", "pearl.engine")
+_TORCHRUN = (
+    "torch.distributed.argparse_util",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.elastic.rendezvous.registry",
+    "torch.distributed.launcher.api",
+)
+_WORKER = (
+    "pearl.models.own_forward",
+    "pearl.models.transformers.runner",
+    "pearl.worker.build",
+    "pearl.worker.lifeline",
+)
+# Classes of transformers that are imported when they are first used.
+_LAZY = (
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "GenerationConfig",
+    "LlamaForCausalLM",
+)
+# Programs that may be forked, and what is imported before the first one is. Their own modules are
+# not imported, as `runpy` would warn that it runs them twice.
+_IMPORTS = {
+    "pearl.worker": _WORKER,
+    _FAULTY: _WORKER,
+    "pearl": _FRONT,
+    "-c": _FRONT,
+    "torch.distributed.run": (*_FRONT, *_TORCHRUN),
 }
-_READ_LATE |= {"PEARL_PLANTED"}  # names one of `tests.planted.BUGS`
-_SET_LATER = {
+_START_NO_OTHERS = ("pearl.worker", _FAULTY)
+# Environment variables that no import reads, and prefixes of others.
+_READ_LATE = {
+    "COLUMNS",
+    "EDITOR",
+    "LINES",
+    "MKL_NUM_THREADS",  # a worker that is pinned sets them itself besides
     "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-}  # a worker that is pinned sets them itself besides
-_MOST = 1 << 20  # bytes of a request
+    "PADDING",
+    "PYTEST_CURRENT_TEST",
+    "RANK",
+    "TERM",
+    "TMPDIR",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "WORLD_SIZE",
+    "XDG_RUNTIME_DIR",
+    "XDG_STATE_HOME",
+}
+_ALL_READ_LATE = ("GROUP_", "LOCAL_", "MASTER_", "PEARL_", "ROLE_", "TORCHELASTIC_")
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+_PR_SET_CHILD_SUBREAPER = 36
+_MOST = 1 << 17  # bytes of a request
+_ROOM = 1 << 14  # bytes for a command in /proc, and for an environment
 
 
-class Forked:
-    """Stands in for a `subprocess.Popen`, with the methods that the engine uses.
+def take_terminal() -> None:
+    """Make the terminal on standard input that of this process's session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    The worker was forked by another process, but this process is its parent.
+
+class Program(NamedTuple):
+    """A Python program, as `subprocess.Popen` is asked to start it.
+
+    Attributes:
+        name: a module, the path of a script, or "-c".
+        arguments: the words of `command` after the name.
+        has_session: whether it gets a session of its own.
+        has_terminal: whether its standard input is the terminal of this session.
     """
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
-        self.returncode: int | None = None
-        self._reaping = threading.Lock()
+    command: list[str]
+    name: str
+    arguments: list[str]
+    directory: str
+    environment: dict[str, str]
+    has_session: bool
+    has_terminal: bool
 
-    def poll(self) -> int | None:
-        with self._reaping:
-            if self.returncode is None:
-                with suppress(ChildProcessError):  # in a fork of its parent
-                    pid, status = os.waitpid(self.pid, os.WNOHANG)
-                    if pid:
-                        self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+    @property
+    def is_unbuffered(self) -> bool:
+        return self.command[1] == "-u" or bool(self.environment.get("PYTHONUNBUFFERED"))
 
-    def wait(self, timeout: float | None = None) -> int:
+    def become(self, files: list[int]) -> None:
+        """Turn this process, which was forked for the program, into what would run it."""
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+        tempfile.tempdir = None
+        _show_in_proc(self.command, self.environment)
+        if self.has_terminal:
+            take_terminal()
+        self._open_streams()
+        sys.path[0] = self.directory
+        sys.orig_argv = self.command
+        sys.argv = [self.name, *self.arguments]
+
+    def _open_streams(self) -> None:
+        """Open the standard streams as the interpreter does when it starts."""
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            nursery_stream = getattr(sys, name)
+            mode = "wb" if number else "rb"
+            buffering = 0 if number and self.is_unbuffered else -1
+            is_line_buffered = number == 2 or os.isatty(number)
+            stream = io.TextIOWrapper(
+                open(number, mode, buffering, closefd=False),  # noqa: SIM115
+                nursery_stream.encoding,
+                nursery_stream.errors,
+                newline="\n",
+                line_buffering=is_line_buffered and not self.is_unbuffered,
+                write_through=self.is_unbuffered,
+            )
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+    def exit_code(self) -> int:
+        """Run the program; return its exit code, or minus the signal that ends it."""
         try:
-            ended = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # another thread has collected it
-            ended = os.open(os.devnull, os.O_RDONLY)
-        try:
-            select.select([ended], [], [], timeout)
-        finally:
-            os.close(ended)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return code
+            self._run()
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            print(end.code, file=sys.stderr)
+            return 1
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return 0
 
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def _run(self) -> None:
+        bug = self.environment.get("PEARL_PLANTED")
+        if bug:
+            from tests.planted import plant
+
+            plant(bug)
+        if self.name == "-c":
+            exec(sys.argv.pop(1), sys.modules["__main__"].__dict__)
+        elif self.name == _FAULTY:
+            runpy.run_path(_FAULTY, run_name="__main__")
+        else:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
 
 
 class Nursery:
-    """The process from which workers are forked. It imports while the first tests run."""
+    """Has programs forked by another process. Their parent is this one nevertheless."""
 
-    def __init__(self) -> None:
-        self._owner, self._affinity = os.getpid(), os.sched_getaffinity(0)
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
         self._lock = threading.Lock()
-        env = environment_for(Device("auto"))
-        self._environment = _relevant(env)
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        self._owner = os.getpid()
+        self._inherited = _inherited()
+        self._environment = _read_by_imports(os.environ)
 
-    def start(
-        self, command: list[str], env: dict[str, str], **options: Any
-    ) -> subprocess.Popen[bytes] | Forked:
-        """Start a worker; replaces `subprocess.Popen`."""
-        mine = os.getpid() == self._owner and os.sched_getaffinity(0) == self._affinity
-        if mine and _relevant(env) == self._environment:
-            with self._lock:
-                return self._fork(env)
-        return subprocess.Popen(command, env=env, **options)
+    @property
+    def execute_child(self) -> object:
+        """Replaces the method of `subprocess.Popen` that makes the process."""
+        return partialmethod(_execute_child, self)
 
-    def _fork(self, env: dict[str, str]) -> Forked:
-        their_stdin, stdin = os.pipe()
-        stdout, their_stdout = os.pipe()
-        theirs = [their_stdin, their_stdout, 2]
+    def can_fork(self, program: Program) -> bool:
+        """Return whether a fork would inherit what a new process would inherit from this one."""
+        is_owner = os.getpid() == self._owner
+        environment = _read_by_imports(program.environment)
+        return is_owner and self._inherited == _inherited() and self._environment == environment
+
+    def fork(self, program: Program, files: list[int]) -> int:
+        """Have a program forked with these files as its standard streams. Return its process id."""
         prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it is born an orphan, and given to us
-        try:
-            socket.send_fds(self._ours, [json.dumps([env, os.getcwd()]).encode()], theirs)
-            said = self._ours.recv(64)
-        finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            for end in theirs[:2]:
-                os.close(end)
-        assert said, "the process that workers are forked from has died"
-        return Forked(int(said), os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
-
-    def close(self) -> None:
-        self._ours.close()
-        self._process.kill()  # it may still be importing
-        self._process.wait()
+        with self._lock:
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it is born an orphan, and given to us
+            try:
+                socket.send_fds(self._requests, [json.dumps(program).encode()], files)
+                answer = self._requests.recv(64)
+            finally:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        assert answer, "the process that programs are forked from has died"
+        return int(answer)
 
 
-def _relevant(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _READ_LATE | _SET_LATER}
+def start() -> tuple[Nursery, Callable[[], None]]:
+    """Start the process that programs are forked from. It imports while the first tests run.
 
-
-def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
-    """Turn this fork into a worker.
-
-    Once the process that forked it has ended, its parent is the launcher.
+    Also returns a function that ends it.
     """
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(env)
-    tempfile.tempdir = None
-    os.chdir(directory)
-    from pearl.worker.__main__ import main
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = "import sys\nfrom tests.warm import serve\nserve(int(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(theirs.fileno()), "x" * _ROOM],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PADDING": "x" * _ROOM},
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
 
-    if bug := os.environ.get("PEARL_PLANTED"):
-        from tests.planted import plant
+    def end() -> None:
+        ours.close()
+        process.kill()  # it may still be importing
+        process.wait()
 
-        plant(bug)
-    if "PEARL_FAULT" in os.environ:
-        from scripts.faulty import make_faulty
-
-        make_faulty()
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    return Nursery(ours), end
 
 
-def _serve(requests: socket.socket) -> None:
+def serve(requests: int) -> NoReturn:
+    """Fork programs for whoever holds the other end of the socket with this number.
+
+    Does not return, neither here nor in the forks.
+    """
     gc.disable()  # as a worker does while it imports
     import transformers
 
-    import pearl.models.own_forward
-    import pearl.models.transformers.runner
-    import pearl.worker.__main__
-    import pearl.worker.build  # noqa: F401
-
-    for lazy in (
-        "AutoConfig",
-        "AutoModelForCausalLM",
-        "AutoTokenizer",
-        "GenerationConfig",
-        "LlamaForCausalLM",
-    ):
-        getattr(transformers, lazy)
-    assert len(os.listdir("/proc/self/task")) == 1, "what a thread holds at a fork is never let go"
+    for name in _WORKER:
+        import_module(name)
+    for name in _LAZY:
+        getattr(transformers, name)
     gc.collect()
     gc.freeze()
     gc.enable()
+    program, files = _forked(socket.socket(fileno=requests))
+    nursery_socket = None
+    while program.name not in _START_NO_OTHERS:
+        nursery_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():  # this process runs the program; the other one forks those that it starts
+            theirs.close()
+            break
+        nursery_socket.close()
+        for file in files:
+            os.close(file)
+        os.setsid()
+        program, files = _forked(theirs)
+        nursery_socket = None
+    program.become(files)
+    if nursery_socket:
+        subprocess.Popen._execute_child = Nursery(nursery_socket).execute_child
+    _end(program.exit_code())
+
+
+def _forked(requests: socket.socket) -> tuple[Program, list[int]]:
+    """Fork a process for each request. Return its program and files in the fork.
+
+    This process ends once nobody holds the other end of the socket.
+    """
     while True:
-        said, files, *_ = socket.recv_fds(requests, _MOST, 3)
-        if not said:
-            return
+        message, files, *_ = socket.recv_fds(requests, _MOST, 3)
+        if not message:
+            os._exit(0)
+        program = Program(*json.loads(message))
+        for name in _IMPORTS[program.name]:
+            import_module(name)
+        gc.freeze()  # a collection in a fork would copy all that it looks at
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork never gets what a thread holds"
         between = os.fork()
         if between == 0:
             between = os.getpid()
@@ -200,14 +298,103 @@ def _serve(requests: socket.socket) -> None:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.001)
-            os.setsid()  # before anybody knows of it: who kills it kills its session
+            if program.has_session:
+                os.setsid()  # before anybody knows of it: who kills it kills its session
             requests.send(str(os.getpid()).encode())
             requests.close()
-            _become(*json.loads(said), files)
+            return program, files
         for file in files:
             os.close(file)
         os.waitpid(between, 0)
 
 
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def _end(code: int) -> NoReturn:
+    """End this process as the interpreter does, but let the kernel free what it has imported."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _execute_child(
+    process: Any,
+    nursery: Nursery,
+    args: Any,
+    executable: Any,
+    preexec_fn: Any,
+    close_fds: bool,
+    pass_fds: Sequence[int],
+    cwd: Any,
+    env: Any,
+    *others: Any,
+) -> None:
+    """Fork the program of `process`, a `subprocess.Popen`. Start others as new processes."""
+    pipes = others[3:9]
+    program = _program(args, cwd, env, others[-2], preexec_fn is take_terminal)
+    is_plain = preexec_fn in (None, take_terminal) and not pass_fds
+    if program is None or not is_plain or not nursery.can_fork(program):
+        details = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
+        AS_NEW_PROCESS(process, *details, *others)
+        return
+    files = [pipes[0], pipes[3], pipes[5]]
+    for number in range(3):
+        if files[number] == -1:  # not redirected
+            files[number] = number
+    process.pid = nursery.fork(program, files)
+    process._child_created = True
+    process._close_pipe_fds(*pipes)
+
+
+def _program(
+    args: Any, cwd: Any, env: Any, has_session: bool, has_terminal: bool
+) -> Program | None:
+    """Return the program that a command runs, if it may be forked."""
+    if isinstance(args, str | bytes | os.PathLike):
+        return None
+    command = [os.fsdecode(word) for word in args]
+    words = command[1:]
+    for flag in ("-u", "-m"):
+        if words[:1] == [flag]:
+            del words[0]
+    if command[0] != sys.executable or not words or words[0] not in _IMPORTS:
+        return None
+    if words[0] == "-c" and not words[1].startswith(FORKED):
+        return None
+    directory = os.path.abspath(os.fsdecode(cwd or "."))
+    environment = dict(os.environ if env is None else env)
+    return Program(command, words[0], words[1:], directory, environment, has_session, has_terminal)
+
+
+def _inherited() -> tuple[set[int], list[tuple[int, int]]]:
+    limits = [resource.getrlimit(limit) for limit in _LIMITS]
+    return os.sched_getaffinity(0), limits
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _READ_LATE and not name.startswith(_ALL_READ_LATE)
+    }
+
+
+def _show_in_proc(command: list[str], environment: dict[str, str]) -> None:
+    """Write a command and an environment where the kernel reads those of this process for /proc."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments_start, arguments_end, variables_start, variables_end = map(int, fields[45:49])
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    _write_words(command, arguments_start, arguments_end)
+    _write_words(variables, variables_start, variables_end)
+
+
+def _write_words(words: list[str], start: int, end: int) -> None:
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)
+    room = end - start
+    ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
