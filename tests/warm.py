@@ -335,9 +335,13 @@ def _execute_child(
     env: Any,
     *others: Any,
 ) -> None:
-    """Fork the program of `process`, a `subprocess.Popen`. Start others as new processes."""
-    pipes = others[3:9]
-    program = _program(args, cwd, env, others[-2], preexec_fn is take_terminal)
+    """Fork the program of `process`, a `subprocess.Popen`. Start others as new processes.
+
+    The arguments are those of the method that this function replaces.
+    """
+    pipes = others[3:9]  # for each standard stream the end to read from and the end to write to
+    start_new_session = others[-2]
+    program = _program(args, cwd, env, start_new_session, preexec_fn is take_terminal)
     is_plain = preexec_fn in (None, take_terminal) and not pass_fds
     if program is None or not is_plain or not nursery.can_fork(program):
         details = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
