@@ -352,12 +352,12 @@ def _greet(session: ChatSession) -> None:
 def save_last_chat(session: ChatSession) -> None:
     """Save the conversation for --continue, unless it is empty.
 
-    Errors of the file system are ignored, because the chat is ending; the conversation before this
-    one is then kept.
+    An error of the file system is ignored, because the chat is ending. The conversation that was
+    saved before is then kept.
     """
     if session.conversation.turns and session.remembers:
         text = session.conversation.saved(session.engine.config.target)
         with contextlib.suppress(OSError, RuntimeError):
-            written = private_file(f"{_LAST_CHAT}.new")
-            written.write_text(text, encoding="utf-8")
-            written.replace(written.with_name(_LAST_CHAT))
+            new_file = private_file(f"{_LAST_CHAT}.new")
+            new_file.write_text(text, encoding="utf-8")
+            new_file.replace(new_file.with_name(_LAST_CHAT))

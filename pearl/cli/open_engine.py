@@ -63,7 +63,8 @@ def _attach(config: EngineConfig, console: Console, name: str) -> Engine:
     """Return a running engine.
 
     Raises `ConfigError` if no engine or several match `name`, if a setting that the user gave
-    differs from the engine's, for a trace, or under torchrun, where no engine can be connected to.
+    differs from the engine's, if the user asked for a trace, or under torchrun, where no engine can
+    be connected to.
     """
     if config.trace is not None:
         raise ConfigError(

@@ -34,7 +34,10 @@ _EMULATED_QUICK = {"tokens": 60, "texts": 1}
 
 
 def _check_figures(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Raise `ConfigError` before any work begins if figures cannot be drawn there."""
+    """Make the directory that --figures names, before the command begins its work.
+
+    Raises `ConfigError` if figures cannot be drawn, or not be written in that directory.
+    """
     if path is not None:
         check_drawing()
         try:

@@ -113,7 +113,8 @@ def serve(
 def _refuse_unread(context: click.Context) -> None:
     """Raise `ConfigError` for a flag that only --http reads.
 
-    A configuration file may set the options of requests, because other commands read it too.
+    An option of requests in a configuration file is no error, because other commands read that
+    file too.
     """
     for option in context.command.params:
         name = option.name or ""

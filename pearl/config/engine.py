@@ -280,7 +280,7 @@ class EngineConfig(Section):
     def located(self) -> dict[str, Any]:
         """Return the settings as JSON values, with absolute paths of models.
 
-        So processes with other working directories can read and compare them.
+        Processes with other working directories can then read and compare the settings.
         """
         values = self.model_dump(mode="json")
         for name in ("target", "draft", "head"):

@@ -217,16 +217,17 @@ class LocalLauncher:
             raise
 
     def _parts(self, trace: Path) -> list[Path]:
-        """Return the workers' parts of the trace.
+        """Return the parts of the trace that this engine's workers have written.
 
-        Another engine may write parts of a trace in the same file. Those are left alone.
+        Another engine may have been told to write its trace to the same file: its parts are left
+        out.
         """
         parts = []
         for part in part_paths(trace):
-            with suppress(FileNotFoundError):  # the other engine may remove its own at any time
+            with suppress(FileNotFoundError):  # another engine may remove its parts at any time
                 status = part.stat()
                 is_ours = run_of(part) == str(self.directory)
-                if not status.st_size:  # the disk was full
+                if not status.st_size:  # no run is stated, because the disk was full
                     is_ours = status.st_mtime >= self._began
                 if is_ours:
                     parts.append(part)

@@ -50,12 +50,12 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
 
 
 def time_once(runner: ModelRunner) -> tuple[tuple[int, float], ...]:
-    """Time one forward each that is fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
+    """Time four forwards, fed 1, 2, 4 and 8 tokens; return (tokens fed, seconds) of each.
 
-    A start can afford this even if a forward takes a tenth of a second.  The cache is empty
-    afterwards.
+    This is short enough for an engine's start even if a forward takes a tenth of a second.  The
+    cache is empty afterwards.
     """
-    forward_seconds(runner, 0, 1)  # the first forward on other cores is slower
+    forward_seconds(runner, 0, 1)  # not kept: the first forward on a set of cores is slower
     times = []
     for fed in FED:
         if fed <= runner.context:

@@ -181,15 +181,20 @@ def is_of_own_forward(config: Config) -> bool:
 
 
 def reads_weights(config: Config) -> bool:
-    """Return whether our own forward can read the weights that a config.json describes as they are stored.
+    """Return whether our own forward can read a checkpoint's weights as they are stored.
 
-    It can unless they are quantised by a method that is not in `QUANTISED`, or belong to a multimodal
-    model or to a family that transformers has to load.
+    Weights that are not quantised can always be read. Quantised weights can be read if their method
+    is in `QUANTISED` and the model is of a family with `reads_directly`. Quantised weights
+    of a multimodal model cannot.
+
+    Args:
+        config: the checkpoint's config.json.
     """
     scheme = config.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return True
-    family = OWN_FORWARD.get((config.get("architectures") or ("",))[0])
+    architectures = config.get("architectures") or [""]
+    family = OWN_FORWARD.get(architectures[0])
     is_read = family is not None and family.forward.reads_directly
     return is_read and scheme.get("quant_method") in QUANTISED
 
@@ -215,7 +220,7 @@ def not_computed(
         return f"our own forward has no family {architecture}"
     forward = OWN_FORWARD[architecture].forward
     activation = activation_of(config)
-    is_silu = ACTIVATIONS.get(activation or "") == "silu"  # the only one of `forward.experts`
+    is_silu = ACTIVATIONS.get(activation or "") == "silu"  # experts compute no other activation
     if activation not in activations or (forward.has_experts and not is_silu):
         return f"its activation {activation!r} is not computed"
     if config.get("quantization_config"):

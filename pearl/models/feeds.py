@@ -94,7 +94,7 @@ class Layout(NamedTuple):
             3: in a tree, the row of the node's parent; -1 if it has none. The row also attends to
                itself and to all its ancestors.
         fed: the rows of each feed.
-        end: the first position that no row has or attends to, in any slot.
+        end: one more than the highest position of all rows, over all slots.
     """
 
     ids: torch.Tensor

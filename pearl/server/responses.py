@@ -172,7 +172,7 @@ def chat_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 messages.append({"role": item.get("role"), "content": content})
             case "reasoning":
                 thought = _reasoning(item)
-                if thought:  # it is encrypted otherwise, and may be all of its turn
+                if thought:  # encrypted reasoning has no text, and may be the only item of a turn
                     message = _assistant(messages, "content", "tool_calls", "reasoning_content")
                     message["reasoning_content"] = thought
             case "function_call":
@@ -352,7 +352,7 @@ class _ResponseWriter(ReplyWriter):
         self._items: list[dict[str, Any]] = []
         self._number = 0
         self._events = b""  # not returned yet
-        self._status = "completed"  # of the next item that ends, and at last of the response
+        self._status = "completed"  # what items get when they end, and finally the response
 
     def whole(self, texts: Sequence[ReplyText], usage: dict[str, Any]) -> bytes:
         self.last(texts[0], texts[0].reply)
@@ -438,7 +438,7 @@ class _ResponseWriter(ReplyWriter):
                 self._grow_text("message", event.text)
 
     def _grow_call(self, call: Call) -> None:
-        """Begin the item of a call, or add arguments to the item that the call has begun."""
+        """Begin an item if the call is new, and add the arguments to the call's item."""
         if "id" in call:
             self._begin("function_call", call)
         arguments = call["function"]["arguments"]

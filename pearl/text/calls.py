@@ -242,8 +242,9 @@ def _arguments_in(arguments: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value as JSON, in which half a surrogate pair is an escape: UTF-8 has no form for it.
+    """Return a value as JSON that UTF-8 can encode.
 
+    If the value has half a surrogate pair, all characters outside ASCII are written as escapes.
     Raises `ValueError` for a number that JSON cannot write, such as NaN.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -315,7 +316,7 @@ class _Balance:
                 self.missing = self.missing[1:]
                 if not self.missing:
                     return index + 1
-            elif character == "<" or "\ud800" <= character <= "\udfff":  # a token of a tag
+            elif character == "<" or "\ud800" <= character <= "\udfff":  # see `marks.ANY`
                 return index
         return None
 
@@ -376,34 +377,43 @@ class TaggedCall(Struct, frozen=True, forbid_unknown_fields=True):
             return False
         name = cursor.readable(head.group(1))
         yield Part(cursor.take(head.end()), name)
-        schema = schemas.get(name, {})
+        yield from self._read_arguments(cursor, schemas.get(name, {}))
+        return True
+
+    def _read_arguments(
+        self, cursor: Cursor, schema: Mapping[str, Any]
+    ) -> Generator[Part | None, None, None]:
+        """Read all arguments, and the end of the call."""
         opening = "{"
         while True:
             key = yield from cursor.match(self.key)
             if key is None:
                 break
-            key_name = cursor.readable(key.group(1))
-            yield Part(cursor.take(key.end()), arguments=f"{opening}{_as_json(key_name)}: ")
+            name = cursor.readable(key.group(1))
+            yield Part(cursor.take(key.end()), arguments=f"{opening}{_as_json(name)}: ")
             opening = ", "
-            types = types_of(property_of(schema, key_name), schema)
-            if key.lastindex == 2 and key.group(2) == "true" and (not types or "string" in types):
+            types = types_of(property_of(schema, name), schema)
+            is_string = key.lastindex == 2 and key.group(2) == "true"
+            if is_string and (not types or "string" in types):
                 types = {"string"}
             is_whole = yield from self._read_value(cursor, types)
             if not is_whole:
-                return True
+                return
         closing = "{}" if opening == "{" else "}"
+        yield from self._read_end(cursor, closing)
+
+    def _read_end(self, cursor: Cursor, closing: str) -> Generator[Part | None, None, None]:
+        """Read the end of the call, which may be missing or cut; `closing` ends the JSON text."""
         end = yield from cursor.match(self.end)
-        if end is None:
-            if not cursor.is_last:
-                yield Part("", arguments=closing)
-            elif cursor.is_cut(self.key) or cursor.is_cut(self.end):
-                yield Part(cursor.take(len(cursor.text)))
-            return True
-        yield Part(cursor.take(end.end()), arguments=closing)
-        return True
+        if end is not None:
+            yield Part(cursor.take(end.end()), arguments=closing)
+        elif not cursor.is_last:
+            yield Part("", arguments=closing)
+        elif cursor.is_cut(self.key) or cursor.is_cut(self.end):
+            yield Part(cursor.take(len(cursor.text)))
 
     def _read_value(self, cursor: Cursor, types: set[str]) -> Reading:
-        """Read one value of any of these JSON types; return whether it is complete.
+        """Read a value, which has one of these JSON types; return whether it is complete.
 
         A string is yielded piece by piece; any other value is yielded once it is complete.
         """
@@ -492,12 +502,12 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """
     types: set[str] = set()
     pending = [schema]
-    read = set()  # the schemas that were read, because references may form a circle
+    read_ids = set()  # of the schemas that were read, because references may form a circle
     while pending:
         schema = pending.pop()
-        if not isinstance(schema, Mapping) or id(schema) in read:
+        if not isinstance(schema, Mapping) or id(schema) in read_ids:
             continue
-        read.add(id(schema))
+        read_ids.add(id(schema))
         stated = schema.get("type")
         for name in [stated, *_listed(stated)]:
             if isinstance(name, str):
@@ -526,7 +536,7 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def typed(text: str, types: set[str]) -> str:
-    """Convert a value that a model wrote as `text` to JSON of any of these types.
+    """Convert a value that a model wrote as `text` to JSON of one of these types.
 
     For example the text 3 becomes 3 if the types are {"integer"}, and "3" if they are {"string"}.
     """
@@ -597,7 +607,7 @@ def _literal_in(text: str) -> Any:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal of Python, in which JSON's true, false and null may stand.
+    """Return the value of a Python literal, which may also contain JSON's true, false and null.
 
     Raises `ValueError` for any other expression.
     """
@@ -694,16 +704,17 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     if head is None:
         return False
     yield Part(cursor.take(head.end()), head.group(1))
+    yield from _read_gemma_arguments(cursor)
+    return True
+
+
+def _read_gemma_arguments(cursor: Cursor) -> Generator[Part | None, None, None]:
     missing = ""  # the brackets that close the arguments, the innermost first
     expression = _GEMMA_VALUE
     while True:
         match = yield from cursor.match(expression)
         if match is None:
-            if cursor.is_last and (not cursor.text or cursor.is_cut(expression)):
-                yield Part(cursor.take(len(cursor.text)))
-            else:
-                yield Part("", arguments=missing)
-            return True
+            break
         kind = match.lastgroup
         text = cursor.readable(match.group(kind))
         if kind == "open":
@@ -715,12 +726,16 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
         if kind == "quote":
             is_whole = yield from _read_string(cursor, _QUOTE)
             if not is_whole:
-                return True
+                return
         if not missing:
-            return True
+            return
         expression = _GEMMA_VALUE
         if kind in ("open", "comma") and missing[0] == "}":
             expression = _GEMMA_KEY
+    if cursor.is_last and (not cursor.text or cursor.is_cut(expression)):
+        yield Part(cursor.take(len(cursor.text)))
+    else:
+        yield Part("", arguments=missing)
 
 
 def _gemma_json(kind: str, text: str) -> str:

@@ -32,7 +32,7 @@ class ReasoningState:
         """Take the next token, and the text that becomes final with it.
 
         Returns the part of this text that is reasoning, and the part that is answer. White space
-        between the two counts as reasoning, because models always write it and clients do not get it.
+        between reasoning and answer counts as reasoning, because clients do not get it.
         """
         if self.is_over:
             return self._parted("", text)
@@ -49,10 +49,11 @@ class ReasoningState:
         if self._marks.end_tokens:
             self.is_over = token in self._marks.end_tokens
             return text, ""
-        return self._parted(*self._until_end(text))
+        thought, answer = self._until_end(text)
+        return self._parted(thought, answer)
 
     def _parted(self, thought: str, answer: str) -> tuple[str, str]:
-        """Return both parts of a text, with white space before the first answer in the first part."""
+        """Return (reasoning, answer), with white space before the answer moved to the reasoning."""
         if not self.is_blank:
             return thought, answer
         stripped = answer.lstrip()

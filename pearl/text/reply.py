@@ -48,8 +48,8 @@ class Delta:
     """What became certain with one piece of text, in the order of the reply.
 
     Attributes:
-        events: reasoning, content and calls, without their sources. Adjacent events of one text or
-            of one call are joined.
+        events: reasoning, content and calls, each with an empty `source`. Adjacent events of one
+            text or of one call are joined.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Delta:
 
     @property
     def calls(self) -> list[Call]:
-        """The calls, of which the first may continue a call of an earlier delta."""
+        """The calls. The first may be the rest of a call that an earlier delta began."""
         return [event.call for event in self.events if event.call is not None]
 
     def _text(self, kind: Kind) -> str:
@@ -564,7 +564,7 @@ def parser_of(
     """Return the parser for replies with these tags and calls; for the arguments see `ReplyParser`."""
     parser: type[ReplyParser] = TagParser
     if tags is HARMONY or (format is not None and format.is_harmony):
-        tags = HARMONY  # even without reasoning: its tokens, such as <|return|>, are in no text
+        tags = HARMONY  # even without reasoning: no text contains its tokens, such as <|return|>
         if not is_forced:
             parser = HarmonyParser
     return parser(tokenizer, tags, format, schemas, is_forced=is_forced, **options)

@@ -113,8 +113,9 @@ def read(path: Path) -> RunTrace:
                 raise TraceError(f"{path} is damaged: its metadata lacks {name}")
         trace = RunTrace(path, metadata)
         _sort(document["traceEvents"], trace)
-        if not all(worker["ended"] for worker in metadata["workers"] if worker["role"] == "target"):
-            _add_cut_off(trace)
+        for worker in metadata["workers"]:
+            if worker["role"] == "target" and not worker["ended"]:
+                _add_cut_off(trace)
         if not trace.requests:
             raise TraceError(
                 f"{path} holds no request: nothing was generated while it was recorded"
@@ -172,13 +173,16 @@ def _sort(events: list[Event], trace: RunTrace) -> None:
 
 
 def _add_cut_off(trace: RunTrace) -> None:
-    """Add the requests that were running when the target was killed: one is recorded at its end."""
-    opened = [piece.start for piece in trace.target if piece.name == "open"]
+    """Add the requests that were running when the target was killed.
+
+    A request is recorded at its end, so each "open" of a request without a record is one of them.
+    """
+    openings = [piece.start for piece in trace.target if piece.name == "open"]
     for request in trace.requests:
-        began = next((start for start in opened if start >= request.start), None)
-        if began is not None:
-            opened.remove(began)
-    for start in opened:
+        opening = next((start for start in openings if start >= request.start), None)
+        if opening is not None:
+            openings.remove(opening)
+    for start in openings:
         end = trace.target[-1].end
         trace.requests.append(Slice("request, cut off", "whole", start, end, {}))
     trace.requests.sort(key=attrgetter("start"))

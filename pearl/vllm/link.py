@@ -96,7 +96,10 @@ class ServiceLink:
         return events
 
     def _arrived(self, _: Peer, message: Message) -> Message | None:
-        """Handle what needs no call of `receive`, because vLLM may be idle for hours."""
+        """Take a message when it arrives; return the message if `receive` has to handle it.
+
+        Heartbeats of a ready draft are dropped here: while vLLM is idle, nobody calls `receive`.
+        """
         allowance = 0.0
         if isinstance(message, Heartbeat) and message.work == "prefill":
             allowance = min(SLACK * message.seconds, 10 * self._timeout)
@@ -129,7 +132,7 @@ class ServiceLink:
             case Pong():
                 yield message
             case _:
-                pass  # an ordinary heartbeat is a sign of life
+                pass  # an ordinary heartbeat is a sign of life, which `_arrived` has noted
 
     def _meet(self, hello: Hello) -> None:
         problem = self._check(hello)

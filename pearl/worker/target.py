@@ -311,7 +311,7 @@ class TargetWorker:
     def _time_own_cores(self) -> None:
         """Measure forward times briefly, unless they are known.
 
-        Until they are known, every guess seems to pay.
+        Without these times every guess would seem to save time.
         """
         target = self._coordinator.speeds.target
         if not target.measured:
@@ -321,11 +321,11 @@ class TargetWorker:
         """Measure forward times on the draft's cores too, if the target may use them."""
         spread = self._executor.spread
         speeds = self._coordinator.speeds
-        if spread is None or speeds.on(Cores.ALL).measured:
+        times = speeds.on(Cores.ALL)
+        if spread is None or times.measured:
             return
-        elsewhere = speeds.on(Cores.ALL)
         spread(Cores.ALL)
-        self._time(elsewhere)
+        self._time(times)
         spread(speeds.cores)
 
     def _time(self, times: ForwardTimes) -> None:
@@ -352,7 +352,7 @@ class TargetWorker:
         """
         is_news = self._draft.health.calibrated(seconds)
         if not self._is_ready:
-            self._time_all_cores()  # the draft does not compute now
+            self._time_all_cores()  # now, because the draft is idle
             self._become_ready()
         elif is_news:
             self._draft.report_loss()

@@ -133,11 +133,11 @@ def _not_shared(config: EngineConfig, tokens: Sequence[int]) -> str:
 def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
     """Return which method to use, as a sentence and as command-line flags.
 
-    It is the fastest of the methods whose speedup is not noise, or the target alone if there is
-    none. The sentence also names the methods of these that may be just as fast, because their
-    confidence intervals overlap with that of the fastest method.
+    The advice is the fastest method among those that pay, whose speedup is not noise. If no method
+    pays, the advice is the target alone. The sentence also names each other method that pays and
+    may be just as fast, because its confidence interval overlaps with that of the fastest method.
     """
-    speedups = {}  # of the methods that pay
+    speedups = {}  # name of each method that pays -> its speedup
     for row in rows:
         speedup = row.speedup
         if speedup is not None and speedup.low > 1 and speedup.value > _MIN_SPEEDUP:
@@ -157,6 +157,13 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
     if ties:
         words += f"; on these texts not told apart from {', '.join(ties)}"
     method, _, system = name.partition(", ")
+    if method in DRAFTLESS and config.has_draft:
+        words = f"no draft pays here; {words}"
+    return words, _flags(method, system, gamma, config)
+
+
+def _flags(method: str, system: str, gamma: int, config: EngineConfig) -> str:
+    """Return the command-line flags of a method; `system` is `ALL` if it runs on all devices."""
     flags = f"--method {method}"
     if method in DRAFTLESS:
         flags = f"--draft none {flags}"
@@ -164,8 +171,6 @@ def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[s
             flags += f" --head {config.head}"
         if system == ALL:
             flags += f" --target-device {devices_of(config)[1].name}"
-        if config.has_draft:
-            words = f"no draft pays here; {words}"
     elif method in (SD, SSD):
         flags += f" --gamma {gamma}"
-    return words, flags
+    return flags

@@ -70,8 +70,8 @@ class Figures:
         itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
         acceptance: accepted / judged draft tokens.
         tokens_per_run: mean tokens of a run, including the correction or bonus.
-        accepted_in_runs: mean of the accepted tokens of a run, and their standard deviation over the
-            runs that have ended.
+        accepted_in_runs: `Sums.accepted_per_run`, and the standard deviation of the number of
+            accepted tokens over the runs that have ended.
         tokens_per_step: tokens committed per forward of the target, without the prefill and its
             token.
         window: the window in the last text, in tokens.

@@ -178,11 +178,11 @@ class _Run:
     def _config(self, row: Row) -> EngineConfig:
         """Return the configuration of the engine that decodes a row."""
         config = self._plan.config
-        # One slot, because a slot that holds a prompt for an earlier row would answer at once.
-        own: dict[str, Any] = {"trace": None, "slots": 1}
+        # `forget` empties one slot. Another slot could still hold the prompt, from an earlier row.
+        changes: dict[str, Any] = {"trace": None, "slots": 1}
         if row.system != PAIR:
-            own |= {"draft": "none", "target_device": device_of_row(row, config).name}
-        return config.model_copy(update=own)
+            changes |= {"draft": "none", "target_device": device_of_row(row, config).name}
+        return config.model_copy(update=changes)
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
         for row in self._rows_on(engines):
@@ -211,7 +211,7 @@ class _Run:
     def _fastest_gamma(self, pair: Engine, row: Row) -> int:
         """Try gammas 1, 2, ... until the two after the fastest were slower; return the fastest.
 
-        `row`: a row of sd or ssd, whose other options the trial has too.
+        The trial decodes by method sd, with the other options of `row`, a row of sd or ssd.
         """
         count = max(_GAMMA_TASKS, len(set(map(attrgetter("set"), self._plan.tasks))))
         # Sorted by number, so that the first task of each set is one of these tasks.

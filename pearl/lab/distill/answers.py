@@ -167,7 +167,8 @@ def _sample(
     if not any(temperatures):
         return ids[:, 0]
     temperature = torch.tensor(temperatures)[:, None]
-    # Relative to the likeliest, whose power is 1: at a low temperature all others may round to 0.
+    # Divided by the likeliest token's probability, so that this token's power is 1. Without the
+    # division all powers may round to 0 at a low temperature.
     shares = (probs / probs[:, :1]).clamp_min(1e-30)
     weights = shares.pow(1 / temperature.clamp_min(1e-2)).cumsum(-1)
     points = torch.rand(len(ids), 1, generator=generator) * weights[:, -1:]

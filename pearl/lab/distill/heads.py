@@ -207,16 +207,17 @@ def _new_model(config: DistillConfig, states: Path, layers: Sequence[int]) -> An
 
 @torch.no_grad()
 def _take_last_norm(model: Any) -> None:
-    """Let the head's last norm begin as the target's, and compute the target's as its family does.
+    """Make the model compute the target's last norm as the target's family does.
 
-    A Gemma's norm multiplies by 1 + weights. speculators computes that for block drafters, and
-    multiplies by the weights alone for EAGLE-3 and P-EAGLE.
+    The head's own last norm begins with the same factors. A Gemma's norm multiplies by 1 + weights.
+    speculators does so for block drafters, but for EAGLE-3 and P-EAGLE it multiplies by the weights
+    alone.
     """
     width = model.hidden_size
     eps = model.config.transformer_layer_config.rms_norm_eps
     norm = resolve_verifier_norm_class(model.config)(width, eps=eps)
     norm.load_state_dict(model.verifier_norm.state_dict())
-    model.norm.weight.copy_(norm(torch.ones(width)))
+    model.norm.weight.copy_(norm(torch.ones(width)))  # the norm of ones is its factors
     model.verifier_norm = norm.requires_grad_(False)
 
 

@@ -71,8 +71,8 @@ class Teacher:
 def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     """Load the target and its tokenizer.
 
-    Raises `ModelError` if the target cannot be loaded, has no end-of-sequence token, or computes its
-    logits in another way than `check_head` expects.
+    Raises `ModelError` if the target cannot be loaded, if it has no end-of-sequence token, or if
+    `check_head` refuses it.
     """
     name = config.target
     trust = config.trust_remote_code

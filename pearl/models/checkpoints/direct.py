@@ -50,7 +50,7 @@ _NEEDED = (
     "hidden_act",
     "tie_word_embeddings",
 )
-_NEEDED_BY = {  # in addition, by the model type
+_NEEDED_BY = {  # model type -> settings that it needs in addition
     "gpt_oss": ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit"),
     "qwen3_moe": ("num_experts_per_tok", "norm_topk_prob"),
 }
@@ -452,8 +452,8 @@ def _config(directory: Path) -> dict[str, Any]:
         raise Unsupported(f"its model_type is not {family.model_type!r}")
     if family.forward.clamps_experts and "quantization_config" in config:
         _drop_mxfp4(config)
-    # With auto_map the model has code of its own. transformers prefers the next setting to the
-    # rope's own. The last one overrides settings of single layers.
+    # With auto_map the model has code of its own. transformers prefers this
+    # original_max_position_embeddings to the rope's own. per_layer_config changes single layers.
     for name in ("auto_map", "original_max_position_embeddings", "per_layer_config"):
         if name in config:
             raise Unsupported(f"its config.json has {name}")

@@ -135,7 +135,7 @@ def _own_runner(
         split_fused(layers[0], forward, settings)
         rounding = rounding_for(model)
         if rounding:
-            # Only parameters: transformers keeps a rope's frequencies in buffers, and rounded
+            # Buffers are not rounded: transformers keeps a rope's frequencies in them, and rounded
             # frequencies would turn later positions by other angles.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)

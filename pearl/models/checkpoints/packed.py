@@ -213,8 +213,9 @@ def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     scales = tensors.of("weight_scale")
     outputs, inputs = tensors.of("weight_shape").tolist()
     dense_shape = (outputs, -(-inputs * recipe.bits // 32))
+    padded_shape = (outputs, -(-inputs // (32 // recipe.bits)))
     unpack = unpacked
-    if words.shape != dense_shape and words.shape == (outputs, -(-inputs // (32 // recipe.bits))):
+    if words.shape == padded_shape and padded_shape != dense_shape:
         unpack = unpacked_words
     else:
         _check_shape("weight_packed", words, dense_shape, recipe)

@@ -43,12 +43,15 @@ class CpuRunner(ForwardRunner):
             hidden = self._needed_states(feeds)
         if not len(hidden):
             return [torch.empty(0, self.vocab_size) for _ in feeds]
-        with torch.no_grad():  # tensors of inference mode are not writable
+        with torch.no_grad():  # in inference mode, the logits would not be writable later
             logits = self.layers.logits(hidden).float()
         return list(logits.split([feed.rows for feed in feeds]))
 
     def _needed_states(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """Return the last layer's states [rows, hidden] of the rows whose logits are needed."""
+        """Compute all layers; return the states [rows, hidden] of the rows whose logits are needed.
+
+        Also store what `features` and `keep` read later.
+        """
         layers = self.layers
         layout = lay_out(feeds, self.slots.lengths)
         has_trees = False

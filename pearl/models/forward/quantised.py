@@ -17,8 +17,8 @@ from pearl.errors import ModelError
 # Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
 GROUP = 32
 _OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
-_SHORT = 16  # most rows of a look-up that is kept
-_RECENT = 1024  # most rows that are kept
+_SHORT = 16  # `StoredMatrix` keeps the rows of look-ups of at most so many rows
+_RECENT = 1024  # most rows that a `StoredMatrix` keeps
 _TOGETHER = 4096  # rows rounded at once, because a large matrix in float32 may not fit into memory
 
 
@@ -183,8 +183,8 @@ class StoredMatrix:
         release: lets the system take back the memory of all rows that were read.
         shape: [out, in].
         dtype: the dtype of looked-up rows.
-        recent: rows that were looked up by short forwards, by id. Texts repeat most of their
-            tokens, and a conversion takes a quarter of a millisecond.
+        recent: index -> its row, converted, of rows that short forwards have looked up. Texts repeat
+            most of their tokens, and a conversion takes a quarter of a millisecond.
     """
 
     rows: torch.Tensor

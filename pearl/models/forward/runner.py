@@ -99,7 +99,7 @@ class ForwardRunner(ModelRunner):
         return logits
 
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Return the logits [rows, vocab] of each feed, float32: ordinary tensors, and writable.
+        """Return the logits [rows, vocab] of each feed, float32. The caller may overwrite them.
 
         Store each feed's hidden states for `features`, and its tree for `keep`.
         """

@@ -95,7 +95,8 @@ class KernelRunner(ForwardRunner):
     def _compute(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         with torch.inference_mode():
             logits = self._compute_all(feeds)
-        # The next forward overwrites these logits, and tensors of inference mode are not writable.
+        # Copied, because the next forward overwrites these logits, and the caller may not write to
+        # tensors of inference mode.
         return [rows.to(torch.float32, copy=True) for rows in logits]
 
     def _compute_all(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:

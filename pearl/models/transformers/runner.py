@@ -33,7 +33,8 @@ _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}
 # Least median of these cosines in half precision: in some rows rounding may choose other experts.
 _ALIKE_IN_HALF = 0.97
-# Settings that bound the number of logits: those of Inkling, and of Apertus 1.5, are of the first tokens alone.
+# Settings that bound the number of logits. Inkling and Apertus 1.5 have logits of the first tokens
+# only.
 _NUM_LOGITS = ("vocab_size", "unpadded_vocab_size", "output_vocab_size")
 # Most tokens of a forward of a model with recurrent state. The state is copied before each forward.
 PIECE = 512
