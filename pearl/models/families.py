@@ -183,9 +183,8 @@ def is_of_own_forward(config: Config) -> bool:
 def reads_weights(config: Config) -> bool:
     """Return whether our own forward can read a checkpoint's weights as they are stored.
 
-    Weights that are not quantised can always be read. Quantised weights can be read if their method
-    is in `QUANTISED` and the model is of a family with `reads_directly`. Quantised weights
-    of a multimodal model cannot.
+    It reads all weights that are not quantised. It reads quantised weights if their method is in
+    `QUANTISED` and the model's family has `reads_directly`, but not those of a multimodal model.
 
     Args:
         config: the checkpoint's config.json.

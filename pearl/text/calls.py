@@ -254,7 +254,7 @@ def _as_json(value: Any) -> str:
 def _read_json(cursor: Cursor) -> Generator[Part | None, None, None]:
     """Read a JSON value at the cursor, and yield its text piece by piece.
 
-    If the model forgot to close brackets before the call's closing tag, they are closed here. An
+    Brackets that the model forgot to close before the call's closing tag are closed here. A complete
     object with single quotes is yielded as a whole.
     """
     single_quote = yield from cursor.match(r"\{\s*'")
@@ -697,8 +697,9 @@ _GEMMA_VALUE = (
 def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
     """Read a call such as call:add{a:1,b:<|"|>x<|"|>}.
 
-    The token <|"|> stands for the quotes of strings; keys have no quotes. A value without quotes
-    that is no JSON is a string. If the model forgot to close brackets, they are closed here.
+    The token <|"|> stands for the quotes of strings; keys have no quotes. A value without quotes is
+    a string, unless it is JSON or a Python literal. Brackets that the model forgot to close are
+    closed here.
     """
     head = yield from cursor.match(r"call:([\w.-]+)\s*(?=\{)", lead)
     if head is None:
