@@ -161,6 +161,12 @@ MALFORMED = {  # what a model forgot, and the arguments all the same
         {"x": "in Rome", "y": [1, True]},
     ),
     "gemma with a quoted key": ('<|tool_call>call:add{<|"|>x<|"|>: 1}<tool_call|>', {"x": 1}),
+    "gemma with commas that nothing follows": (
+        "<|tool_call>call:add{,x:1,,y:[2,],}<tool_call|>",
+        {"x": 1, "y": [2]},
+    ),
+    "gemma without values": ("<|tool_call>call:add{x:,y:}<tool_call|>", {"x": None, "y": None}),
+    "gemma without a value and a bracket": ("<|tool_call>call:add{x:<tool_call|>", {"x": None}),
     "lfm2": (
         "<|tool_call_start|>[add(x=true, y=[null])]<|tool_call_end|>",
         {"x": True, "y": [None]},

@@ -711,6 +711,7 @@ def read_gemma(cursor: Cursor, lead: int, schemas: Schemas) -> Reading:
 
 def _read_gemma_arguments(cursor: Cursor) -> Generator[Part | None, None, None]:
     missing = ""  # the brackets that close the arguments, the innermost first
+    previous = "open"  # the kind of the part before
     expression = _GEMMA_VALUE
     while True:
         match = yield from cursor.match(expression)
@@ -723,7 +724,10 @@ def _read_gemma_arguments(cursor: Cursor) -> Generator[Part | None, None, None]:
         elif kind == "close":
             text = missing[0]
             missing = missing[1:]
-        yield Part(cursor.take(match.end()), arguments=_gemma_json(kind, text))
+        written = _between(previous, kind) + _gemma_json(kind, text)
+        yield Part(cursor.take(match.end()), arguments=written)
+        if kind != "comma" or previous != "open":
+            previous = kind
         if kind == "quote":
             is_whole = yield from _read_string(cursor, _QUOTE)
             if not is_whole:
@@ -736,7 +740,19 @@ def _read_gemma_arguments(cursor: Cursor) -> Generator[Part | None, None, None]:
     if cursor.is_last and (not cursor.text or cursor.is_cut(expression)):
         yield Part(cursor.take(len(cursor.text)))
     else:
-        yield Part("", arguments=missing)
+        yield Part("", arguments=_between(previous, "close") + missing)
+
+
+def _between(previous: str, kind: str) -> str:
+    """Return the JSON that stands between two parts of Gemma's arguments, given their kinds.
+
+    A comma is written once something follows it. A value that the model forgot is null.
+    """
+    if previous == "key" and kind in ("comma", "close"):
+        return "null"
+    if previous == "comma" and kind not in ("comma", "close"):
+        return ", "
+    return ""
 
 
 def _gemma_json(kind: str, text: str) -> str:
@@ -745,7 +761,7 @@ def _gemma_json(kind: str, text: str) -> str:
         case "key":
             return f"{_as_json(text)}: "
         case "comma":
-            return ", "
+            return ""
         case "quote":
             return '"'
         case "word":
