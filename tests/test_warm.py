@@ -38,6 +38,12 @@ print(json.dumps([about, "torch" in sys.modules]))
 """
 
 
+@pytest.fixture(autouse=True)
+def _streams_have_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test gives the flag -u where it wants none."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 def run(code: str, directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *flags, "-c", FORKED + code, "an argument"],

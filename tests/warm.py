@@ -76,6 +76,7 @@ _READ_LATE = {
     "OMP_NUM_THREADS",
     "PADDING",
     "PYTEST_CURRENT_TEST",
+    "PYTHONUNBUFFERED",  # a fork's streams are made anew
     "RANK",
     "TERM",
     "TMPDIR",
