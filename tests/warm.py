@@ -6,8 +6,8 @@ hundreds of these processes. A forked program has the parent, the session, the e
 files and the command of a new process (see test_warm), and the programs that it starts are forked,
 too. The memory of what was imported is not freed at its end.
 
-Some programs are still started as new processes: those whose environment may change what an import
-does, those that a shell or another program starts, and those of tests with the fixture `anew`.
+Some programs are still started as new processes: programs whose environment may change what an
+import does, programs that a shell starts, and programs of tests that use the fixture `anew`.
 """
 
 import atexit
@@ -76,7 +76,7 @@ _READ_LATE = {
     "OMP_NUM_THREADS",
     "PADDING",
     "PYTEST_CURRENT_TEST",
-    "PYTHONUNBUFFERED",  # a fork's streams are made anew
+    "PYTHONUNBUFFERED",  # a fork opens its streams by itself
     "RANK",
     "TERM",
     "TMPDIR",

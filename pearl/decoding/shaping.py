@@ -52,7 +52,7 @@ class Shaper:
         #: Length of the text at which the grammar begins. None while the text is still in the
         #: reasoning (thinking) part that its prompt has opened.
         self._grammar_from: int | None = options.prompt_length
-        #: Tokens, any one of which ends the reasoning; empty if the prompt has opened no reasoning.
+        #: The tokens that end the reasoning. It is empty if the prompt has opened no reasoning.
         self._reasoning_ends: tuple[int, ...] = ()
         if options.reasoning is not None and options.reasoning.is_open:
             self._reasoning_ends = options.reasoning.end_tokens

@@ -463,7 +463,7 @@ class TargetWorker:
             self._fronts.flush()
         commands = self._batch.take()
         began = time.monotonic()
-        fed = sum([len(command.tokens) for command in commands])
+        fed = sum(len(command.tokens) for command in commands)
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED

@@ -17,7 +17,7 @@ from pearl.errors import ModelError
 # Weights of "int4" that share a scale. The inputs of a rounded matrix are a multiple of this.
 GROUP = 32
 _OF_ALL_ROWS = ("order", "table")  # tensors that all rows share
-_SHORT = 16  # `StoredMatrix` keeps the rows of look-ups of at most so many rows
+_SHORT = 16  # most rows of a look-up whose rows a `StoredMatrix` keeps
 _RECENT = 1024  # most rows that a `StoredMatrix` keeps
 _TOGETHER = 4096  # rows rounded at once, because a large matrix in float32 may not fit into memory
 
