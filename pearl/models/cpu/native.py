@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
+from pearl.models.cpu import huge_pages
 from pearl.models.forward.quantised import (
     Embedding,
     QuantisedMatrix,
     StoredMatrix,
     Weights,
     panels,
-    stacked,
 )
 
 log = logging.getLogger(__name__)
@@ -235,7 +234,7 @@ class Native:
         self._given = _Weights(
             outputs=outputs, inputs=inputs, bits=16, group=inputs, rounds_rows=rounds_rows
         )
-        self._kept: list[torch.Tensor] = []
+        self._kept: dict[str, torch.Tensor] = {}
         self._order: torch.Tensor | None = None
         self._lanes = _loaded().pearl_lanes()
         if isinstance(weights, torch.Tensor):
@@ -259,54 +258,76 @@ class Native:
             self._given.bits = 32
             self._given.kind = _KINDS[weights.dtype]
             together = 1
-        self._keep("steps", _grouped(panels(weights, self._lanes), together))
+        steps = _grouped(panels(weights, self._lanes), together)
+        self._keep("steps", huge_pages.copied(steps))
 
     def _keep_quantised(self, pieces: Iterable[QuantisedMatrix]) -> None:
-        """Keep a matrix that comes in pieces of rows.
+        """Keep a matrix that comes in pieces of rows, cut into panels; see `panels`.
 
-        The rows of each piece but the last one fill whole panels (see `panels`).
+        The rows of each piece but the last one fill whole panels.
         """
-        count = -(-self.shape[0] // self._lanes)
-        weights = stacked(map(self._in_panels, pieces), count)
-        for name, tensor in weights.of_rows().items():
-            self._keep(_FIELDS.get(name, name), tensor)
+        start = 0
+        for piece in pieces:
+            weights = piece
+            if piece.bits == 8 and piece.zeros is not None:  # zeros of fewer bits are bytes
+                weights = piece.in_bytes(piece.group)
+            self._describe(weights)
+            tensors = weights.of_rows()
+            steps = panels(tensors.pop("steps"), self._lanes)
+            stop = start + len(steps)
+            self._lay_out_steps(steps, start, stop)
+            for name, tensor in tensors.items():
+                columns = panels(tensor, self._lanes).transpose(1, 2)
+                room = self._room(_FIELDS.get(name, name), columns.shape[1:], columns.dtype)
+                room[start:stop] = columns
+            start = stop
+
+    def _describe(self, weights: QuantisedMatrix) -> None:
+        """Set the fields of the struct `Weights` that say how the weights are stored."""
         fields = self._given
-        self._order = weights.order
+        fields.bits, fields.kind = _case(weights)
+        fields.group = weights.group
         fields.offset = weights.offset
+        self._order = weights.order
         if weights.table is not None:
             fields.offset = 0
             if fields.bits == _SMALL_TABLE:
                 fields.offset = -float(weights.table.min())
             self._keep("table", weights.table + fields.offset)
 
-    def _in_panels(self, weights: QuantisedMatrix) -> QuantisedMatrix:
-        """Return the weights with their rows cut into panels; see `panels`.
+    def _lay_out_steps(self, steps: torch.Tensor, start: int, stop: int) -> None:
+        """Write the steps [panels, lanes, in] of the panels from `start` to `stop` - 1.
 
-        Also set the fields of the struct `Weights` that say how the weights are stored.
+        Steps of less than a byte are packed into words, as `pearl_pack` in `products.c` describes.
         """
-        if weights.bits == 8 and weights.zeros is not None:  # zeros of fewer bits are bytes
-            weights = weights.in_bytes(weights.group)
-        fields = self._given
-        fields.bits, fields.kind = _case(weights)
-        fields.group = weights.group
-        lanes = self._lanes
-        laid_out = weights.changed(lambda tensor: panels(tensor, lanes).transpose(1, 2))
-        steps = panels(weights.steps, lanes)
-        if fields.bits in _BYTES:
-            steps = _grouped(steps, 2)
-        else:
-            step_bits = fields.bits if fields.bits < _SMALL_TABLE else 4
-            steps = _words(steps, step_bits, fields.bits == _TABLE)
-        return replace(laid_out, steps=steps)
+        bits = self._given.bits
+        count, lanes, inputs = steps.shape
+        if bits in _BYTES:
+            pairs = _grouped(steps, 2)
+            self._room("steps", pairs.shape[1:], pairs.dtype)[start:stop] = pairs
+            return
+        step_bits = bits if bits < _SMALL_TABLE else 4
+        room = self._room("steps", (inputs * step_bits // 32, lanes), torch.int32)
+        steps = steps.contiguous()
+        is_table = bits == _TABLE
+        words = room[start:stop].data_ptr()
+        _loaded().pearl_pack(steps.data_ptr(), count, inputs, step_bits, is_table, words)
+
+    def _room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory [panels, *shape] of one of the tensors that C reads."""
+        if name not in self._kept:
+            count = -(-self.shape[0] // self._lanes)
+            self._keep(name, huge_pages.empty((count, *shape), dtype))
+        return self._kept[name]
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self._kept.append(tensor.contiguous())
-        setattr(self._given, name, self._kept[-1].data_ptr())
+        self._kept[name] = tensor.contiguous()
+        setattr(self._given, name, self._kept[name].data_ptr())
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that a product reads."""
-        return sum(tensor.nbytes for tensor in self._kept)
+        return sum(tensor.nbytes for tensor in self._kept.values())
 
     @property
     def address(self) -> int | None:
@@ -357,18 +378,6 @@ def _grouped(rows: torch.Tensor, together: int) -> torch.Tensor:
     """
     count, lanes, _ = rows.shape
     return rows.view(count, lanes, -1, together).transpose(1, 2)
-
-
-def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
-    """Pack the steps of several inputs into words, as `pearl_pack` in `products.c` describes.
-
-    [panels, lanes, in] -> [panels, in * bits / 32, lanes], where the lanes are the rows of a panel.
-    """
-    count, lanes, inputs = steps.shape
-    words = torch.empty(count, inputs * bits // 32, lanes, dtype=torch.int32)
-    steps = steps.contiguous()
-    _loaded().pearl_pack(steps.data_ptr(), count, inputs, bits, is_table, words.data_ptr())
-    return words
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:
