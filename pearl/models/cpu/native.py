@@ -24,7 +24,7 @@ from pearl.models.forward.quantised import (
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6  # see `native.h`
+_VERSION = 7  # see `native.h`
 _LEAST = 8  # the number of inputs is a multiple of this
 _BLOCK = 32  # the number of inputs of quantised weights is a multiple of this: see `products.c`
 # Values of `bits` that stand for other kinds of weights: see `products.c`.

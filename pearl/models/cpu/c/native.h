@@ -10,7 +10,7 @@
 #define BF16 1
 #endif
 
-#define VERSION 6  // of all that `native.py` and these files agree on: raised with every change of theirs
+#define VERSION 7  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define WIDEST 16384  // numbers of a row's queries
 #define MOST_THREADS 256
 #define ROWS_TOGETHER 8  // that go through cached positions together

@@ -16,9 +16,13 @@
 #if WIDE == 16
 #define TOGETHER 6  // rows whose sums fit the registers, of whole weights
 #define TILE 8      // and of steps, all parts of rows together
+#define FEW_TILE 4  // and of rows in two bytes
+#define FEW 6       // so many are multiplied in two bytes
 #else
 #define TOGETHER 2
 #define TILE 4
+#define FEW_TILE 3
+#define FEW 3
 #endif
 
 // How the scales of groups are stored: as such; as bytes times a float16 for 256 inputs; or as numbers of 8 bits (e4m3)
@@ -56,7 +60,7 @@ typedef float X;
 
 // Forms of whole numbers: of 8 bits; of 16, for bfloat16, in two bytes, of which the first counts 256 times, or in one part;
 // of 24, for float32, in two parts of 16, of which the first counts 4,096 times. Steps of few bits are multiplied by bytes
-// with fewer instructions for one row, and as numbers of 16 bits for several.
+// with fewer instructions for one row, and with as many but less to unpack for a few; as numbers of 16 bits for more.
 enum { BYTES, TWO_BYTES, SHORTS, TWO_SHORTS };
 
 // Rows that are multiplied.
@@ -459,6 +463,7 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
 #define DEFINED(FOURS, MOST) \
     ALL_ROWS(byte_rows_##FOURS##_##MOST, some_bytes, (MOST == 2 ? TILE / 2 : TILE), FOURS, MOST, 1)
 BYTE_SHAPES(DEFINED)
+#undef DEFINED
 
 // As `rows_of_block`, for steps of 4 to 6 bits as bytes: of rows of 8 bits, or of one row.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
@@ -468,13 +473,35 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __
     B steps[BLOCK / 4 * VECTORS];
     for (int i = 0; i < fours; i++)
         for (int vector = 0; vector < VECTORS; vector++) steps[i * VECTORS + vector] = bytes_of(w, at, bits, table, i, vector);
-    if (__builtin_constant_p(rows) && rows == 1) {
-        some_bytes(steps, at, fours, most, parts, given, 0, 1, group, sums);
+    if (__builtin_constant_p(rows) && rows <= FEW) {
+        UNROLLED for (int row = 0; row < rows; row += FEW_TILE)
+            some_bytes(steps, at, fours, most, parts, given, row, rows - row < FEW_TILE ? rows - row : FEW_TILE, group, sums);
         return;
     }
 #define CALLED(FOURS, MOST) \
     if (fours == FOURS && most == MOST) byte_rows_##FOURS##_##MOST(steps, at, given, rows, group, sums);
     BYTE_SHAPES(CALLED)
+#undef CALLED
+}
+
+// As `rows_of_block`, for steps of 4 to 6 bits, and from 2 to FEW rows in two bytes.
+#define FEW_SHAPES(DO) DO(4, 16) DO(5, 16) DO(6, 8) DO(SMALL_TABLE, 8) DO(SMALL_TABLE, 16)
+#define FOR(ROWS_GIVEN, BITS, PAIRS) \
+    if (ROWS_GIVEN <= FEW && rows == ROWS_GIVEN) bytes_of_block(w, at, BITS, PAIRS, table, 2, given, ROWS_GIVEN, group, sums);
+#define DEFINED(BITS, PAIRS) \
+    static __attribute__((noinline)) void few_of_block_##BITS##_##PAIRS(const Weights *w, int64_t at, __m128i table, \
+                                                                        const Rows *given, int rows, const Group *group, V *sums) { \
+        FOR(2, BITS, PAIRS) FOR(3, BITS, PAIRS) FOR(4, BITS, PAIRS) FOR(5, BITS, PAIRS) FOR(6, BITS, PAIRS) \
+    }
+FEW_SHAPES(DEFINED)
+#undef DEFINED
+
+INLINE void few_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, const Rows *given, int rows,
+                         const Group *group, V *sums) {
+#define CALLED(BITS, PAIRS) \
+    if (bits == BITS && pairs == PAIRS) few_of_block_##BITS##_##PAIRS(w, at, table, given, rows, group, sums);
+    FEW_SHAPES(CALLED)
+#undef CALLED
 }
 #endif
 
@@ -544,6 +571,10 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
             __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 2);
 #if WHOLE
+        if (form == SHORTS && TAKES_BYTES(bits) && own.form == TWO_BYTES) {
+            few_of_block(&part, at, bits, pairs, whole_table, given, rows, &own_group, sums);
+            continue;
+        }
         if (form == BYTES || form == TWO_BYTES) {
             const int parts = form == BYTES ? 1 : 2;
             bytes_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, &own_group, sums);
@@ -567,7 +598,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
 static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, int rows, V *sums) {
 #define CASE(BITS, PAIRS, KIND) \
     if (w->bits == BITS && w->kind == KIND) { \
-        if (TAKES_BYTES(BITS) && given->form == TWO_BYTES) \
+        if (TAKES_BYTES(BITS) && given->form == TWO_BYTES && rows == 1) \
             sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, TWO_BYTES); /* they stay in registers */ \
         else if (TAKES_BYTES(BITS) && given->form == BYTES && rows == 1) \
             sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, BYTES); \
@@ -799,7 +830,7 @@ int pearl_rounds(void) {
 static int form_of(const Weights *w, int x_is_float32, int64_t rows) {
     if (pearl_rounds_rows(w)) return BYTES;
     if (x_is_float32 && !ROUNDS) return TWO_SHORTS;
-    return TAKES_BYTES(w->bits) && rows == 1 ? TWO_BYTES : SHORTS;
+    return TAKES_BYTES(w->bits) && rows <= FEW ? TWO_BYTES : SHORTS;
 }
 
 // What the panels of a product have in common. of_row: bytes of a row; of_parts: those of its parts of a block.
