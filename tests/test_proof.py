@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -47,6 +48,27 @@ def test_every_step_passes_in_a_rehearsal(script: Script, tmp_path: Path, left_o
     assert len(table) == len(steps) + 2 <= 12
     assert max(map(len, table)) <= 80
     assert table[-1].startswith("all passed")
+
+
+def test_bench_forward_takes_the_commands_that_it_shows(script: Script) -> None:
+    bench = importlib.import_module("bench_forward")
+    commands = re.findall(r"python scripts/bench_forward.py([^#\n]*)", bench.__doc__)
+    assert len(commands) == 3
+    for command in commands:
+        bench.main.make_context("bench_forward", command.split())
+
+
+def test_bench_forward_measures(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = importlib.import_module("bench_forward")
+    short = partial(bench.bandwidth, floats=1 << 20)
+    monkeypatch.setattr(bench, "bandwidth", short)
+    model = str(tiny_model())
+    flags = ["--model", model, "--device", "cpu", "--context", "8", "--repeats", "1", "--json"]
+    run = CliRunner().invoke(bench.main, flags)
+    assert run.exit_code == 0, run.output
+    about = json.loads(run.stdout)
+    assert about["draft_step_seconds"] > 0
+    assert about["read_bytes_per_second"] > 0
 
 
 @pytest.mark.parametrize(
