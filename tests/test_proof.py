@@ -14,8 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from pearl.models.runner import feed_chain
+from pearl.models.transformers.runner import HFRunner
 from tests.conftest import output
-from tests.tiny import tiny_model
+from tests.tiny import random_llama, tiny_model
 
 Script = Any
 
@@ -69,6 +71,21 @@ def test_bench_forward_measures(script: Script, monkeypatch: pytest.MonkeyPatch)
     about = json.loads(run.stdout)
     assert about["draft_step_seconds"] > 0
     assert about["read_bytes_per_second"] > 0
+
+
+def test_a_draft_that_proposes_several_tokens_at_once_is_measured(script: Script) -> None:
+    """Its guesses come true, because the model writes the same token again and again."""
+    bench = importlib.import_module("bench_forward")
+    model = random_llama(256)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight[7] = 1.0
+    runner = HFRunner(model, 256)
+    feed_chain(runner, [7] * 32, 1)
+    assert bench.step_seconds(runner, 32, chains=False) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Memory for weights in huge pages, which the processor finds faster than pages of 4 KiB.
 
-A forward reads all weights, far more pages than the processor keeps the addresses of.  With pages
-of 4 KiB it looks up the address of nearly every page again, and in a virtual machine each look-up
-is itself translated.  Linux gives huge pages (2 MiB) only to memory that asks for them, if its
-setting is `madvise`, as most distributions have it.  Matrices of small models are smaller than a
-huge page, so they lie in chunks.
+A forward reads all weights. In pages of 4 KiB these are tens of thousands of pages, and the
+processor has to look up the address of nearly every one again.  In huge pages (2 MiB) they are a
+few hundred.  If the setting of Linux is `madvise`, only memory that asks for huge pages has them.
+The matrices of a small model are smaller than a huge page, so several are cut from one chunk.
 """
 
 import mmap

@@ -60,7 +60,7 @@ typedef float X;
 
 // Forms of whole numbers: of 8 bits; of 16, for bfloat16, in two bytes, of which the first counts 256 times, or in one part;
 // of 24, for float32, in two parts of 16, of which the first counts 4,096 times. Steps of few bits are multiplied by bytes
-// with fewer instructions for one row, and with as many but less to unpack for a few; as numbers of 16 bits for more.
+// for a few rows, because that takes less unpacking; as numbers of 16 bits for more rows, because a row takes fewer instructions.
 enum { BYTES, TWO_BYTES, SHORTS, TWO_SHORTS };
 
 // Rows that are multiplied.
@@ -465,7 +465,7 @@ INLINE void some_bytes(const B *steps, int64_t at, int fours, int most, int part
 BYTE_SHAPES(DEFINED)
 #undef DEFINED
 
-// As `rows_of_block`, for steps of 4 to 6 bits as bytes: of rows of 8 bits, or of one row.
+// As `rows_of_block`, for steps of 4 to 6 bits as bytes: of rows of 8 bits, or of at most FEW rows in two bytes.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
                            const Rows *given, int rows, const Group *group, V *sums) {
     const int fours = pairs / 2, many = parts == 1 ? 4 : fours, fitting = 8 >> ((bits == SMALL_TABLE ? 5 : bits) - 4);
@@ -484,7 +484,7 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __
 #undef CALLED
 }
 
-// As `rows_of_block`, for steps of 4 to 6 bits, and from 2 to FEW rows in two bytes.
+// `bytes_of_block` for 2 to FEW rows in two bytes. It is compiled once for all kinds of scales.
 #define FEW_SHAPES(DO) DO(4, 16) DO(5, 16) DO(6, 8) DO(SMALL_TABLE, 8) DO(SMALL_TABLE, 16)
 #define FOR(ROWS_GIVEN, BITS, PAIRS) \
     if (ROWS_GIVEN <= FEW && rows == ROWS_GIVEN) bytes_of_block(w, at, BITS, PAIRS, table, 2, given, ROWS_GIVEN, group, sums);
